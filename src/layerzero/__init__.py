@@ -1,0 +1,95 @@
+"""Call the fastest kernel that is valid here: ``import layerzero as lz``; ``lz.attention(q, k, v)``.
+
+Importing loads no kernel library, initialises no device and patches nothing. Names are resolved on first use and then
+live in this module's globals, so that ``lz.attention`` costs one dictionary read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "layerzero.engine.answers": (
+        "doctor",
+        "explain",
+        "facts",
+        "list_kernels",
+        "list_operations",
+        "validate",
+        "which",
+    ),
+    "layerzero.engine.control": (
+        "avoid",
+        "configure",
+        "deterministic",
+        "disabled",
+        "load_config",
+        "lock",
+        "prefer",
+        "register_backend",
+        "register_kernel",
+        "register_operation",
+        "scope",
+        "unlock",
+        "unregister_kernel",
+    ),
+    "layerzero.engine.warmup": ("warmup",),
+    "layerzero.engine.probe": ("Machine",),
+    "layerzero.integrations.transformers": ("register_with_transformers",),
+    "layerzero.core.device": ("Device",),
+    "layerzero.core.facts": ("Facts", "FactsBuilder"),
+    "layerzero.core.kernel": ("Backend", "Kernel"),
+    "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Tolerance"),
+    "layerzero.core.schema": ("OperationSchema", "TensorSchema"),
+    "layerzero.core.plan": ("Plan", "Report"),
+    "layerzero.core.reasons": ("Reason", "ReasonCode"),
+    "layerzero.core.errors": (
+        "CudaGraphUnsafeError",
+        "InvalidCallError",
+        "KernelExecutionError",
+        "LayerZeroError",
+        "LayerZeroFallbackWarning",
+        "LayerZeroLayoutWarning",
+        "LayerZeroWarning",
+        "NoCompatibleKernelPairError",
+        "NoKernelFoundError",
+        "PolicyError",
+        "RegistrationError",
+        "VersionMismatchError",
+    ),
+}
+_FUNCTIONS = ("add_rms_norm", "attention", "layer_norm", "rms_norm")
+_MODULES = {"limits": "layerzero.core.limits", "testing": "layerzero.testing"}
+_ALIASES = {  # the specification's longer names
+    "DeviceSpec": "Device",
+    "ExecutionPlan": "Plan",
+    "KernelSpec": "Kernel",
+    "SelectionContext": "Facts",
+    "SelectionContextBuilder": "FactsBuilder",
+    "SelectionReport": "Report",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME, *_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])  # noqa: PLE0605  # a list of str
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _ALIASES:
+        value = __getattr__(_ALIASES[name])
+    else:
+        raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,11 @@
+"""Kernel libraries: one file each, holding ``KERNELS``. Imported on demand; a library itself only when chosen.
+
+Add a backend: write its file and its line here, in alphabetical order.
+"""
+
+from __future__ import annotations
+
+BUILTIN: dict[str, str] = {
+    "torch": "layerzero.backends.torch_aten",
+}
+"""Name of a backend to the module that declares its kernels."""

@@ -1,0 +1,347 @@
+"""PyTorch's own kernels, called as their aten operators.
+
+``F.scaled_dot_product_attention`` under ``sdpa_kernel`` costs 40 us of host time a call, the operator behind it 15
+(H200, torch 2.11, 2026-11-21); the context manager's decision is respected through the limit ``SdpaEnabled``.
+Limits were found by probing torch 2.13.0 on the CPU and follow the checks of ATen's sdp_utils on CUDA.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops import attention
+
+TORCH = Backend(
+    name="torch",
+    summary="PyTorch's own attention and normalisation kernels",
+    requires=("torch>=2.10",),
+    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+    homepage="https://pytorch.org",
+)
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
+        return (output, lse) if return_lse else output
+
+    return flash
+
+
+def _load_math(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_attention_math.default
+    enable_gqa = facts["group"] != 1
+
+    def math(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+    return math
+
+
+def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        return (output, lse) if return_lse else output
+
+    return flash
+
+
+def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+    def efficient(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        if attn_mask is not None:
+            attn_mask = _padded_mask(attn_mask, query, key)
+        return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
+
+    return efficient
+
+
+def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand a mask to (B, H, S_q, S_k) on rows that start at a multiple of 16 bytes, as the kernel demands."""
+    size = key.shape[2]
+    step = 16 // mask.element_size()
+    if size % step or mask.stride(-1) != 1 or any(stride % step for stride in mask.stride()[:-1]):
+        mask = torch.nn.functional.pad(mask, (0, -size % step))[..., :size]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
+
+
+def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+    def cudnn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        return operator(query, key, value, None, keep, dropout_p, causal, False, scale=scale)[0]
+
+    return cudnn
+
+
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
+    rms_norm = torch.nn.functional.rms_norm
+    shape = (facts.size("hidden"),)
+
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        return rms_norm(input, shape, weight, eps)
+
+    return run
+
+
+def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
+    layer_norm = torch.nn.functional.layer_norm
+
+    def run(
+        input: Tensor,  # noqa: A002
+        *,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float,
+    ) -> Tensor:
+        return layer_norm(input, normalized_shape, weight, bias, eps)
+
+    return run
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    rms_norm = torch.nn.functional.rms_norm
+    shape = (facts.size("hidden"),)
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        residual.add_(input)
+        return rms_norm(residual, shape, weight, eps)
+
+    return run
+
+
+def _math_workspace(facts: Facts) -> int:
+    """Scores and probabilities in full, in float32 or the inputs' dtype."""
+    scores = facts.size("batch") * facts.size("heads") * facts.size("seq_q") * facts.size("seq_k")
+    return scores * 8
+
+
+_SDPA_ARGUMENTS = ("causal", "scale")
+_FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
+_CUDA_HEADS = limit.dim("head_dim", multiple=8)
+_DENSE = limit.last_stride_one("query", "key", "value")
+
+KERNELS = (
+    Kernel(
+        id="torch.sdpa.cpu_flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cpu_flash,
+        layout="BHSD",
+        accepts=(*_SDPA_ARGUMENTS, "attn_mask", "return_lse"),
+        folds=_FOLDED,
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.SdpaEnabled("flash"),
+            _DENSE,
+        ),
+        grad=True,
+        deterministic=True,
+        handles_negated=True,
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.math",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_math,
+        layout="BHSD",
+        accepts=(*_SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=_FOLDED,
+        limits=(
+            limit.dtype(*_FLOATS),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.SdpaEnabled("math"),
+        ),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        workspace_bytes=_math_workspace,
+        priority=20,
+    ),
+    Kernel(
+        id="torch.sdpa.flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_flash,
+        layout="BHSD",
+        accepts=(*_SDPA_ARGUMENTS, "dropout_p", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.SquareCausal(),
+            limit.SdpaEnabled("flash"),
+            limit.SameHeads(),
+            _DENSE,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.cudnn",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_cudnn,
+        layout="BHSD",
+        accepts=(*_SDPA_ARGUMENTS, "dropout_p"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=128, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.SquareCausal(),
+            limit.SdpaEnabled("cudnn"),
+            _DENSE,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=60,
+    ),
+    Kernel(
+        id="torch.sdpa.efficient",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_efficient,
+        layout="BHSD",
+        accepts=(*_SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=_FOLDED,
+        limits=(
+            limit.platform("cuda"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            _CUDA_HEADS,
+            limit.dim("value_dim", multiple=8),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.SdpaEnabled("efficient"),
+            limit.SameHeads(),
+            _DENSE,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=40,
+    ),
+    Kernel(
+        id="torch.rms_norm",
+        operations=("norm.rms",),
+        backend=TORCH,
+        load=_load_rms_norm,
+        accepts=("eps",),
+        limits=(limit.dtype(*_FLOATS),),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=10,
+    ),
+    Kernel(
+        id="torch.layer_norm",
+        operations=("norm.layer",),
+        backend=TORCH,
+        load=_load_layer_norm,
+        accepts=("normalized_shape", "weight", "bias", "eps"),
+        limits=(limit.dtype(*_FLOATS),),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=40,
+    ),
+    Kernel(
+        id="torch.add_rms_norm",
+        operations=("norm.add_rms",),
+        backend=TORCH,
+        load=_load_add_rms_norm,
+        accepts=("eps",),
+        limits=(limit.dtype(*_FLOATS),),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=10,
+    ),
+)

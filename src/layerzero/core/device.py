@@ -1,0 +1,265 @@
+"""What a device is: the facts that limits ask for, detected from torch or named for a machine that is not here."""
+
+from __future__ import annotations
+
+import functools
+import platform as host
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
+    ((7, 5), (7, 9), "turing"),
+    ((8, 0), (8, 8), "ampere"),
+    ((8, 9), (8, 9), "ada"),
+    ((9, 0), (9, 9), "hopper"),
+    ((10, 0), (19, 9), "blackwell"),
+)
+"""Compute capability range (inclusive) to generation; below 7.5 there is none."""
+
+TENSOR_CORE_GENERATIONS = {"turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
+"""As the specification numbers them. Ada's cores are fourth generation in fact; instruction sets decide, not this."""
+
+
+def generation_of(sm: tuple[int, int] | None) -> str | None:
+    """Name the NVIDIA generation of a compute capability, None below 7.5 and for other vendors."""
+    if sm is None:
+        return None
+    return next((name for low, high, name in GENERATIONS if low <= sm <= high), None)
+
+
+def _cuda_instruction_sets(sm: tuple[int, int]) -> frozenset[str]:
+    """Matrix instructions by compute capability; tcgen05 exists on 10.x and 11.x parts only, 12.x lacks it."""
+    sets = set()
+    if sm >= (7, 0):
+        sets.add("wmma")
+    if sm[0] == 9:
+        sets.add("wgmma")
+    if sm[0] in (10, 11):
+        sets.add("tcgen05.mma")
+    return frozenset(sets)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The description of one device that limits are checked against.
+
+    Attributes:
+        platform: ``cuda``, ``rocm``, ``cpu``, ``hpu`` or ``xpu``.
+        name: the marketing name.
+        vendor: ``nvidia``, ``amd``, ``intel``, ``habana``, or the CPU's vendor.
+        sm: NVIDIA compute capability as (major, minor).
+        architecture: AMD's ``gfx942`` and relatives, or the CPU's machine type.
+        instruction_sets: matrix or vector instructions, by the names limits use.
+        dtypes: names of reduced-precision dtypes with native arithmetic.
+        index: the device index that torch uses.
+        total_bytes: memory of the device.
+        max_grid: largest launch grid (x, y, z), where the platform has one.
+        uuid, runtime, driver: identity and versions, empty where unknown.
+    """
+
+    platform: str
+    name: str
+    vendor: str
+    sm: tuple[int, int] | None = None
+    architecture: str = ""
+    instruction_sets: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = field(default_factory=lambda: frozenset({"float32"}))
+    index: int = 0
+    total_bytes: int = 0
+    max_grid: tuple[int, int, int] | None = None
+    uuid: str = ""
+    runtime: str = ""
+    driver: str = ""
+
+    @property
+    def generation(self) -> str | None:
+        """``turing`` to ``blackwell`` for NVIDIA, else None."""
+        return generation_of(self.sm)
+
+    @property
+    def tensor_core_generation(self) -> int | None:
+        """Number of the tensor core generation, None without tensor cores."""
+        generation = self.generation
+        return TENSOR_CORE_GENERATIONS[generation] if generation else None
+
+    @property
+    def torch_type(self) -> str:
+        """The ``torch.device`` type under which tensors live on this device."""
+        return "cuda" if self.platform == "rocm" else self.platform
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether launches can be captured into a graph."""
+        return self.platform in ("cuda", "rocm")
+
+    @property
+    def sm_number(self) -> int | None:
+        """Compute capability as one number (90, 120), as rules write it."""
+        return self.sm[0] * 10 + self.sm[1] if self.sm else None
+
+    @staticmethod
+    def detect(device: str | torch.device = "cpu") -> Device:
+        """Describe a device of this machine; cached for the process.
+
+        Raises: RuntimeError (from torch) if the device does not exist here.
+        """
+        target = torch.device(device)
+        index = target.index
+        if index is None and target.type == "cuda":
+            index = torch.cuda.current_device()
+        return _detect(target.type, index or 0)
+
+    @staticmethod
+    def named(name: str) -> Device:
+        """Describe a well-known device that need not be here (``H100``, ``RTX 5090``, ``MI300X``, ``Gaudi``, ``CPU``).
+
+        Raises: KeyError naming the known devices.
+        """
+        wanted = name.lower().replace(" ", "").replace("-", "")
+        for known, device in KNOWN_DEVICES.items():
+            if known.lower().replace(" ", "") == wanted:
+                return device
+        raise KeyError(f"unknown device {name!r}; known: {', '.join(KNOWN_DEVICES)}")
+
+
+@functools.cache
+def _detect(device_type: str, index: int) -> Device:
+    if device_type == "cuda":
+        return _detect_cuda(index)
+    if device_type == "cpu":
+        return _detect_cpu()
+    if device_type == "meta":  # no hardware: legality is asked about, nothing runs
+        return replace(_detect_cpu(), name="meta")
+    vendor = {"hpu": "habana", "xpu": "intel"}.get(device_type, device_type)
+    return Device(platform=device_type, name=device_type, vendor=vendor, index=index)
+
+
+def _detect_cuda(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    common = {
+        "name": properties.name,
+        "index": index,
+        "total_bytes": properties.total_memory,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "max_grid": (2**31 - 1, 65535, 65535),
+    }
+    if torch.version.hip:
+        return Device(
+            platform="rocm",
+            vendor="amd",
+            architecture=properties.gcnArchName.split(":")[0],
+            dtypes=frozenset({"float32", "float16", "bfloat16"}),
+            runtime=torch.version.hip,
+            **common,
+        )
+    sm = (properties.major, properties.minor)
+    return Device(
+        platform="cuda",
+        vendor="nvidia",
+        sm=sm,
+        instruction_sets=_cuda_instruction_sets(sm),
+        dtypes=_cuda_dtypes(sm),
+        runtime=torch.version.cuda or "",
+        **common,
+    )
+
+
+def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
+    names = {"float32", "float16", "int8"}
+    if sm >= (8, 0):
+        names.add("bfloat16")
+    if sm >= (8, 9):
+        names |= {"float8_e4m3", "float8_e5m2"}
+    if sm >= (10, 0):
+        names |= {"nvfp4", "mxfp4"}
+    return frozenset(names)
+
+
+_CPU_FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
+    "avx2": "avx2",
+    "avx512f": "avx512",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_fp16": "avx512_fp16",
+    "amx_bf16": "amx_bf16",
+    "amx_int8": "amx_int8",
+    "asimd": "neon",
+    "sve": "sve",
+}
+
+
+def _detect_cpu() -> Device:
+    name, vendor, flags = host.processor() or host.machine(), "unknown", set[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                name = value
+            elif key == "vendor_id":
+                vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(value, value)
+            elif key in ("flags", "Features"):
+                flags = set(value.split())
+    return Device(
+        platform="cpu",
+        name=name,
+        vendor=vendor,
+        architecture=host.machine(),
+        instruction_sets=frozenset(ours for theirs, ours in _CPU_FLAGS.items() if theirs in flags),
+        dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
+    )
+
+
+def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:
+    return Device(
+        platform="cuda",
+        name=name,
+        vendor="nvidia",
+        sm=sm,
+        instruction_sets=_cuda_instruction_sets(sm),
+        dtypes=_cuda_dtypes(sm),
+        total_bytes=gib * 2**30,
+        max_grid=(2**31 - 1, 65535, 65535),
+        runtime="13.0",
+    )
+
+
+def _amd(name: str, architecture: str, gib: int) -> Device:
+    return Device(
+        platform="rocm",
+        name=name,
+        vendor="amd",
+        architecture=architecture,
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        total_bytes=gib * 2**30,
+        max_grid=(2**31 - 1, 65535, 65535),
+    )
+
+
+KNOWN_DEVICES: dict[str, Device] = {
+    "T4": _nvidia("Tesla T4", (7, 5), 16),
+    "A100": _nvidia("NVIDIA A100-SXM4-80GB", (8, 0), 80),
+    "RTX 3080": _nvidia("NVIDIA GeForce RTX 3080", (8, 6), 10),
+    "L40S": _nvidia("NVIDIA L40S", (8, 9), 48),
+    "H100": _nvidia("NVIDIA H100 80GB HBM3", (9, 0), 80),
+    "H800": _nvidia("NVIDIA H800", (9, 0), 80),
+    "H200": _nvidia("NVIDIA H200", (9, 0), 141),
+    "B200": _nvidia("NVIDIA B200", (10, 0), 180),
+    "RTX 5060 Ti": _nvidia("NVIDIA GeForce RTX 5060 Ti", (12, 0), 16),
+    "RTX 5090": _nvidia("NVIDIA GeForce RTX 5090", (12, 0), 32),
+    "RTX PRO 6000": _nvidia("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 96),
+    "MI210": _amd("AMD Instinct MI210", "gfx90a", 64),
+    "MI300X": _amd("AMD Instinct MI300X", "gfx942", 192),
+    "RX 7900 XTX": _amd("AMD Radeon RX 7900 XTX", "gfx1100", 24),
+    "Gaudi": Device(platform="hpu", name="Gaudi", vendor="habana", dtypes=frozenset({"float32", "bfloat16"})),
+    "CPU": Device(
+        platform="cpu",
+        name="x86-64 with AVX-512",
+        vendor="intel",
+        architecture="x86_64",
+        instruction_sets=frozenset({"avx2", "avx512"}),
+        dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
+    ),
+}
+"""Devices that a selection can be asked about without having one."""

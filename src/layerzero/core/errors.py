@@ -1,0 +1,144 @@
+"""Every exception and warning that LayerZero raises on purpose.
+
+    LayerZeroError
+    +-- InvalidCallError (ValueError)          the caller's arguments are wrong
+    +-- PolicyError (ValueError)               a configuration key or value is wrong
+    +-- RegistrationError (ValueError)         a kernel, operation or backend is declared wrongly
+    +-- NoKernelFoundError                     nothing legal is left to run
+    +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
+    +-- KernelExecutionError                   a kernel was called and failed
+    +-- VersionMismatchError                   processes of one job disagree about versions
+    +-- NoCompatibleKernelPairError            no draft/target kernel pair fits together
+    LayerZeroWarning (UserWarning)
+    +-- LayerZeroLayoutWarning                 a layout had to be assumed
+    +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layerzero.core.reasons import Reason, ReasonCode
+
+
+class LayerZeroError(Exception):
+    """Base of every error that LayerZero raises on purpose."""
+
+
+class InvalidCallError(LayerZeroError, ValueError):
+    """The caller's arguments are wrong; no kernel could make them right, so none is tried.
+
+    Attributes:
+        function: the public function or operation that was called.
+        problems: one line per problem, each with what was wanted and what came.
+        code: the reason code where the catalogue has one (mask together with causal, heads that do not divide).
+    """
+
+    def __init__(self, function: str, problems: Sequence[str], code: ReasonCode | None = None) -> None:
+        self.function = function
+        self.problems = tuple(problems)
+        self.code = code
+        prefix = f"[{code}] " if code is not None else ""
+        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{prefix}{function}: {body}")
+
+
+class PolicyError(LayerZeroError, ValueError):
+    """A configuration key is unknown or its value does not fit; the message names the origin and the nearest key."""
+
+
+class RegistrationError(LayerZeroError, ValueError):
+    """A kernel, operation or backend was declared in a way that cannot work."""
+
+
+class NoKernelFoundError(LayerZeroError):
+    """No kernel of the operation is legal for this call.
+
+    Attributes:
+        operation: the operation that was asked for.
+        failures: kernel id to the reasons why it was refused.
+    """
+
+    def __init__(self, operation: str, failures: Mapping[str, Sequence[Reason]], hint: str = "") -> None:
+        self.operation = operation
+        self.failures = {kernel_id: tuple(reasons) for kernel_id, reasons in failures.items()}
+        lines = [f"no kernel of {operation} is legal for this call"]
+        for kernel_id, reasons in self.failures.items():
+            lines.append(f"  {kernel_id}:")
+            lines.extend(f"    [{reason.code}] {reason.message}" for reason in reasons)
+        if hint:
+            lines.append(f"  next step: {hint}")
+        super().__init__("\n".join(lines))
+
+
+class CudaGraphUnsafeError(LayerZeroError):
+    """A CUDA graph capture is open and every legal kernel would spoil it.
+
+    Attributes:
+        operation: the operation that was asked for.
+        excluded: ids of the kernels that would be legal outside a capture.
+    """
+
+    def __init__(self, operation: str, excluded: Sequence[str]) -> None:
+        self.operation = operation
+        self.excluded = tuple(excluded)
+        names = ", ".join(excluded) or "none installed"
+        super().__init__(
+            f"{operation}: a CUDA graph is being captured and no graph-safe kernel is ready; "
+            f"not graph-safe or not ready: {names}. Call it once with these shapes before the capture."
+        )
+
+
+class KernelExecutionError(LayerZeroError):
+    """A kernel failed while running, and nothing else may run in its place; the cause is chained.
+
+    Attributes:
+        kernel_id: the kernel that failed.
+        operation: the operation it was running.
+    """
+
+    def __init__(self, kernel_id: str, operation: str, why_no_fallback: str) -> None:
+        self.kernel_id = kernel_id
+        self.operation = operation
+        super().__init__(f"{kernel_id} failed in {operation}; nothing ran in its place because {why_no_fallback}")
+
+
+class VersionMismatchError(LayerZeroError):
+    """Processes that must agree run different versions or capabilities.
+
+    Attributes:
+        expected: what this process has.
+        found: what the other processes have, by name or rank.
+    """
+
+    def __init__(self, what: str, expected: str, found: Mapping[str, str]) -> None:
+        self.expected = expected
+        self.found = dict(found)
+        others = ", ".join(f"{name}: {version}" for name, version in self.found.items())
+        super().__init__(f"{what}: wanted {expected} everywhere, got {others}")
+
+
+class NoCompatibleKernelPairError(LayerZeroError):
+    """No kernel for the draft model shares a cache layout and dtype with one for the target model."""
+
+    def __init__(self, draft: Sequence[str], target: Sequence[str]) -> None:
+        self.draft = tuple(draft)
+        self.target = tuple(target)
+        super().__init__(
+            f"no compatible pair: draft candidates {list(draft)}, target candidates {list(target)} "
+            "share no KV cache layout and dtype"
+        )
+
+
+class LayerZeroWarning(UserWarning):
+    """Base of every warning that LayerZero issues."""
+
+
+class LayerZeroLayoutWarning(LayerZeroWarning):
+    """A tensor layout was neither given nor provable and BSHD was assumed."""
+
+
+class LayerZeroFallbackWarning(LayerZeroWarning):
+    """The slow reference runs, or a kernel failed and another one took its place."""

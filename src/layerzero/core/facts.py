@@ -1,0 +1,275 @@
+"""The named values of one call: axis sizes, dtype, device, layout, strides, alignment, arguments, eager state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.layouts import CANONICAL, permutation
+from layerzero.core.operation import Operation
+
+FACT_ALIASES = {
+    "batch_size": "batch",
+    "seq_len": "seq_k",
+    "seq_len_q": "seq_q",
+    "seq_len_k": "seq_k",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "op": "operation",
+    "is_causal": "causal",
+    "sm_version": "sm",
+    "requires_deterministic": "deterministic",
+    "is_cuda_graph_capturing": "capturing",
+    "attn_mask_type": "attn_mask",
+}
+"""The specification's names for facts, accepted wherever a fact is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallState:
+    """Eager state outside the arguments that changes what is legal.
+
+    Attributes:
+        requires_grad: gradients are recorded and an input asks for them.
+        deterministic: only deterministic kernels may run.
+        capturing: a CUDA graph is being captured on the current stream.
+        autocast: autocast is active (the plan switches it off around the kernel).
+        sdpa_disabled: backends that the caller's ``sdpa_kernel`` context switched off.
+    """
+
+    requires_grad: bool = False
+    deterministic: bool = False
+    capturing: bool = False
+    autocast: bool = False
+    sdpa_disabled: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What limits may ask about one tensor.
+
+    Attributes:
+        shape, strides: in elements, in the layout in which the kernel sees the tensor.
+        dtype: element type.
+        alignment_bytes: largest power of two up to 16 that divides the data address.
+        negated: whether the negative bit is set (the data must be negated when read).
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    alignment_bytes: int = 16
+    negated: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorFacts:
+        """Read a tensor. Tensors without an address (meta, fake) count as aligned."""
+        return TensorFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype, alignment_bytes(tensor), tensor.is_neg())
+
+    def permuted(self, axes: tuple[int, ...]) -> TensorFacts:
+        """The same memory seen with its axes in another order."""
+        return replace(
+            self,
+            shape=tuple(self.shape[axis] for axis in axes),
+            strides=tuple(self.strides[axis] for axis in axes),
+        )
+
+    @property
+    def last_stride(self) -> int:
+        """Stride of the last axis; 1 where it has at most one element, since it is never stepped over."""
+        return self.strides[-1] if self.shape and self.shape[-1] > 1 else 1
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps; axes of size 1 do not count."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size == 1:
+                continue
+            if stride != expected and size != 0:
+                return False
+            expected *= size
+        return True
+
+
+MAX_ALIGNMENT_BYTES = 16
+"""Alignment beyond a vector load of 16 bytes is not told apart: it would split the plan cache for no kernel's good."""
+
+
+def alignment_bytes(tensor: torch.Tensor) -> int:
+    """Largest power of two up to 16 that divides the address of the first element."""
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return MAX_ALIGNMENT_BYTES
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a fake tensor has no address; whoever runs it later asks again
+        return MAX_ALIGNMENT_BYTES
+    return min(address & -address, MAX_ALIGNMENT_BYTES) if address else MAX_ALIGNMENT_BYTES
+
+
+class Facts(Mapping[str, object]):
+    """The facts of one call as limits and rules see them; ``facts["head_dim"]``, ``facts["sm"]``.
+
+    Attributes:
+        operation: the routed operation.
+        device: the device it runs on.
+        layout: layout of the tensors that have one, as seen by whoever asks.
+        tensors: facts of each tensor that the call brought.
+        arguments: canonical argument values (tensors included, as given).
+    """
+
+    __slots__ = ("_values", "arguments", "device", "layout", "operation", "tensors")
+
+    def __init__(
+        self,
+        operation: Operation,
+        device: Device,
+        layout: str | None,
+        tensors: Mapping[str, TensorFacts],
+        arguments: Mapping[str, object],
+        values: Mapping[str, object],
+    ) -> None:
+        self.operation = operation
+        self.device = device
+        self.layout = layout
+        self.tensors = tensors
+        self.arguments = arguments
+        self._values = values
+
+    def __getitem__(self, name: str) -> object:
+        try:
+            return self._values[name]
+        except KeyError:
+            return self._values[FACT_ALIASES[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def size(self, name: str) -> int:
+        """An axis size or derived size; raises KeyError where the operation has no such axis."""
+        value = self[name]
+        if not isinstance(value, int):
+            raise KeyError(name)
+        return value
+
+    def seen_in(self, layout: str | None) -> Facts:
+        """The same call as a kernel with another layout sees it, before any data is moved."""
+        if layout is None or self.layout is None or layout == self.layout:
+            return self
+        axes = permutation(self.layout, layout)
+        moving = {schema.name for schema in self.operation.schema.inputs if schema.has_layout}
+        tensors = {name: fact.permuted(axes) if name in moving else fact for name, fact in self.tensors.items()}
+        return Facts(self.operation, self.device, layout, tensors, self.arguments, self._values)
+
+    def with_tensors(self, tensors: Mapping[str, TensorFacts]) -> Facts:
+        """The same call with other memory, as after a copy."""
+        return Facts(self.operation, self.device, self.layout, dict(tensors), self.arguments, self._values)
+
+    def sizes(self) -> dict[str, int]:
+        """Axis sizes and derived sizes only: what the amount of work depends on."""
+        return {name: value for name, value in self._values.items() if type(value) is int}
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON and reports."""
+        plain = {name: _plain(value) for name, value in self._values.items()}
+        return plain | {"layout": self.layout, "device_name": self.device.name}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
+
+
+class FactsBuilder:
+    """Build the facts of a call to one operation; validate first.
+
+    Subclass and override :meth:`extract` to add facts of an operation of your own; built-in operations declare theirs
+    with ``Operation.derive``.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+
+    def build(
+        self,
+        *args: Any,
+        device: Device | None = None,
+        layout: str | None = None,
+        state: CallState | None = None,
+        **kwargs: Any,
+    ) -> Facts:
+        """Validate the arguments against the schema and name everything about them.
+
+        ``device`` replaces the device that the first tensor lies on (to ask about a machine that is not here).
+        Raises: InvalidCallError with every problem of the call.
+        """
+        schema = self.operation.schema
+        problems = schema.validate(*args, layout=layout, **kwargs)
+        if problems:
+            raise InvalidCallError(schema.operation, problems)
+        names = [tensor.name for tensor in schema.inputs]
+        arguments = dict(schema.neutral) | dict(zip(names, args, strict=False)) | kwargs
+        return self.of_valid(arguments, device=device, layout=layout, state=state)
+
+    def of_valid(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        device: Device | None = None,
+        layout: str | None = None,
+        state: CallState | None = None,
+    ) -> Facts:
+        """Name everything about arguments that were validated before."""
+        schema = self.operation.schema
+        if self.operation.layouts and layout is None:
+            layout = CANONICAL
+        tensors: dict[str, TensorFacts] = {}
+        values: dict[str, object] = {"operation": schema.operation}
+        first: torch.Tensor | None = None
+        for tensor_schema in schema.inputs:
+            value = arguments.get(tensor_schema.name)
+            if value is None:
+                values[tensor_schema.name] = "none"
+                continue
+            first = value if first is None else first
+            facts = tensors[tensor_schema.name] = TensorFacts.of(value)
+            if not tensor_schema.required:
+                values[tensor_schema.name] = "bool" if facts.dtype is torch.bool else "given"
+                if facts.dtype.is_floating_point:
+                    values[tensor_schema.name] = "float"
+            axes = tensor_schema.axes_in(layout)
+            named = axes[1:] if axes and axes[0] == "..." else axes
+            values.update(zip(named, facts.shape[len(facts.shape) - len(named) :], strict=True))
+        for name in schema.params:
+            values[name] = arguments.get(name, schema.neutral.get(name))
+        assert first is not None, f"{schema.operation} has no tensors"
+        device = device or Device.detect(first.device)
+        values |= {"dtype": first.dtype, "platform": device.platform, "sm": device.sm_number}
+        values |= _state_values(state or CallState())
+        values |= self.extract(arguments, values)
+        return Facts(self.operation, device, layout, tensors, arguments, values)
+
+    def extract(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, object]:
+        """Facts that only this operation has; the hook to override."""
+        return self.operation.derive(arguments, values) if self.operation.derive else {}
+
+
+def _state_values(state: CallState) -> dict[str, object]:
+    return {
+        "requires_grad": state.requires_grad,
+        "deterministic": state.deterministic,
+        "capturing": state.capturing,
+        "autocast": state.autocast,
+        "sdpa_disabled": state.sdpa_disabled,
+    }

@@ -1,0 +1,148 @@
+"""A backend is a library; a kernel is one implementation of one or more operations in it, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from layerzero.core.errors import RegistrationError
+from layerzero.core.facts import Facts
+from layerzero.core.layouts import LAYOUTS
+from layerzero.core.limits import Limit
+
+
+class Trust(StrEnum):
+    """Why a kernel may run before it proved itself on this machine."""
+
+    DECLARED = "declared"
+    """Built in at a tested version, or registered by the person who wrote it."""
+    PLUGIN = "plugin"
+    """Came through an entry point: refused where the policy requires vetting, until vetted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A kernel library, described without importing it.
+
+    Attributes:
+        name: the source that policies prefer, avoid, deny and allow.
+        summary: one line for tables.
+        import_name: the module whose presence means installed.
+        distribution: the package whose version counts; several names are tried in order.
+        versions: accepted versions of it, as a PEP 440 specifier (``>=2.13.0.2,<2.14``).
+        requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
+        platforms: platforms that any of its kernels runs on.
+        install: the command that installs it.
+        homepage: where the library lives.
+        origin: ``builtin``, ``entry_point`` or ``decorator``.
+    """
+
+    name: str
+    summary: str
+    import_name: str = ""
+    distribution: str | tuple[str, ...] = ()
+    versions: str = ""
+    requires: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ("cpu",)
+    install: str = ""
+    homepage: str = ""
+    origin: str = "builtin"
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Package names to look for, in order."""
+        if isinstance(self.distribution, tuple):
+            return self.distribution
+        return (self.distribution,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One implementation; everything that choosing needs to know about it.
+
+    Attributes:
+        id: ``<backend>.<variant>``, unique.
+        operations: names of the operations it implements.
+        backend: its library.
+        load: given the facts of the plan, import the library and return the callable. Called after selection only.
+            The callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword,
+            in the kernel's layout, and returns the operation's results.
+        layout: layout of its tensors, None where the operation has none or it takes any.
+        accepts: optional tensors and parameters that it honours; what it does not accept it is never offered.
+        implies: arguments that a limit pins to the one value the callable computes; they are not passed.
+        renames: canonical argument name to the callable's name for it.
+        folds: arguments that the plan may fold into its attention mask.
+        limits: what it demands of a call.
+        grad: whether its backward pass is right; autograd calls are refused otherwise.
+        deterministic: whether repeated calls give the same bits.
+        graph_safe: whether it may run under CUDA graph capture.
+        jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
+        handles_empty: whether it may see a tensor without elements.
+        handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
+        device_guard: whether it sets the current device itself.
+        workspace_bytes: memory it needs beside its results, for the facts of a call.
+        priority: 0 to 100, what decides where nothing was measured.
+        trust: why it may run here.
+        aliases: other names that locks and rules may use.
+    """
+
+    id: str
+    operations: tuple[str, ...]
+    backend: Backend
+    load: Callable[[Facts], Callable[..., Any]]
+    layout: str | None = None
+    accepts: tuple[str, ...] = ()
+    implies: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    folds: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    grad: bool = False
+    deterministic: bool = False
+    graph_safe: bool = False
+    jit: bool = False
+    handles_empty: bool = False
+    handles_negated: bool = False
+    device_guard: bool = False
+    workspace_bytes: Callable[[Facts], int] | None = None
+    priority: int = 50
+    trust: Trust = Trust.DECLARED
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
+        if not 0 <= self.priority <= 100:
+            raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
+        if not self.operations:
+            raise RegistrationError(f"{self.id}: declares no operation")
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise RegistrationError(f"{self.id}: layout must be one of {', '.join(LAYOUTS)}, is {self.layout!r}")
+        unknown = set(self.renames) - set(self.accepts)
+        if unknown:
+            raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
+        if self.folds and "attn_mask" not in self.accepts:
+            raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
+
+    @property
+    def source(self) -> str:
+        """The backend's name."""
+        return self.backend.name
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is an operation's own reference."""
+        return self.backend.name == REFERENCE_BACKEND.name
+
+    def workspace_for(self, facts: Facts) -> int:
+        """Bytes it needs beside its results."""
+        return self.workspace_bytes(facts) if self.workspace_bytes else 0
+
+
+REFERENCE_BACKEND = Backend(
+    name="reference",
+    summary="The operations' own definitions in plain PyTorch; slow and right",
+    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+)
+"""Owner of the kernels that the registry makes from every operation's reference."""

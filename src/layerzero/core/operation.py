@@ -1,0 +1,168 @@
+"""An operation: a computation with a schema, a reference and cases; and a function: what the user calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+
+from layerzero.core.schema import OperationSchema
+
+
+class OpKind(StrEnum):
+    """What an operation works on; it decides which parts a declaration must have."""
+
+    TENSOR = "tensor"
+    TOKENIZATION = "tokenization"
+    SAMPLING = "sampling"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a kernel may be from the reference in float64: ``|got - want| <= atol + rtol * |want|``."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A named call as data: axis sizes and parameters that tests, benchmarks, warmup and docs share.
+
+    Attributes:
+        name: short and unique within the operation.
+        sizes: axis name to size.
+        params: parameters that differ from their neutral value.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    params: Mapping[str, object] = field(default_factory=dict)
+
+
+class Fold(Protocol):
+    """Fold arguments that a kernel lacks (a sliding window, device lengths) into an additive attention mask.
+
+    Called with the tensors in the canonical layout and the arguments to fold by name.
+    """
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, **arguments: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One computation.
+
+    Attributes:
+        schema: name, tensors, parameters.
+        summary: one line for tables.
+        reference: plain PyTorch in the canonical layout; computes in float32 or wider; also the last candidate.
+        fake: the same signature on shapes alone; returns tensors of the right shape, dtype and device without computing.
+        cases: named calls.
+        tolerance: allowed distance from the reference by dtype.
+        tolerance_reason: why these numbers.
+        kind: what it works on.
+        layouts: layouts that a call may have; empty where axes have no layout.
+        sibling: the operation with equal head counts that this one generalises, if any.
+        has_fallback: whether the reference may run as the last candidate.
+        derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
+        fold: computes the mask that stands in for arguments a kernel lacks.
+    """
+
+    schema: OperationSchema
+    summary: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    cases: tuple[Case, ...]
+    tolerance: Mapping[torch.dtype, Tolerance]
+    tolerance_reason: str
+    kind: OpKind = OpKind.TENSOR
+    layouts: tuple[str, ...] = ()
+    sibling: str = ""
+    has_fallback: bool = True
+    derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
+    fold: Fold | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation's name, ``attention.gqa.prefill``."""
+        return self.schema.operation
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What a route returns: the operation of this call and its canonical arguments.
+
+    Attributes:
+        operation: the chosen operation.
+        arguments: canonical argument values; tensors under the names that the function uses.
+        layout: layout of the tensors that have one.
+        assumed_layout: whether the layout is only an assumption.
+    """
+
+    operation: Operation
+    arguments: Mapping[str, object]
+    layout: str | None = None
+    assumed_layout: bool = False
+
+
+class Route(Protocol):
+    """Turn a function's arguments into one operation; raises InvalidCallError for the caller's mistakes."""
+
+    def __call__(self, arguments: dict[str, Any], default_layout: str | None) -> Routed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """What the user calls; its route turns the facts of a call into one operation.
+
+    Attributes:
+        name: public name, ``attention`` for ``lz.attention``.
+        signature: a Python function with the public signature and docstring; its body is never run.
+        route: from arguments to an operation.
+        operations: every operation that the route can return.
+        tensors: names of the parameters that are tensors.
+        mutates: names of the tensors that are written into.
+        torch_schemas: name of a ``torch.ops.layerzero`` operator to its schema.
+        state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
+    """
+
+    name: str
+    signature: Callable[..., Any]
+    route: Route
+    operations: tuple[Operation, ...]
+    tensors: tuple[str, ...]
+    mutates: tuple[str, ...] = ()
+    torch_schemas: Mapping[str, TorchSchema] = field(default_factory=dict)
+    state: frozenset[str] = frozenset()
+
+    @property
+    def parameters(self) -> Sequence[inspect.Parameter]:
+        """The public parameters in order."""
+        return tuple(inspect.signature(self.signature).parameters.values())
+
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Bind a call to the public signature, defaults filled in."""
+        bound = inspect.signature(self.signature).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSchema:
+    """One ``torch.ops.layerzero`` operator of a function.
+
+    Attributes:
+        signature: arguments and returns in torch's schema language.
+        order: the function's parameter for each argument of that schema.
+        fixed: parameters that this operator pins, because a torch operator's return type may not depend on a flag.
+    """
+
+    signature: str
+    order: tuple[str, ...]
+    fixed: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,206 @@
+"""What selection produces: an execution plan, the judged candidates, and the report that explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """One thing the plan does to an argument so that a kernel becomes legal.
+
+    Attributes:
+        kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``.
+        argument: the argument it works on.
+        text: what happens, for people.
+    """
+
+    kind: str
+    argument: str
+    text: str
+
+    @property
+    def moves_data(self) -> bool:
+        """Whether memory is written; strict mode refuses that."""
+        return self.kind != "view"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a score."""
+
+    name: str
+    points: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel as judged for one call.
+
+    Attributes:
+        kernel: the kernel.
+        reasons: why it is refused; empty means legal.
+        adaptations: what the plan would do for it.
+        terms: summands of its score; empty unless legal.
+        time_us, provenance, confidence, noise: its evidence, None where there is none.
+    """
+
+    kernel: Kernel
+    reasons: tuple[Reason, ...]
+    adaptations: tuple[Adaptation, ...] = ()
+    terms: tuple[Term, ...] = ()
+    time_us: float | None = None
+    provenance: str | None = None
+    confidence: float | None = None
+    noise: float = 0.0
+
+    @property
+    def legal(self) -> bool:
+        """Whether it may run."""
+        return not self.reasons
+
+    @property
+    def score(self) -> float:
+        """Sum of its terms."""
+        return sum(term.points for term in self.terms)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "kernel_id": self.kernel.id,
+            "legal": self.legal,
+            "score": round(self.score, 3) if self.legal else None,
+            "terms": {term.name: round(term.points, 3) for term in self.terms},
+            "time_us": self.time_us,
+            "evidence": self.provenance,
+            "confidence": self.confidence,
+            "adaptations": [adaptation.text for adaptation in self.adaptations],
+            "reasons": [
+                {
+                    "code": str(reason.code),
+                    "fact": reason.fact,
+                    "wanted": str(reason.wanted),
+                    "got": str(reason.got),
+                    "message": reason.message,
+                }
+                for reason in self.reasons
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Why a kernel was, or would be, selected.
+
+    Attributes:
+        operation: the routed operation.
+        facts: what was known about the call.
+        candidates: every candidate, the chosen first, then by score, then the refused.
+        chosen: the winner, None if nothing is legal.
+        locked: the lock that decided, as ``pattern=kernel``.
+        notes: what else a reader should know (an assumed layout, what a lock costs).
+    """
+
+    operation: str
+    facts: Facts
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    locked: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kernel_id(self) -> str | None:
+        """Id of the winner."""
+        return self.chosen.kernel.id if self.chosen else None
+
+    @property
+    def failures(self) -> dict[str, tuple[Reason, ...]]:
+        """Refused kernels and why."""
+        return {each.kernel.id: each.reasons for each in self.candidates if not each.legal}
+
+    def reasons(self, kernel_id: str) -> tuple[Reason, ...]:
+        """Why this kernel is refused; empty if it is legal. Raises KeyError for a kernel that is no candidate."""
+        for candidate in self.candidates:
+            if kernel_id == candidate.kernel.id or kernel_id in candidate.kernel.aliases:
+                return candidate.reasons
+        raise KeyError(f"{kernel_id!r} is no candidate of {self.operation}")
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "operation": self.operation,
+            "chosen": self.kernel_id,
+            "score": round(self.chosen.score, 3) if self.chosen else None,
+            "locked": self.locked or None,
+            "notes": list(self.notes),
+            "facts": self.facts.to_dict(),
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.operation} -> {self.kernel_id or 'no legal kernel'}" + (f"  ({self.locked})" if self.locked else "")]
+        for candidate in self.candidates:
+            if candidate.legal:
+                terms = "  ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
+                lines.append(f"  {candidate.kernel.id}: {candidate.score:.1f} = {terms}")
+                lines.extend(f"    adapts: {adaptation.text}" for adaptation in candidate.adaptations)
+            else:
+                lines.append(f"  {candidate.kernel.id}: refused")
+                lines.extend(f"    {reason}" for reason in candidate.reasons)
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A bound callable, its adapters and its trace.
+
+    Attributes:
+        kernel: what runs.
+        report: why.
+        source: the straight-line Python that a call executes; what you read is what runs.
+        adapt: from the function's arguments to the tensors the kernel gets; used to prove legality once.
+        run: from the function's arguments to the results.
+        proved: whether the limits were re-evaluated on the tensors themselves.
+        used: reference bit for eviction.
+    """
+
+    kernel: Kernel
+    report: Report
+    source: str
+    adapt: Callable[..., Mapping[str, Any]]
+    run: Callable[..., Any]
+    adaptations: tuple[Adaptation, ...] = ()
+    proved: bool = False
+    used: bool = False
+
+    @property
+    def kernel_id(self) -> str:
+        """Id of the kernel."""
+        return self.kernel.id
+
+    @property
+    def transforms(self) -> tuple[str, ...]:
+        """What happens to the arguments."""
+        return tuple(adaptation.text for adaptation in self.adaptations)
+
+    @property
+    def transform_cost_total(self) -> int:
+        """Number of transforms that move data."""
+        return sum(adaptation.moves_data for adaptation in self.adaptations)
+
+    @property
+    def uses_fallback(self) -> bool:
+        """Whether the operation's reference runs."""
+        return self.kernel.is_reference
+
+    @property
+    def debug_info(self) -> Report:
+        """The report, under the specification's name."""
+        return self.report

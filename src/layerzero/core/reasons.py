@@ -1,0 +1,122 @@
+"""Why a kernel is refused: one closed catalogue of codes, and reasons whose text is made on demand.
+
+A code is added together with the limit or the engine step that produces it; a test fails for a code that nothing
+produces through a public function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ReasonCode(StrEnum):
+    """Machine-readable codes. The value is the name, so it survives JSON and logs."""
+
+    # the device
+    PLATFORM_MISMATCH = "PLATFORM_MISMATCH"
+    SM_TOO_OLD = "SM_TOO_OLD"
+    SM_TOO_NEW = "SM_TOO_NEW"
+    INSTRUCTION_SET_MISMATCH = "INSTRUCTION_SET_MISMATCH"
+    DEVICE_CAPABILITY_UNSUPPORTED = "DEVICE_CAPABILITY_UNSUPPORTED"
+    # sizes and dtypes
+    DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED"
+    HEAD_DIM_INVALID = "HEAD_DIM_INVALID"
+    HEAD_DIM_ALIGNMENT = "HEAD_DIM_ALIGNMENT"
+    HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE"
+    SEQ_TOO_LONG = "SEQ_TOO_LONG"
+    GQA_UNSUPPORTED = "GQA_UNSUPPORTED"
+    GQA_HEADS_MISMATCH = "GQA_HEADS_MISMATCH"
+    # memory layout
+    STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
+    NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
+    MISALIGNED = "MISALIGNED"
+    # arguments
+    ATTN_MASK_UNSUPPORTED = "ATTN_MASK_UNSUPPORTED"
+    ATTN_MASK_INVALID = "ATTN_MASK_INVALID"
+    DROPOUT_UNSUPPORTED = "DROPOUT_UNSUPPORTED"
+    WINDOW_UNSUPPORTED = "WINDOW_UNSUPPORTED"
+    SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED"
+    LSE_UNSUPPORTED = "LSE_UNSUPPORTED"
+    CONSTRAINT_FAILED = "CONSTRAINT_FAILED"
+    # how the call runs
+    GRAD_UNSUPPORTED = "GRAD_UNSUPPORTED"
+    NON_DETERMINISTIC = "NON_DETERMINISTIC"
+    CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE"
+    JIT_DISABLED = "JIT_DISABLED"
+    MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED"
+    # the library
+    NOT_INSTALLED = "NOT_INSTALLED"
+    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED"
+    VERSION_UNSUPPORTED = "VERSION_UNSUPPORTED"
+    # trust and policy
+    BACKEND_ERROR = "BACKEND_ERROR"
+    UNHEALTHY = "UNHEALTHY"
+    NOT_VETTED = "NOT_VETTED"
+    POLICY_DENIED = "POLICY_DENIED"
+
+
+_TEXT: dict[ReasonCode, str] = {
+    ReasonCode.PLATFORM_MISMATCH: "made for {wanted}, this device is {got}",
+    ReasonCode.SM_TOO_OLD: "needs compute capability {wanted}, the device has {got}",
+    ReasonCode.SM_TOO_NEW: "works up to compute capability {wanted}, the device has {got}",
+    ReasonCode.INSTRUCTION_SET_MISMATCH: "needs the {wanted} instructions, the device has {got}",
+    ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED: "needs the device feature {wanted}, the device has {got}",
+    ReasonCode.DTYPE_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.HEAD_DIM_INVALID: "{fact} must be {wanted}, is {got}",
+    ReasonCode.HEAD_DIM_ALIGNMENT: "{fact} must be {wanted}, is {got}",
+    ReasonCode.HEAD_DIM_TOO_LARGE: "{fact} must be {wanted}, is {got}",
+    ReasonCode.SEQ_TOO_LONG: "{fact} must be {wanted}, is {got}",
+    ReasonCode.GQA_UNSUPPORTED: "needs as many kv heads as query heads ({wanted}), got {got}",
+    ReasonCode.GQA_HEADS_MISMATCH: "query heads must be a multiple of kv heads: wanted {wanted}, got {got}",
+    ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
+    ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
+    ReasonCode.MISALIGNED: "the data of {fact} must be aligned to {wanted}, is aligned to {got}",
+    ReasonCode.ATTN_MASK_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.ATTN_MASK_INVALID: "{fact} must be {wanted}, is {got}",
+    ReasonCode.DROPOUT_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.WINDOW_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.SOFTCAP_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.LSE_UNSUPPORTED: "cannot return the log-sum-exp ({fact} must be {wanted}, is {got})",
+    ReasonCode.CONSTRAINT_FAILED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.GRAD_UNSUPPORTED: "has no backward pass: {fact} must be {wanted}, is {got}",
+    ReasonCode.NON_DETERMINISTIC: "{wanted} results were asked for, this kernel is {got}",
+    ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",
+    ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
+    ReasonCode.MEMORY_HEADROOM_EXCEEDED: "needs a workspace of {got}, {fact} allows {wanted}",
+    ReasonCode.NOT_INSTALLED: "{fact} is {got}, {wanted} is needed",
+    ReasonCode.BACKEND_IMPORT_FAILED: "{fact} is installed but does not load: {got}",
+    ReasonCode.VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.BACKEND_ERROR: "failed while running {fact}: {got}",
+    ReasonCode.UNHEALTHY: "{fact}: {got}; wanted {wanted}",
+    ReasonCode.NOT_VETTED: "has not proved itself on this machine: wanted {wanted}, got {got}",
+    ReasonCode.POLICY_DENIED: "excluded by {fact}: wanted {wanted}, got {got}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One refusal: which rule, about which fact, what it wanted and what it got.
+
+    Attributes:
+        code: the catalogue entry.
+        fact: the fact, argument or setting that decided.
+        wanted: what would have been accepted.
+        got: what was there.
+        hint: the next step that would change the answer, if there is one.
+    """
+
+    code: ReasonCode
+    fact: str
+    wanted: object
+    got: object
+    hint: str = ""
+
+    @property
+    def message(self) -> str:
+        """Write the reason as a sentence; made on demand because most reasons are never read."""
+        text = _TEXT[self.code].format(fact=self.fact, wanted=self.wanted, got=self.got)
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"

@@ -1,0 +1,176 @@
+"""What an operation takes and returns: tensors with named axes, scalar parameters, and the check of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from layerzero.core.dtypes import dtype_name, names_of
+from layerzero.core.layouts import CANONICAL, permutation
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSchema:
+    """One tensor argument or result.
+
+    Attributes:
+        name: the argument's name.
+        shape_vars: names of the axes; a leading ``...`` takes any number of axes; equal names must have equal sizes;
+            a numeral is a fixed size. For tensors that have a layout, in the order of the canonical one (BSHD).
+        dtype_constraint: allowed dtypes; None means any.
+        required: whether the call must bring it.
+        mutated: whether the operation writes into it.
+        has_layout: whether its axes move with the call's layout.
+        same_dtype: whether it must have the dtype of the first tensor.
+        ndim: number of axes; derived from ``shape_vars``, None where it is open.
+    """
+
+    name: str
+    shape_vars: tuple[str, ...] = ()
+    dtype_constraint: frozenset[torch.dtype] | None = None
+    required: bool = True
+    mutated: bool = False
+    has_layout: bool = False
+    same_dtype: bool = True
+
+    @property
+    def ndim(self) -> int | None:
+        """Number of axes, None where it is open."""
+        return None if not self.shape_vars or self.shape_vars[0] == "..." else len(self.shape_vars)
+
+    def axes_in(self, layout: str | None) -> tuple[str, ...]:
+        """Names of the axes in the order of a layout."""
+        if not self.has_layout or layout in (None, CANONICAL):
+            return self.shape_vars
+        return tuple(self.shape_vars[axis] for axis in permutation(CANONICAL, layout))
+
+
+@dataclass(frozen=True, slots=True)
+class OperationSchema:
+    """The contract of one operation's call.
+
+    Attributes:
+        operation: the operation's name.
+        inputs: its tensors, in the order in which kernels take them.
+        outputs: what it returns.
+        params: its scalar parameters and their types.
+        neutral: the values at which an optional argument does nothing; a kernel that does not know the argument may
+            run when it has this value. Tensors that are not required are neutral when absent.
+    """
+
+    operation: str
+    inputs: tuple[TensorSchema, ...]
+    outputs: tuple[TensorSchema, ...]
+    params: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", MappingProxyType(dict(self.params)))
+        object.__setattr__(self, "neutral", MappingProxyType(dict(self.neutral)))
+
+    @property
+    def required(self) -> tuple[TensorSchema, ...]:
+        """The tensors that every call brings."""
+        return tuple(tensor for tensor in self.inputs if tensor.required)
+
+    @property
+    def optional(self) -> tuple[TensorSchema, ...]:
+        """The tensors that a call may leave out."""
+        return tuple(tensor for tensor in self.inputs if not tensor.required)
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Names of the tensors that the operation writes into."""
+        return tuple(tensor.name for tensor in self.inputs if tensor.mutated)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Every argument, tensors first."""
+        return (*(tensor.name for tensor in self.inputs), *self.params)
+
+    def validate(self, *args: object, layout: str | None = None, **kwargs: object) -> list[str]:
+        """List what is wrong with a call, with wanted and got; an empty list means nothing.
+
+        Checks missing and unknown arguments, types, ranks, dtypes, one device for all tensors, and that equal axis
+        names have equal sizes. Tensors may come by position (in schema order) or by name.
+        """
+        names = [tensor.name for tensor in self.inputs]
+        if len(args) > len(names):
+            return [f"wanted at most {len(names)} tensors ({', '.join(names)}), got {len(args)} positional arguments"]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        problems = [
+            f"unknown argument {name!r}; this operation takes {', '.join(self.arguments)}"
+            for name in values
+            if name not in self.arguments
+        ]
+        problems += self._tensor_problems(values, layout)
+        problems += self._param_problems(values)
+        return problems
+
+    def _tensor_problems(self, values: Mapping[str, object], layout: str | None) -> list[str]:
+        problems: list[str] = []
+        sizes: dict[str, tuple[int, str]] = {}
+        first: torch.Tensor | None = None
+        for schema in self.inputs:
+            value = values.get(schema.name)
+            if value is None:
+                if schema.required:
+                    problems.append(f"{schema.name}: wanted a tensor, got nothing")
+                continue
+            if not isinstance(value, torch.Tensor):
+                problems.append(f"{schema.name}: wanted a tensor, got {type(value).__name__}")
+                continue
+            first = value if first is None else first
+            problems += _tensor_problem(schema, value, first, sizes, layout)
+        return problems
+
+    def _param_problems(self, values: Mapping[str, object]) -> list[str]:
+        problems = []
+        for name, kind in self.params.items():
+            value = values.get(name, self.neutral.get(name))
+            if value is None and name in self.neutral:
+                continue
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            accepted = (*kinds, int) if float in kinds else kinds
+            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+                wanted = " or ".join(each.__name__ for each in kinds)
+                problems.append(f"{name}: wanted {wanted}, got {value!r}")
+        return problems
+
+
+def _tensor_problem(
+    schema: TensorSchema,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    sizes: dict[str, tuple[int, str]],
+    layout: str | None,
+) -> list[str]:
+    problems = []
+    shape = tuple(value.shape)
+    axes = schema.axes_in(layout)
+    if axes and not _rank_fits(axes, shape):
+        wanted = f"a {len(axes)}D tensor" if axes[0] != "..." else f"at least a {len(axes) - 1}D tensor"
+        return [f"{schema.name}: wanted {wanted} ({', '.join(axes)}), got {value.ndim}D {shape}"]
+    if schema.dtype_constraint is not None and value.dtype not in schema.dtype_constraint:
+        problems.append(
+            f"{schema.name}: wanted dtype {names_of(schema.dtype_constraint)}, got {dtype_name(value.dtype)}"
+        )
+    elif schema.same_dtype and value.dtype != first.dtype:
+        problems.append(
+            f"{schema.name}: wanted dtype {dtype_name(first.dtype)} like the first tensor, got {dtype_name(value.dtype)}"
+        )
+    if value.device != first.device:
+        problems.append(f"{schema.name}: wanted device {first.device} like the first tensor, got {value.device}")
+    named = axes[1:] if axes and axes[0] == "..." else axes
+    for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):
+        wanted_size, owner = (int(axis), "the schema") if axis.isdigit() else sizes.setdefault(axis, (size, schema.name))
+        if size != wanted_size:
+            problems.append(f"{schema.name}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")
+    return problems
+
+
+def _rank_fits(axes: Sequence[str], shape: Sequence[int]) -> bool:
+    return len(shape) >= len(axes) - 1 if axes[0] == "..." else len(shape) == len(axes)

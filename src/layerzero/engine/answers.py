@@ -1,0 +1,324 @@
+"""Questions about a selection: which kernel, why, which others, is this one valid, what is installed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
+from layerzero.core.facts import CallState, Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Operation
+from layerzero.core.plan import Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import legality, probe, score
+from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
+from layerzero.engine.functions import CALLS
+from layerzero.engine.policy import covers
+from layerzero.engine.probe import Machine
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
+
+
+def explain(
+    operation: str | Facts,
+    *args: Any,
+    device: Device | str | None = None,
+    libraries: Mapping[str, str] | None = None,
+    capturing: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Tell which kernel a call gets and why: every candidate, its score term by term, every reason. Nothing runs.
+
+    Args:
+        operation: a function (``attention``), an operation, or an alias (``attention.causal``); or the facts of a call
+            made by :func:`facts`.
+        args, kwargs: the function's arguments. Tensors on ``meta`` will do.
+        device: ask about another device, by name (``"H100"``) or description.
+        libraries: ask about other installed libraries: distribution name to version.
+        capturing: ask as if a CUDA graph were being captured.
+    Raises: InvalidCallError for a call that means nothing; KeyError for an unknown operation or device.
+    """
+    machine = Machine(Device.named(device) if isinstance(device, str) else device, libraries)
+    policy = current_policy()
+    if isinstance(operation, Facts):
+        return _explain_facts(operation, machine if device or libraries is not None else probe.this_machine())
+    dispatcher, arguments, wanted = _question(operation, args, kwargs)
+    call_state = None
+    if capturing or device is not None:
+        call_state = _state(arguments, policy, dispatcher, capturing)
+    with _quiet_layouts():
+        report, _ = dispatcher.explain(
+            arguments,
+            policy,
+            machine=machine if device or libraries is not None else None,
+            call_state=call_state,
+        )
+    _check_operation(wanted, report)
+    return report
+
+
+def which(operation: str | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
+    """Tell which kernel a call gets: ``{"kernel_id": ..., "score": ..., "operation": ...}``. Takes what explain takes."""
+    report = explain(operation, *args, **kwargs)
+    return {
+        "kernel_id": report.kernel_id,
+        "score": round(report.chosen.score, 3) if report.chosen else None,
+        "operation": report.operation,
+    }
+
+
+def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Reason, ...]]:
+    """Tell whether one kernel may run a call: ``(valid, reasons)``. Takes what explain takes.
+
+    A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
+    Raises: KeyError for an unknown kernel.
+    """
+    kernel = REGISTRY.kernel(kernel_id)
+    function = _function_of(kernel)
+    try:
+        report = explain(function, *args, **kwargs)
+    except InvalidCallError as error:
+        if error.code is None:
+            raise
+        return False, (Reason(error.code, function, "a call that means something", str(error)),)
+    try:
+        reasons = report.reasons(kernel.id)
+    except KeyError:
+        reasons = (_wrong_operation(kernel, report),)
+    return not reasons, reasons
+
+
+def _wrong_operation(kernel: Kernel, report: Report) -> Reason:
+    operation = report.facts.operation
+    if operation.sibling in kernel.operations:
+        return Reason(ReasonCode.GQA_UNSUPPORTED, "kv_heads", report.facts["heads"], report.facts["kv_heads"])
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "operation", " or ".join(kernel.operations), operation.name)
+
+
+def list_kernels(operation: str = "*") -> list[Kernel]:
+    """List the kernels of an operation, function, alias or glob, by priority.
+
+    Raises: KeyError naming the nearest operation.
+    """
+    return REGISTRY.kernels(operation)
+
+
+def list_operations() -> list[Operation]:
+    """List every operation."""
+    return sorted(REGISTRY.operations().values(), key=lambda operation: operation.name)
+
+
+def facts(operation: str, *args: Any, device: Device | str | None = None, **kwargs: Any) -> Facts:
+    """Name everything about a call; explain and which accept the result in place of tensors."""
+    return explain(operation, *args, device=device, **kwargs).facts
+
+
+def _explain_facts(call: Facts, machine: Machine) -> Report:
+    from layerzero.core.operation import Routed
+
+    policy = current_policy()
+    kernels = REGISTRY.candidates(call.operation.name)
+    judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
+    ranked = score.rank(judged, call, policy, ENGINE.ledger)
+    return pick(ranked, Routed(call.operation, call.arguments, call.layout), call, policy)
+
+
+def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:
+    from dataclasses import replace
+
+    from layerzero.engine.state import call_state
+
+    return replace(call_state(arguments.values(), policy, dispatcher.function.state), capturing=capturing)
+
+
+def _question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
+    """The dispatcher, bound arguments and wanted operation of a question."""
+    function = name
+    if name in OPERATION_ALIASES:
+        kwargs = {**OPERATION_ALIASES[name][1], **kwargs}
+        function = "attention"
+    elif name not in FUNCTIONS:
+        owners = [each.name for each in FUNCTIONS.values() if any(op.name == name for op in each.operations)]
+        if not owners:
+            known = [*FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+            raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
+        function = owners[0]
+    call = CALLS[function]
+    return call.dispatcher, call.function.bind(args, kwargs), name
+
+
+def _check_operation(wanted: str, report: Report) -> None:
+    if wanted not in FUNCTIONS and not covers(wanted, report.facts):
+        problem = f"these arguments are a call of {report.operation}, wanted {wanted}"
+        raise InvalidCallError(wanted, [problem])
+
+
+def _function_of(kernel: Kernel) -> str:
+    for function in FUNCTIONS.values():
+        if any(operation.name in kernel.operations for operation in function.operations):
+            return function.name
+    raise KeyError(f"{kernel.id} belongs to no public function; its operations: {', '.join(kernel.operations)}")
+
+
+@contextmanager
+def _quiet_layouts() -> Iterator[None]:
+    """A question is no call: the report's note says that the layout was assumed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LayerZeroLayoutWarning)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryFinding:
+    """One library as doctor sees it: name, version if installed, and why it is not used, if so."""
+
+    name: str
+    summary: str
+    version: str | None
+    kernels: int
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What doctor found.
+
+    Attributes:
+        versions: of python, torch, layerzero and the system.
+        devices: devices that torch sees here.
+        libraries: every library that LayerZero knows.
+        resting: kernels that failed and rest, with the error.
+        plugin_errors: plugins that did not load.
+        issues: what to do, most important first.
+    """
+
+    versions: dict[str, str]
+    devices: tuple[Device, ...]
+    libraries: tuple[LibraryFinding, ...]
+    resting: dict[str, str]
+    plugin_errors: dict[str, str]
+    issues: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "versions": self.versions,
+            "devices": [{"platform": d.platform, "name": d.name, "sm": d.sm_number} for d in self.devices],
+            "libraries": [
+                {
+                    "name": each.name,
+                    "version": each.version,
+                    "kernels": each.kernels,
+                    "usable": each.reason is None,
+                    "reason": str(each.reason.code) if each.reason else None,
+                    "message": each.reason.message if each.reason else None,
+                }
+                for each in self.libraries
+            ],
+            "resting": self.resting,
+            "plugin_errors": self.plugin_errors,
+            "issues": list(self.issues),
+        }
+
+    def __str__(self) -> str:
+        lines = [", ".join(f"{name} {version}" for name, version in self.versions.items())]
+        lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
+        for library in self.libraries:
+            state = "usable" if library.reason is None else str(library.reason)
+            lines.append(f"  {library.name} {library.version or ''}: {state}")
+        lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
+        lines += [f"  plugin {name} failed: {error}" for name, error in self.plugin_errors.items()]
+        lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
+        return "\n".join(lines)
+
+
+def doctor(*, load: bool = False) -> Diagnosis:
+    """Diagnose this machine: devices, libraries and why each unusable one is unusable, kernels that rest, issues.
+
+    Args:
+        load: also load every usable library's kernels, so that a broken installation shows now and not in a call.
+    """
+    devices = [Device.detect("cpu")]
+    if torch.cuda.is_available():
+        devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    best = devices[-1]
+    if load:
+        _load_everything(best)
+    libraries = []
+    for backend in REGISTRY.backends():
+        if backend.name in ("reference", "user"):
+            continue
+        device = next((each for each in reversed(devices) if each.platform in backend.platforms), best)
+        state = probe.this_machine().state(backend, device)
+        reason = state.reason
+        if reason is None and device.platform not in backend.platforms:
+            reason = Reason(
+                ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform
+            )
+        count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
+        name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
+        libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason))
+    resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in ENGINE.health.breakers().items()}
+    return Diagnosis(
+        versions=_versions(),
+        devices=tuple(devices),
+        libraries=tuple(libraries),
+        resting=resting,
+        plugin_errors=dict(REGISTRY.plugin_errors),
+        issues=tuple(_issues(libraries, devices, resting)),
+    )
+
+
+def _versions() -> dict[str, str]:
+    from layerzero import __version__
+
+    return {
+        "layerzero": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dict[str, str]) -> Iterator[str]:
+    for library in libraries:
+        if library.reason is None:
+            continue
+        if library.reason.code in (ReasonCode.BACKEND_IMPORT_FAILED, ReasonCode.VERSION_UNSUPPORTED):
+            yield f"{library.name}: {library.reason.message}"
+    for kernel, error in resting.items():
+        yield f"{kernel} failed and rests: {error}"
+    usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
+    if not usable:
+        yield f"only torch's own kernels are usable on {devices[-1].name}; `pip install layerzero[cpu]` or [cuda] adds more"
+    if sys.version_info < (3, 11):
+        yield "python 3.11 or newer is needed"
+    if not CONFIGURATION.policy.enabled:
+        yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
+
+
+def _load_everything(device: Device) -> None:
+    """Load one kernel of every usable library on small calls; what fails is marked broken."""
+    from layerzero.engine.warmup import example_calls
+
+    machine = probe.this_machine()
+    for kernel in REGISTRY.kernels():
+        if machine.state(kernel.backend, device).reason is not None or kernel.jit:
+            continue
+        for call in example_calls(kernel, device):
+            try:
+                kernel.load(call)
+            except Exception as error:  # any failure to load is what this looks for
+                probe.mark_broken(kernel.backend, error)
+            break

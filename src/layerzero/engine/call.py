@@ -1,0 +1,192 @@
+"""Generate the callable of a function: its public signature, an exact key of its arguments, one table lookup.
+
+A hit costs the key, one dictionary read and the plan. What makes no key (subclasses, modes, transforms) and what is
+not in the table goes to the slower ways; they have the same results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.overrides import handle_torch_function, has_torch_function
+
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
+from layerzero.engine.config import SCOPES
+from layerzero.engine.dispatch import Dispatcher
+from layerzero.engine.state import in_dispatch_mode, in_transform
+
+_PLAIN = frozenset({torch.Tensor, Parameter})
+
+_SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"
+
+
+class Call:
+    """The ways of one function's call: the generated fast one, and the ones it hands over to."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.dispatcher = Dispatcher(function)
+        self.source = _source(function)
+        self.fast: Callable[..., Any] = self._generate()
+
+    def _generate(self) -> Callable[..., Any]:
+        namespace: dict[str, Any] = {
+            "_PLAIN": _PLAIN,
+            "_cache": self.dispatcher.cache,
+            "_scopes": SCOPES,
+            "_scoped": self._scoped_table,
+            "_miss": self._miss,
+            "_failed": self._failed,
+            "_unusual": self._unusual,
+            "_compiling": torch.compiler.is_compiling,
+            "_operator": self._operator,
+            "_grad_enabled": torch.is_grad_enabled,
+            "_deterministic": torch.are_deterministic_algorithms_enabled,
+            "_autocast": torch._C._is_any_autocast_enabled,
+            "_dispatch_modes": torch._C._len_torch_dispatch_stack,
+            "_function_modes": torch._C._len_torch_function_stack,
+            "_transforms": torch._C._functorch.peek_interpreter_stack,
+            "_forward_ad": torch.autograd.forward_ad,
+            "_flash_sdp": torch._C._get_flash_sdp_enabled,
+            "_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
+            "_math_sdp": torch._C._get_math_sdp_enabled,
+            "_cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
+        }
+        exec(compile(self.source, f"<layerzero {self.function.name}>", "exec"), namespace)  # noqa: S102  # our own text
+        fast: Callable[..., Any] = namespace[self.function.name]
+        fast.__doc__ = self.function.signature.__doc__
+        fast.__module__ = "layerzero"
+        fast.__annotations__ = self.function.signature.__annotations__
+        fast.__wrapped__ = self.function.signature  # type: ignore[attr-defined]  # inspect.signature and help() follow it
+        return fast
+
+    def _arguments(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip((parameter.name for parameter in self.function.parameters), values, strict=True))
+
+    def _scoped_table(self) -> dict[Any, Plan]:
+        return self.dispatcher.cache.table(SCOPES.policy())
+
+    def _miss(self, key: Any, *values: Any) -> Any:
+        return self.dispatcher.miss(key, self._arguments(values))
+
+    def _failed(self, plan: Plan, error: Exception, *values: Any) -> Any:
+        return self.dispatcher.failed(plan, error, self._arguments(values))
+
+    def _operator(self, *values: Any) -> Any:
+        """Call ``torch.ops.layerzero``: torch's dispatcher knows what to do with modes and wrapper subclasses."""
+        arguments = self._arguments(values)
+        for name, schema in self.function.torch_schemas.items():
+            if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):
+                best = name, schema
+        name, schema = best
+        return getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
+
+    def _unusual(self, *values: Any) -> Any:
+        """Run a call that makes no key: subclasses, modes, transforms, or arguments that are wrong."""
+        arguments = self._arguments(values)
+        tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
+        if has_torch_function(tensors):
+            return handle_torch_function(self.fast, tensors, **arguments)
+        if in_transform():
+            routed = self.function.route(arguments, None)
+            return reference_call(routed.operation, routed.arguments, routed.layout)
+        if in_dispatch_mode() or any(_has_torch_dispatch(tensor) for tensor in tensors):
+            self.function.route(dict(arguments), None)  # the same errors as everywhere, before torch sees the call
+            return self._operator(*values)
+        return self.dispatcher.once(arguments)
+
+
+def _has_torch_dispatch(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def reference_call(operation: Any, arguments: Any, layout: str | None) -> Any:
+    """Run an operation's reference in the caller's layout; made of torch operators, so every transform applies."""
+    schema = operation.schema
+    move = bool(operation.layouts) and layout not in (None, operation.layouts[0])
+    tensors, named = [], {}
+    for tensor in schema.inputs:
+        value = arguments.get(tensor.name)
+        if move and tensor.has_layout and value is not None:
+            value = value.transpose(1, 2)
+        if tensor.required:
+            tensors.append(value)
+        else:
+            named[tensor.name] = value
+    named |= {name: arguments[name] for name in schema.params}
+    result = operation.reference(*tensors, **named)
+    if not move:
+        return result
+    if isinstance(result, tuple):
+        return (result[0].transpose(1, 2), *result[1:])
+    return result.transpose(1, 2)
+
+
+def _source(function: Function) -> str:
+    """Write the fast path of a function.
+
+    The key holds, for every tensor, dtype, device, shape, strides, the low bits of its address, the negative bit and
+    whether it asks for gradients; every other argument by value; and the eager state. Whatever a limit reads is in it,
+    so a plan that is found is legal for the call that found it.
+    """
+    parameters = list(function.parameters)
+    names = [parameter.name for parameter in parameters]
+    given = ", ".join(names)
+    required = [p.name for p in parameters if p.name in function.tensors and p.default is inspect.Parameter.empty]
+    optional = [name for name in function.tensors if name not in required]
+    checks = [f"type({name}) not in _PLAIN" for name in required]
+    checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
+    checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
+    parts = [_tensor_key(name) for name in required]
+    parts += [f"None if {name} is None else ({_tensor_key(name)})" for name in optional]
+    parts += [name for name in names if name not in function.tensors]
+    parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
+    if "sdpa" in function.state:
+        parts.append(_SDPA_STATE)
+    lines = [
+        f"def {function.name}({_signature(function)}):",
+        "    if _compiling():",
+        f"        return _operator({given})",
+        f"    if {' or '.join(checks)}:",
+        f"        return _unusual({given})",
+        f"    _key = ({', '.join(parts)})",
+        "    _table = _cache.current if not _scopes.active else _scoped()",
+        "    try:",
+        "        _plan = _table.get(_key)",
+        "    except TypeError:",  # an argument without a hash: a list, or something wrong
+        f"        return _unusual({given})",
+        "    if _plan is None:",
+        f"        return _miss(_key, {given})",
+        "    _plan.used = True",
+        "    try:",
+        f"        return _plan.run({given})",
+        "    except Exception as _error:",
+        f"        return _failed(_plan, _error, {given})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tensor_key(name: str) -> str:
+    return f"{name}.dtype, {name}.device, {name}.shape, {name}.stride(), {name}.data_ptr() & 15, {name}.is_neg()"
+
+
+def _any_grad(required: list[str], optional: list[str]) -> str:
+    tests = [f"{name}.requires_grad" for name in required]
+    tests += [f"({name} is not None and {name}.requires_grad)" for name in optional]
+    return " or ".join(tests)
+
+
+def _signature(function: Function) -> str:
+    text, keyword_only = [], False
+    for parameter in function.parameters:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            text.append("*")
+            keyword_only = True
+        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        text.append(parameter.name + default)
+    return ", ".join(text)

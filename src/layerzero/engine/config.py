@@ -1,0 +1,292 @@
+"""Where settings come from: defaults, YAML, environment, ``lz.configure``, scopes; later wins, each key has an origin."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from layerzero.core.errors import PolicyError
+from layerzero.engine.policy import Policy, parse_policy
+from layerzero.engine.settings import SETTINGS, checked, nearest
+from layerzero.ops import OPERATIONS
+
+_PREFIX = "LAYERZERO_"
+_FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
+_LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
+_ELSEWHERE = frozenset({"CONFIG", "CACHE_DIR"})
+"""Variables with a meaning of their own: the configuration file, and the folder of caches."""
+
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
+
+
+class Configuration:
+    """The layers of settings of this process and the policies that follow from them."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._lock = threading.RLock()
+        self._environment = os.environ if environment is None else environment
+        self._file: tuple[str, dict[str, Any]] = ("file", {})
+        self._configured: dict[str, Any] = {}
+        self._environment_values: dict[str, Any] | None = None
+        self._interned: dict[Policy, Policy] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._base: Policy | None = None
+        self.known_operations: list[str] = list(OPERATIONS)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every change of the process-wide settings."""
+        self._listeners.append(listener)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of code outside every scope."""
+        base = self._base
+        return base if base is not None else self._rebuild()
+
+    def _rebuild(self) -> Policy:
+        with self._lock:
+            self._base = self.effective()
+            return self._base
+
+    def layers(self) -> list[tuple[str, dict[str, Any]]]:
+        """Origin and values of each layer, weakest first. Reads the environment and its file once."""
+        with self._lock:
+            if self._environment_values is None:
+                self._read_environment()
+            defaults = {name: setting.default for name, setting in SETTINGS.items()}
+            assert self._environment_values is not None
+            return [
+                ("default", defaults),
+                self._file,
+                ("environment", self._environment_values),
+                ("configure", self._configured),
+            ]
+
+    def effective(self, *scopes: Mapping[str, Any]) -> Policy:
+        """Merge all layers and the given scopes into one interned policy."""
+        merged = {name: value for name, (value, _) in self.effective_with_origin(*scopes).items()}
+        policy = parse_policy(merged, self.known_operations)
+        with self._lock:
+            return self._interned.setdefault(policy, policy)
+
+    def effective_with_origin(self, *scopes: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """Every setting's effective value and where it comes from."""
+        merged: dict[str, tuple[Any, str]] = {}
+        for origin, values in [*self.layers(), *(("scope", dict(scope)) for scope in scopes)]:
+            for name, value in values.items():
+                if name == "locks" and name in merged:  # locks add up; the same operation is overridden
+                    merged[name] = ({**merged[name][0], **value}, origin if value else merged[name][1])
+                elif name in _LISTS.values() and origin == "scope":  # a scope adds to what holds outside it
+                    merged[name] = ([*merged[name][0], *value], origin)
+                else:
+                    merged[name] = (value, origin)
+        return merged
+
+    def configure(self, **values: Any) -> None:
+        """Set process-wide values; None resets a key that has no None of its own."""
+        reset = {name for name, value in values.items() if value is None and name != "layout"}
+        settings = checked({name: value for name, value in values.items() if name not in reset}, "configure")
+        checked({name: SETTINGS[name].default for name in reset if name in SETTINGS}, "configure")
+        for name in reset - set(SETTINGS):
+            raise PolicyError(f"configure: unknown key {name!r}{nearest(name, SETTINGS)}")
+        with self._lock:
+            before = dict(self._configured)
+            self._configured = {k: v for k, v in (self._configured | settings).items() if k not in reset}
+            self._changed(lambda: setattr(self, "_configured", before))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load a YAML file in place of the one loaded before.
+
+        Raises: PolicyError naming file, key, wanted and got.
+        """
+        values = read_yaml(path)
+        with self._lock:
+            before = self._file
+            self._file = (str(path), values)
+            self._changed(lambda: setattr(self, "_file", before))
+
+    def lock(self, operation: str, kernel: str, otherwise: str = "error") -> None:
+        """Bind an operation to a kernel."""
+        locks = dict(self._configured.get("locks", {}))
+        locks.pop(operation, None)  # the latest lock comes last
+        self.configure(locks=locks | {operation: {"kernel": kernel, "otherwise": otherwise}})
+
+    def unlock(self, operation: str) -> None:
+        """Remove a lock that ``lock`` made.
+
+        Raises: PolicyError if there is none, naming where the operation is locked instead.
+        """
+        locks = dict(self._configured.get("locks", {}))
+        if operation not in locks:
+            _, origin = self.effective_with_origin()["locks"]
+            held = ", ".join(locks) or f"none by lz.lock (locks in force come from: {origin})"
+            raise PolicyError(f"unlock: {operation!r} is not locked; locked: {held}{nearest(operation, locks)}")
+        del locks[operation]
+        self.configure(locks=locks)
+
+    def _changed(self, undo: Callable[[], None]) -> None:
+        try:
+            self._rebuild()
+        except PolicyError:
+            undo()
+            raise
+        for listener in self._listeners:
+            listener()
+
+    def _read_environment(self) -> None:
+        config = self._environment.get(f"{_PREFIX}CONFIG")
+        if config and not self._file[1]:
+            self._file = (config, read_yaml(config))
+        self._environment_values = checked(environment_settings(self._environment), "environment")
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a YAML file."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise PolicyError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise PolicyError(f"{path}: not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise PolicyError(f"{path}: wanted keys and values, got {type(values).__name__}")
+    return checked(values, str(path))
+
+
+def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Translate ``LAYERZERO_*`` variables into settings.
+
+    Raises: PolicyError for a variable that means nothing, naming the nearest one.
+    """
+    values: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        name = variable.removeprefix(_PREFIX)
+        if name == variable or name in _ELSEWHERE:
+            continue
+        if name in _FLAGS:
+            key, when_set = _FLAGS[name]
+            values[key] = when_set if _boolean(variable, text) else not when_set
+        elif name in _LISTS:
+            values[_LISTS[name]] = [item.strip() for item in text.split(",") if item.strip()]
+        elif name == "LOCK":
+            values.setdefault("locks", {}).update(_locks(variable, text))
+        elif name.startswith("LOCK_"):
+            values.setdefault("locks", {})[name.removeprefix("LOCK_").lower()] = text
+        else:
+            key = name.lower()
+            if key not in SETTINGS:
+                raise PolicyError(f"environment: {variable} means nothing{nearest(variable, known_variables())}")
+            values[key] = _scalar(variable, text, SETTINGS[key].kind)
+    return values
+
+
+def known_variables() -> list[str]:
+    """Every environment variable that LayerZero reads, except ``LAYERZERO_LOCK_<OPERATION>``."""
+    settings = [name.upper() for name, setting in SETTINGS.items() if setting.kind in (bool, int, str, str | None)]
+    return [_PREFIX + name for name in (*settings, *_FLAGS, *_LISTS, "LOCK", *sorted(_ELSEWHERE)) if "." not in name]
+
+
+def _boolean(variable: str, text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise PolicyError(f"environment: {variable}: wanted 1 or 0, got {text!r}")
+
+
+def _locks(variable: str, text: str) -> dict[str, str]:
+    locks = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        operation, equals, kernel = item.partition("=")
+        if not equals or not kernel:
+            raise PolicyError(f"environment: {variable}: wanted operation=kernel, got {item!r}")
+        locks[operation.strip()] = kernel.strip()
+    return locks
+
+
+def _scalar(variable: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        return _boolean(variable, text)
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise PolicyError(f"environment: {variable}: wanted an integer, got {text!r}") from None
+    if kind in (str, str | None):
+        return text
+    raise PolicyError(f"environment: {variable}: set this key in a file or with lz.configure, got {text!r}")
+
+
+CONFIGURATION = Configuration()
+"""The settings of this process."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The layers that hold in one context, and the policy they made of a state of the configuration."""
+
+    layers: tuple[Mapping[str, Any], ...]
+    base: Policy
+    policy: Policy
+
+
+class Scopes:
+    """How many ``with`` blocks are open in the process, and which hold in this context.
+
+    The call path tests ``active`` and reads the context variable only when it is not zero.
+    """
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._lock = threading.Lock()
+        self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
+
+    @contextmanager
+    def scope(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Let settings hold inside the block, in this thread or task only.
+
+        Raises: PolicyError before the block is entered, if a key or value is wrong.
+        """
+        outer = self._current.get()
+        layers = (*(outer.layers if outer else ()), checked(values, "scope"))
+        scope = _Scope(layers, CONFIGURATION.policy, CONFIGURATION.effective(*layers))
+        token = self._current.set(scope)
+        with self._lock:
+            self.active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.active -= 1
+            self._current.reset(token)
+
+    def layers(self) -> tuple[Mapping[str, Any], ...]:
+        """The settings of the blocks that hold here, outermost first."""
+        scope = self._current.get()
+        return scope.layers if scope else ()
+
+    def policy(self) -> Policy:
+        """The policy that holds in this context."""
+        scope, base = self._current.get(), CONFIGURATION.policy
+        if scope is None:
+            return base
+        if scope.base is not base:  # lz.configure was called meanwhile
+            scope.policy, scope.base = CONFIGURATION.effective(*scope.layers), base
+        return scope.policy
+
+
+SCOPES = Scopes()
+"""The scopes of this process."""
+
+
+def current_policy() -> Policy:
+    """The policy that holds here and now."""
+    return SCOPES.policy() if SCOPES.active else CONFIGURATION.policy

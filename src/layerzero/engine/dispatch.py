@@ -1,0 +1,243 @@
+"""The way of a call. Read :meth:`Dispatcher.choose`: facts, route, candidates, policy, limits, score, plan, proof.
+
+A call that was chosen before never gets here past the table lookup that :mod:`layerzero.engine.call` generates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+
+from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
+from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
+from layerzero.core.layouts import warn_assumed
+from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.operation import Function, Routed
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import failing, legality, planning, probe, score, state
+from layerzero.engine.cache import PlanCache
+from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.health import Health
+from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.probe import Machine
+from layerzero.engine.registry import REGISTRY, Registry
+
+log = logging.getLogger("layerzero")
+
+
+class Engine:
+    """What selection works with in this process: registry, ledger, health, and the caches to invalidate."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.ledger: Ledger = MemoryLedger()
+        self.health = Health(self.bump)
+        self.caches: list[PlanCache] = []
+        registry.on_change(self.bump)
+        CONFIGURATION.on_change(self.bump)
+
+    def bump(self) -> None:
+        """Start a new epoch: every plan is chosen anew on its next call."""
+        policy = CONFIGURATION.policy
+        for cache in self.caches:
+            cache.publish(policy)
+
+
+ENGINE = Engine(REGISTRY)
+
+
+class Dispatcher:
+    """Chooses and runs for one function."""
+
+    def __init__(self, function: Function, engine: Engine = ENGINE) -> None:
+        self.function = function
+        self.engine = engine
+        self.cache = PlanCache()
+        self.cache.publish(CONFIGURATION.policy)
+        engine.caches.append(self.cache)
+
+    def explain(
+        self,
+        arguments: dict[str, Any],
+        policy: Policy,
+        *,
+        machine: Machine | None = None,
+        call_state: CallState | None = None,
+        failed: Collection[str] = (),
+    ) -> tuple[Report, list[Candidate]]:
+        """Judge and rank every kernel for a call; nothing runs and nothing is kept."""
+        machine = machine or probe.this_machine()
+        call_state = call_state or state.call_state(arguments.values(), policy, self.function.state)
+
+        routed = self.function.route(dict(arguments), policy.layout)
+        self._check_layout(routed, policy)
+        facts = FactsBuilder(routed.operation).of_valid(
+            routed.arguments, device=machine.device, layout=routed.layout, state=call_state
+        )
+        kernels = self.engine.registry.candidates(routed.operation.name)
+        judged = legality.judge(
+            kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed
+        )
+        ranked = score.rank(judged, facts, policy, self.engine.ledger)
+        report = pick(ranked, routed, facts, policy)
+        return report, ranked
+
+    def choose(
+        self, arguments: dict[str, Any], policy: Policy, call_state: CallState | None = None, failed: Collection[str] = ()
+    ) -> Plan:
+        """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.
+
+        Raises: InvalidCallError for the caller's mistakes, NoKernelFoundError or CudaGraphUnsafeError if nothing legal
+        is left.
+        """
+        failed = set(failed)
+        while True:
+            report, _ = self.explain(arguments, policy, call_state=call_state, failed=failed)
+            chosen = require(report)
+            try:
+                plan = planning.build(self.function, chosen, report, policy)
+            except Exception as error:  # the library does not load: it is out for this process, the next one is tried
+                failing.library_broke(chosen.kernel, error, self.engine)
+                failed.add(chosen.kernel.id)
+                continue
+            self._prove(plan, arguments)
+            self._tell(plan, policy)
+            return plan
+
+    def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
+        """Choose for a call that is not in the table, keep the plan, and run it."""
+        policy, epoch = current_policy(), self.cache.epoch
+        plan = self.choose(arguments, policy)
+        if policy["cache.enabled"]:
+            self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"])
+        return self.run(plan, arguments, policy)
+
+    def once(self, arguments: dict[str, Any]) -> Any:
+        """Choose and run without keeping anything: for calls whose arguments make no key."""
+        policy = current_policy()
+        return self.run(self.choose(arguments, policy), arguments, policy)
+
+    def run(self, plan: Plan, arguments: dict[str, Any], policy: Policy) -> Any:
+        """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
+        operation = str(plan.report.operation)
+        try:
+            result = plan.run(**arguments)
+            problem = failing.wrong_result(plan, result, arguments)
+        except Exception as error:
+            return self.failed(plan, error, arguments)
+        if problem is not None:
+            return self.failed(plan, problem, arguments)
+        self.engine.health.worked(plan.kernel, operation)
+        return result
+
+    def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:
+        """Answer a plan that raised: another kernel runs where that is safe, else the error reaches the caller."""
+        policy = current_policy()
+        if isinstance(error, planning.PlanUnusableError):
+            return self.once(arguments)
+        failing.check_retry(plan, error, policy, self.engine)
+        tried = {plan.kernel.id}
+        while True:
+            another = self.choose(arguments, policy, failed=tried)
+            failing.tell_fallback(plan, another, error)
+            try:
+                return another.run(**arguments)
+            except Exception as next_error:
+                failing.check_retry(another, next_error, policy, self.engine)
+                tried.add(another.kernel.id)
+
+    def _check_layout(self, routed: Routed, policy: Policy) -> None:
+        if not routed.assumed_layout:
+            return
+        query, key = routed.arguments["query"], routed.arguments["key"]
+        assert isinstance(query, torch.Tensor)
+        assert isinstance(key, torch.Tensor)
+        if policy.strict_mode:
+            problem = (
+                f"layout: query {tuple(query.shape)} and key {tuple(key.shape)} can be BSHD or BHSD; strict mode wants "
+                "layout= or the `layout` setting, got neither"
+            )
+            raise InvalidCallError(self.function.name, [problem])
+        warn_assumed(query.shape, key.shape)
+
+    def _prove(self, plan: Plan, arguments: dict[str, Any]) -> None:
+        """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
+        kernel, facts = plan.kernel, plan.report.facts
+        adapted = planning.adapted_tensors(plan, arguments)
+        tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in facts.tensors}
+        seen = facts.seen_in(kernel.layout).with_tensors(tensors)
+        allowed = {adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold")}
+        for finding in legality.limit_findings(kernel, seen):
+            if finding.repair is None or finding.repair.argument not in allowed:
+                raise AssertionError(f"{kernel.id}: the plan does not satisfy its own limits: {finding.reason}\n{plan.source}")
+        plan.proved = True
+
+    def _tell(self, plan: Plan, policy: Policy) -> None:
+        if policy.log_selections:
+            log.info("%s -> %s%s", plan.report.operation, plan.kernel.id, _adapts(plan))
+        if plan.kernel.is_reference and policy.enabled:
+            failing.tell_reference(plan)
+
+
+def _adapts(plan: Plan) -> str:
+    return f" ({'; '.join(plan.transforms)})" if plan.transforms else ""
+
+
+def pick(ranked: list[Candidate], routed: Routed, facts: Any, policy: Policy) -> Report:
+    """Take the best legal candidate, or the one that a lock names."""
+    legal = [candidate for candidate in ranked if candidate.legal]
+    chosen = legal[0] if legal else None
+    notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
+    lock = policy.lock_for(facts) if policy.enabled else None
+    locked = ""
+    if lock is not None:
+        locked = f"lock {lock.operation} = {lock.kernel}"
+        held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)
+        if held is not None and chosen is not None:
+            notes += _cost_of_lock(held, chosen)
+            chosen = held
+        elif lock.otherwise == "select":
+            notes.append(f"{locked} is not legal here and lets selection go on")
+        else:
+            reason = Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "another kernel")
+            ranked = [
+                _refused(each, reason) if each.legal and not names_kernel(lock.kernel, each.kernel) else each
+                for each in ranked
+            ]
+            chosen = None
+    if chosen is not None:
+        ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
+    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes))
+
+
+def _refused(candidate: Candidate, reason: Reason) -> Candidate:
+    return Candidate(candidate.kernel, (*candidate.reasons, reason), candidate.adaptations)
+
+
+def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:
+    if held is best:
+        return ["the lock costs nothing: it names the best kernel"]
+    if held.time_us is not None and best.time_us is not None:
+        return [f"the lock costs a factor of {held.time_us / best.time_us:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
+    return [f"the lock costs {best.score - held.score:.1f} points: {best.kernel.id} would be chosen without it"]
+
+
+def require(report: Report) -> Candidate:
+    """The chosen candidate, or the error that tells why there is none."""
+    if report.chosen is not None:
+        return report.chosen
+    if report.facts["capturing"]:
+        unsafe = [
+            kernel_id
+            for kernel_id, reasons in report.failures.items()
+            if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
+        ]
+        raise CudaGraphUnsafeError(report.operation, unsafe)
+    hint = f"the lock ({report.locked}) allows nothing else; unlock it or use otherwise='select'" if report.locked else ""
+    raise NoKernelFoundError(report.operation, report.failures, hint)
+
+

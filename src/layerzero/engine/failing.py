@@ -1,0 +1,131 @@
+"""What happens when a kernel does not do its work: who may run next, what is remembered, what is said."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerzero.core.errors import KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Plan
+from layerzero.engine import probe
+from layerzero.engine.policy import Policy
+
+if TYPE_CHECKING:
+    from layerzero.engine.dispatch import Engine
+
+log = logging.getLogger("layerzero")
+
+_told: set[tuple[str, str]] = set()
+_told_lock = threading.Lock()
+
+
+class WrongResultError(RuntimeError):
+    """A kernel returned something of another shape, dtype or device than its operation defines."""
+
+
+def library_broke(kernel: Kernel, error: Exception, engine: Engine) -> None:
+    """Take a library that does not load out of this process."""
+    reason = probe.mark_broken(kernel.backend, error)
+    log.warning("%s: %s", kernel.id, reason.message)
+    engine.bump()
+
+
+def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) -> None:
+    """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
+
+    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is. A CUDA error leaves
+    a dead context. A kernel that writes into its arguments may have written already. In all other cases the kernel
+    rests (its breaker opens) and, if policy allows a fallback, the next one runs.
+    """
+    kernel, operation = plan.kernel, plan.report.operation
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    sticky = isinstance(error, torch.AcceleratorError)
+    engine.health.failed(kernel, operation, error, forever=sticky)
+    engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")
+    if sticky:
+        raise KernelExecutionError(kernel.id, operation, "the device's context is lost; restart the process") from error
+    mutated = plan.report.facts.operation.schema.mutated
+    if mutated:
+        why = f"it may have written into {', '.join(mutated)} before it failed"
+        raise KernelExecutionError(kernel.id, operation, why) from error
+    if kernel.is_reference:
+        raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
+    if not policy.fallback_enabled:
+        raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
+
+
+def wrong_result(plan: Plan, result: Any, arguments: dict[str, Any]) -> WrongResultError | None:
+    """Compare the first result of a plan with what its operation defines; None if it fits."""
+    facts = plan.report.facts
+    got = result if isinstance(result, tuple) else (result,)
+    wanted = _expected(plan, arguments)
+    for index, (tensor, shape_dtype) in enumerate(zip(got, wanted, strict=False)):
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != shape_dtype:
+            found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            return WrongResultError(f"result {index}: wanted {shape_dtype} in layout {facts.layout}, got {found}")
+    if len(got) != len(wanted):
+        return WrongResultError(f"wanted {len(wanted)} results, got {len(got)}")
+    return None
+
+
+def _expected(plan: Plan, arguments: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the operation's results in the caller's layout, from its fake function."""
+    facts = plan.report.facts
+    schema = facts.operation.schema
+    moved = facts.seen_in(facts.operation.layouts[0] if facts.operation.layouts else None)
+    tensors = [
+        torch.empty(moved.tensors[tensor.name].shape, dtype=moved.tensors[tensor.name].dtype, device="meta")
+        for tensor in schema.required
+    ]
+    params = {name: facts[name] for name in schema.params}
+    expected = facts.operation.fake(*tensors, **params)
+    results = expected if isinstance(expected, tuple) else (expected,)
+    shapes = []
+    for result, output in zip(results, schema.outputs, strict=False):
+        shape = tuple(result.shape)
+        if output.has_layout and facts.layout not in (None, facts.operation.layouts[0]):
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        shapes.append((shape, result.dtype))
+    return shapes
+
+
+def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
+    """Say once that a kernel failed and another one ran."""
+    _once(
+        (plan.kernel.id, plan.report.operation),
+        f"{plan.kernel.id} failed in {plan.report.operation} ({type(error).__name__}: {error}); "
+        f"{another.kernel.id} ran in its place. layerzero doctor lists what rests and until when.",
+    )
+
+
+def tell_reference(plan: Plan) -> None:
+    """Say once for each operation that the slow reference runs, and why nothing faster is legal."""
+    first = next(
+        (f"{kernel_id}: {reasons[0]}" for kernel_id, reasons in plan.report.failures.items() if reasons), "no other kernel"
+    )
+    _once(
+        (plan.kernel.id, str(plan.report.failures.keys())),
+        f"{plan.report.operation} runs its slow reference because nothing faster is legal ({first}). "
+        "lz.explain lists every reason.",
+    )
+
+
+def _once(key: tuple[str, str], message: str) -> None:
+    with _told_lock:
+        if key in _told:
+            return
+        _told.add(key)
+    log.warning("%s", message)
+    warnings.warn(message, LayerZeroFallbackWarning, stacklevel=5)
+
+
+def forget_told() -> None:
+    """Say everything again (for tests)."""
+    with _told_lock:
+        _told.clear()

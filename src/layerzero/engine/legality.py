@@ -1,0 +1,188 @@
+"""Which kernels may run a call: every limit of every candidate, all reasons and not just the first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.ledger import Ledger, Verdict
+from layerzero.core.limits import ARGUMENT_CODES, Finding, Repair
+from layerzero.core.plan import Adaptation, Candidate
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.health import Health
+from layerzero.engine.jit import BUILT
+from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.probe import Machine
+
+FOLDABLE = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
+"""Arguments that change scores by position only, so that one additive mask can say them."""
+
+
+def judge(
+    kernels: Iterable[Kernel],
+    facts: Facts,
+    policy: Policy,
+    machine: Machine,
+    health: Health,
+    ledger: Ledger,
+    *,
+    failed: Collection[str] = (),
+) -> list[Candidate]:
+    """Judge every kernel for one call; ``failed`` names kernels that just raised for it."""
+    lock = policy.lock_for(facts)
+    seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
+    judged = []
+    for kernel in kernels:
+        layout = kernel.layout
+        if layout not in seen:
+            seen[layout] = facts.seen_in(layout)
+        reasons = policy_reasons(kernel, facts, policy, lock)
+        reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
+        findings = limit_findings(kernel, seen[layout])
+        adaptations = _adaptations(kernel, facts)
+        for finding in findings:
+            repaired = _repaired(kernel, finding.repair, facts, policy)
+            if repaired is None:
+                reasons.append(finding.reason)
+            elif repaired not in adaptations:
+                adaptations.append(repaired)
+        if kernel.id in failed:
+            reasons.append(Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log"))
+        judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
+    return judged
+
+
+def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
+    """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
+    reasons = []
+    if not policy.enabled and kernel.source not in ("torch", "reference"):
+        reasons.append(_denied("enabled: false", "torch's own kernels or the reference", kernel.source))
+    if not policy.fallback_enabled and kernel.is_reference:
+        reasons.append(_denied("fallback_enabled: false", "a kernel other than the reference", kernel.id))
+    for pattern in policy.deny:
+        if names_kernel(pattern, kernel):
+            reasons.append(_denied(f"deny: {pattern}", "another kernel", kernel.id))
+    allowed = policy.allow
+    if allowed and not kernel.is_reference and not any(names_kernel(pattern, kernel) for pattern in allowed):
+        reasons.append(_denied("allow", " or ".join(allowed), kernel.id))
+    for index, rule in enumerate(policy.rules):
+        if rule.deny and any(names_kernel(pattern, kernel) for pattern in rule.deny) and rule.matches(facts):
+            reasons.append(_denied(f"rules[{index}].deny", "another kernel", kernel.id))
+    return reasons
+
+
+def _denied(fact: str, wanted: str, got: str) -> Reason:
+    return Reason(ReasonCode.POLICY_DENIED, fact, wanted, got)
+
+
+def trust_reasons(
+    kernel: Kernel,
+    facts: Facts,
+    policy: Policy,
+    machine: Machine,
+    health: Health,
+    ledger: Ledger,
+    lock: Lock | None,
+) -> list[Reason]:
+    """Whether the library is there, the kernel is healthy, built, small enough, and vetted where that is required."""
+    reasons = []
+    library = machine.state(kernel.backend, facts.device).reason
+    if library is not None:
+        reasons.append(library)
+    reasons += health.reasons(kernel, str(facts["operation"]))
+    verdict = ledger.verdict(kernel, facts)
+    if verdict in (Verdict.WRONG, Verdict.CRASHED):
+        wanted = "a kernel that passed vetting"
+        reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
+    elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
+        if lock is None or not names_kernel(lock.kernel, kernel):
+            reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict"))
+    if kernel.jit and not policy.allow_jit_compile and not BUILT.ready(kernel, facts):
+        hint = "Build it with lz.warmup, or set allow_jit_compile"
+        reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
+    workspace = kernel.workspace_for(facts)
+    if workspace > policy.memory_headroom_mb * 2**20:
+        limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
+        reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
+    return reasons
+
+
+def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """What the kernel's limits, arguments and flags say about facts that are in its layout."""
+    findings: list[Finding] = []
+    if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
+        wanted = " or ".join(kernel.backend.platforms)
+        reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
+        return [Finding(reason)]  # the other limits speak about hardware that is not there
+    for limit in kernel.limits:
+        findings += limit.check(facts)
+    findings += _argument_findings(kernel, facts)
+    if facts["requires_grad"] and not kernel.grad:
+        findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))
+    if facts["deterministic"] and not kernel.deterministic:
+        findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
+    if facts["capturing"] and not kernel.graph_safe:
+        findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
+    if not kernel.handles_empty:
+        for name, tensor in facts.tensors.items():
+            if 0 in tensor.shape:
+                wanted = "not empty"
+                reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", wanted, tensor.shape)
+                findings.append(Finding(reason))
+    if not kernel.handles_negated:
+        findings += [
+            Finding(
+                Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True), Repair("negate", name)
+            )
+            for name, tensor in facts.tensors.items()
+            if tensor.negated
+        ]
+    return findings
+
+
+def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """An argument that the kernel does not know must be absent or at the value at which it does nothing."""
+    schema = facts.operation.schema
+    findings = []
+    for tensor in schema.optional:
+        if tensor.name not in kernel.accepts and facts[tensor.name] != "none":
+            findings.append(_unaccepted(kernel, tensor.name, "absent", "given"))
+    for name in schema.params:
+        if name in kernel.accepts or name in kernel.implies:
+            continue
+        neutral, got = schema.neutral.get(name), facts[name]
+        if got != neutral:
+            findings.append(_unaccepted(kernel, name, neutral, got))
+    return findings
+
+
+def _unaccepted(kernel: Kernel, argument: str, wanted: object, got: object) -> Finding:
+    code = ARGUMENT_CODES.get(argument, ReasonCode.CONSTRAINT_FAILED)
+    repair = Repair("fold", argument) if argument in kernel.folds else None
+    return Finding(Reason(code, argument, wanted, got), repair)
+
+
+def _adaptations(kernel: Kernel, facts: Facts) -> list[Adaptation]:
+    if kernel.layout is None or facts.layout is None or kernel.layout == facts.layout:
+        return []
+    return [Adaptation("view", "layout", f"{facts.layout} seen as {kernel.layout} (strides only)")]
+
+
+_REPAIR_TEXT = {
+    "copy": "copy {argument} into contiguous memory",
+    "expand": "repeat kv heads to match query heads",
+    "fold": "fold {argument} into the mask",
+    "negate": "resolve the negative bit of {argument}",
+}
+
+
+def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Policy) -> Adaptation | None:
+    """The adaptation that makes a violation good, None if there is none or it is not allowed."""
+    if repair is None or policy.strict_mode or not policy.allow_adaptation:
+        return None
+    if repair.kind in ("copy", "negate") and repair.argument in facts.operation.schema.mutated:
+        return None  # the caller's tensor must change, not a copy of it
+    if repair.kind == "fold" and (not kernel.folds or facts.operation.fold is None):
+        return None
+    return Adaptation(repair.kind, repair.argument, _REPAIR_TEXT[repair.kind].format(argument=repair.argument))

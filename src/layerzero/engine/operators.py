@@ -1,0 +1,99 @@
+"""The same functions as ``torch.ops.layerzero.*``: schemas, eager implementation, shapes, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from layerzero.core.layouts import CANONICAL
+from layerzero.core.operation import Function, TorchSchema
+from layerzero.engine.call import Call, reference_call
+
+LIBRARY = torch.library.Library("layerzero", "DEF")  # noqa: TOR901  # lives as long as the process
+
+
+def register(call: Call) -> None:
+    """Define every operator of a function."""
+    for name, schema in call.function.torch_schemas.items():
+        LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, _eager(call, schema), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"layerzero::{name}", _fake(call.function, schema), lib=LIBRARY)
+        if not call.function.mutates:
+            backward, setup = _gradients(call.function, schema)
+            torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _bound(schema: TorchSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = dict(zip(schema.order, args, strict=False)) | dict(kwargs) | dict(schema.fixed)
+    if arguments.get("window") is not None:
+        arguments["window"] = tuple(arguments["window"])
+    return arguments
+
+
+def _complete(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
+    defaults = {p.name: p.default for p in function.parameters if p.default is not p.empty}
+    return defaults | arguments
+
+
+def _eager(call: Call, schema: TorchSchema) -> Callable[..., Any]:
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return call.fast(**_bound(schema, args, kwargs))
+
+    return eager
+
+
+def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        arguments = _complete(function, _bound(schema, args, kwargs))
+        routed = function.route(arguments, None)
+        return _shapes(routed.operation, routed.arguments, routed.layout)
+
+    return fake
+
+
+def _shapes(operation: Any, arguments: Mapping[str, Any], layout: str | None) -> Any:
+    move = bool(operation.layouts) and layout not in (None, CANONICAL)
+    required = []
+    for tensor in operation.schema.required:
+        value = arguments[tensor.name]
+        required.append(value.transpose(1, 2) if move and tensor.has_layout else value)
+    named = {name: arguments[name] for name in operation.schema.params}
+    result = operation.fake(*required, **named)
+    if not move:
+        return result
+    if isinstance(result, tuple):
+        return (result[0].transpose(1, 2), *result[1:])
+    return result.transpose(1, 2)
+
+
+def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Backward through the operator: recompute the reference under autograd and ask it.
+
+    Eager calls keep their kernel's own backward; only the operator needs this, since torch cannot see through it.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        arguments = dict(zip(schema.order, inputs, strict=True))
+        ctx.names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+        ctx.rest = {name: value for name, value in arguments.items() if name not in ctx.names}
+        ctx.save_for_backward(*(arguments[name] for name in ctx.names))
+
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            leaves = {
+                name: tensor.detach().requires_grad_(tensor.is_floating_point())
+                for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)
+            }
+            arguments = _complete(function, _bound(schema, (), leaves | ctx.rest))
+            routed = function.route(arguments, None)
+            result = reference_call(routed.operation, routed.arguments, routed.layout)
+        outputs = result if isinstance(result, tuple) else (result,)
+        pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        found = torch.autograd.grad([p[0] for p in pairs], wanted, [p[1] for p in pairs], allow_unused=True)
+        by_name = dict(zip([name for name, leaf in leaves.items() if leaf.requires_grad], found, strict=True))
+        return tuple(by_name.get(name) for name in schema.order)
+
+    return backward, setup

@@ -1,0 +1,147 @@
+"""Write a plan: the straight-line Python that adapts the arguments, calls the kernel and adapts the results.
+
+This is the only place that moves layouts, copies, repeats heads, folds masks and guards devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from layerzero.core import layouts
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Function
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.engine.legality import FOLDABLE
+from layerzero.engine.policy import Policy
+
+
+class PlanUnusableError(Exception):
+    """A kept plan must not run now: a capture is open and its kernel is not graph-safe. Never leaves the engine."""
+
+
+def build(function: Function, candidate: Candidate, report: Report, policy: Policy) -> Plan:
+    """Load the kernel's library and bind it to the facts of this call.
+
+    Raises whatever the library raises when it does not load.
+    """
+    kernel, facts = candidate.kernel, report.facts
+    target = kernel.load(facts.seen_in(kernel.layout))
+    names = tuple(parameter.name for parameter in function.parameters)
+    lines = _adapting(candidate, facts)
+    adapting = [*lines, "return " + _dict_of(function, facts)]
+    running = [*_guards(kernel, facts), *lines, *_calling(candidate, facts, policy)]
+    source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
+    namespace: dict[str, Any] = {
+        "kernel": target,
+        "fold": facts.operation.fold,
+        "capturing": torch.cuda.is_current_stream_capturing,
+        "PlanUnusableError": PlanUnusableError,
+        "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
+        "on_device": functools.partial(torch.cuda.device, facts.device.index),
+        "synchronize": torch.cuda.synchronize,
+        "contiguous_format": torch.contiguous_format,
+    }
+    exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
+    return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> types.CodeType:
+    """Compile a plan's text; calls that differ in size only share it."""
+    return compile(source, "<layerzero plan>", "exec")
+
+
+def _function(name: str, parameters: tuple[str, ...], lines: list[str]) -> str:
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"def {name}({', '.join(parameters)}):\n{body}"
+
+
+def _dict_of(function: Function, facts: Facts) -> str:
+    names = {*facts.tensors, *(["attn_mask"] if "attn_mask" in function.tensors else [])}
+    return "{" + ", ".join(f"{name!r}: {name}" for name in function.tensors if name in names) + "}"
+
+
+def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
+    """Statements that make of the caller's tensors what the kernel wants."""
+    kernel, operation = candidate.kernel, facts.operation
+    kinds = {kind: [] for kind in ("copy", "expand", "fold", "negate")}
+    for adaptation in candidate.adaptations:
+        if adaptation.kind in kinds:
+            kinds[adaptation.kind].append(adaptation.argument)
+    lines = [f"{name} = {name}.resolve_neg()" for name in kinds["negate"]]
+    if kinds["fold"]:
+        lines.append(_folding(facts))
+    moved = _moved(kernel, facts)
+    lines += [f"{name} = {name}.transpose(1, 2)" for name in moved]
+    if kinds["expand"]:
+        axis = layouts.heads_axis(kernel.layout or facts.layout or layouts.CANONICAL)
+        lines += [f"{name} = {name}.repeat_interleave({facts['group']}, {axis})" for name in ("key", "value")]
+    dense = ("key", "value") if kinds["expand"] else ()  # repeating has written them anew
+    for name in kinds["copy"]:
+        if name not in dense and operation.schema.mutated.count(name) == 0:
+            lines.append(f"{name} = {name}.clone(memory_format=contiguous_format)")
+    return lines
+
+
+def _moved(kernel: Kernel, facts: Facts) -> list[str]:
+    if kernel.layout is None or facts.layout is None or kernel.layout == facts.layout:
+        return []
+    return [schema.name for schema in facts.operation.schema.inputs if schema.has_layout and schema.name in facts.tensors]
+
+
+def _folding(facts: Facts) -> str:
+    """One mask that says causal, mask, window, ALiBi and lengths together."""
+    view = "" if facts.layout in (None, layouts.CANONICAL) else ".transpose(1, 2)"
+    arguments = []
+    for name in FOLDABLE:
+        if name in facts.tensors:
+            arguments.append(f"{name}={name}")
+        elif name in facts.operation.schema.params and facts[name] != facts.operation.schema.neutral.get(name):
+            arguments.append(f"{name}={facts[name]!r}")
+    return f"attn_mask = fold(query{view}, key{view}, {', '.join(arguments)})"
+
+
+def _guards(kernel: Kernel, facts: Facts) -> list[str]:
+    if facts.device.supports_graphs and not kernel.graph_safe and not facts["capturing"]:
+        return ["if capturing():", "    raise PlanUnusableError"]
+    return []
+
+
+def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
+    """Statements that call the kernel and give its results the caller's layout."""
+    kernel, schema = candidate.kernel, facts.operation.schema
+    folded = any(adaptation.kind == "fold" for adaptation in candidate.adaptations)
+    arguments = [tensor.name for tensor in schema.required]
+    for tensor in schema.optional:
+        given = tensor.name in facts.tensors and not (folded and tensor.name in FOLDABLE)
+        if tensor.name in kernel.accepts and (given or (folded and tensor.name == "attn_mask")):
+            arguments.append(f"{kernel.renames.get(tensor.name, tensor.name)}={tensor.name}")
+    for name in schema.params:
+        if name in kernel.accepts:
+            value = schema.neutral.get(name) if folded and name in FOLDABLE else facts[name]
+            arguments.append(f"{kernel.renames.get(name, name)}={value!r}")
+    lines = [f"output = kernel({', '.join(arguments)})"]
+    if facts["autocast"]:
+        lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
+    if facts.device.torch_type == "cuda" and not kernel.device_guard and torch.cuda.device_count() > 1:
+        lines = ["with on_device():", *(f"    {line}" for line in lines)]
+    if policy.debug and facts.device.torch_type == "cuda":
+        lines.append("synchronize()")
+    move = ".transpose(1, 2)" if _moved(kernel, facts) else ""
+    if facts.get("return_lse"):
+        return [*lines, f"return output[0]{move}, output[1]"]
+    return [*lines, f"return output{move}"]
+
+
+def adapted_tensors(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that the kernel would get, made by the plan's own statements."""
+    adapted = plan.adapt(**arguments)
+    return {name: tensor for name, tensor in adapted.items() if isinstance(tensor, torch.Tensor)}
+
+

@@ -1,0 +1,237 @@
+"""A policy: what the operator wants, as one immutable value that selection reads."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import PolicyError
+from layerzero.core.facts import FACT_ALIASES, Facts
+from layerzero.core.kernel import Kernel
+from layerzero.engine.settings import SETTINGS, nearest
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_COMPARISON = re.compile(r"^\s*(>=|<=|!=|==|>|<)\s*(-?\d+(?:\.\d+)?)\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A fact and what it must be: a comparison (``>=90``), a glob, or a plain value."""
+
+    fact: str
+    text: str
+
+    def holds(self, facts: Facts) -> bool:
+        """Whether the call satisfies it; a fact that the call lacks satisfies nothing."""
+        got = facts.get(self.fact)
+        if self.fact == "layout":
+            got = facts.layout
+        if got is None:
+            return False
+        comparison = _COMPARISON.match(self.text)
+        if comparison:
+            if not isinstance(got, (int, float)):
+                return False
+            return _COMPARISONS[comparison[1]](got, float(comparison[2]))
+        text = dtype_name(got) if isinstance(got, torch.dtype) else str(got)
+        return fnmatch.fnmatchcase(text.lower(), self.text.lower())
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Preferences that hold where every condition holds."""
+
+    conditions: tuple[Condition, ...]
+    operation: str = "*"
+    prefer: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+    def matches(self, facts: Facts) -> bool:
+        """Whether the rule applies to this call."""
+        return covers(self.operation, facts) and all(condition.holds(facts) for condition in self.conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """An operation pattern bound to one kernel.
+
+    Attributes:
+        operation: operation, alias, function or glob.
+        kernel: kernel id, alias, library or glob.
+        otherwise: ``error`` if that kernel is not legal, or ``select`` as if there were no lock, with a warning.
+    """
+
+    operation: str
+    kernel: str
+    otherwise: str = "error"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Every effective setting. Equal policies are one object, so a table of plans belongs to each.
+
+    Attributes:
+        values: effective settings by key, as sorted pairs.
+        locks: bound operations, the latest first.
+        rules: conditional preferences.
+    """
+
+    values: tuple[tuple[str, object], ...]
+    locks: tuple[Lock, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    _by_name: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._by_name.update(self.values)
+        # Read once for each refused candidate or hit; attributes are cheaper than the mapping.
+        for name in _ATTRIBUTES:
+            object.__setattr__(self, name, self._by_name[name])
+        object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))
+
+    enabled: bool = field(init=False, compare=False, repr=False)
+    fallback_enabled: bool = field(init=False, compare=False, repr=False)
+    strict_mode: bool = field(init=False, compare=False, repr=False)
+    allow_adaptation: bool = field(init=False, compare=False, repr=False)
+    allow_jit_compile: bool = field(init=False, compare=False, repr=False)
+    deterministic: bool = field(init=False, compare=False, repr=False)
+    require_vetting: bool = field(init=False, compare=False, repr=False)
+    log_selections: bool = field(init=False, compare=False, repr=False)
+    debug: bool = field(init=False, compare=False, repr=False)
+    layout: str | None = field(init=False, compare=False, repr=False)
+    memory_headroom_mb: int = field(init=False, compare=False, repr=False)
+    prefer_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    avoid_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    allow: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    deny: tuple[str, ...] = field(init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._by_name[name]
+
+    def lock_for(self, facts: Facts) -> Lock | None:
+        """The lock that covers this call, the most specific pattern first, then the latest."""
+        covering = [lock for lock in self.locks if covers(lock.operation, facts)]
+        exact = [lock for lock in covering if lock.operation == facts["operation"]]
+        return (exact or covering or [None])[0]
+
+
+_ATTRIBUTES = (
+    *("enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "deterministic"),
+    *("require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
+    *("prefer_sources", "avoid_sources", "allow", "deny"),
+)
+
+
+def covers(pattern: str, facts: Facts) -> bool:
+    """Whether an operation, alias, function name, prefix or glob covers this call."""
+    name = str(facts["operation"])
+    if pattern in OPERATION_ALIASES:
+        operations, implied = OPERATION_ALIASES[pattern]
+        return name in operations and all(facts.get(fact) == value for fact, value in implied.items())
+    if pattern in FUNCTIONS:
+        return any(operation.name == name for operation in FUNCTIONS[pattern].operations)
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def names_kernel(pattern: str, kernel: Kernel) -> bool:
+    """Whether a kernel id, alias, library name or glob means this kernel."""
+    if pattern == kernel.source:
+        return True
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (kernel.id, *kernel.aliases))
+
+
+def parse_policy(values: Mapping[str, Any], known_operations: Sequence[str]) -> Policy:
+    """Make a policy from effective settings.
+
+    Raises: PolicyError for locks or rules that name nothing.
+    """
+    locks = tuple(_lock(pattern, target, known_operations) for pattern, target in values["locks"].items())
+    rules = tuple(_rule(index, rule, known_operations) for index, rule in enumerate(values["rules"]))
+    frozen = tuple(
+        sorted((name, _frozen(values[name])) for name in SETTINGS if name not in ("locks", "rules"))
+    )
+    return Policy(frozen, locks[::-1], rules)
+
+
+def _frozen(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_operation(pattern: str, where: str, known: Sequence[str]) -> None:
+    names = [*known, *OPERATION_ALIASES, *FUNCTIONS]
+    hit = pattern in names or any(
+        fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names
+    )
+    if not hit:
+        raise PolicyError(f"{where}: no operation matches {pattern!r}{nearest(pattern, names)}")
+
+
+def _lock(pattern: str, target: object, known: Sequence[str]) -> Lock:
+    where = f"locks: {pattern}"
+    _check_operation(pattern, where, known)
+    if isinstance(target, str):
+        return Lock(pattern, target)
+    if isinstance(target, Mapping) and isinstance(target.get("kernel"), str) and set(target) <= {"kernel", "otherwise"}:
+        otherwise = target.get("otherwise", "error")
+        if otherwise in ("error", "select"):
+            return Lock(pattern, target["kernel"], otherwise)
+    raise PolicyError(f"{where}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}, got {target!r}")
+
+
+_RULE_ACTIONS = {"prefer": "prefer", "avoid": "avoid", "avoid_sources": "avoid", "deny": "deny"}
+
+
+def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
+    where = f"rules[{index}]"
+    for key in rule:
+        if key not in ("match", *_RULE_ACTIONS):
+            raise PolicyError(f"{where}: unknown key {key!r}{nearest(key, ('match', *_RULE_ACTIONS))}")
+    match = rule.get("match")
+    if not isinstance(match, Mapping) or not match:
+        raise PolicyError(f"{where}: wanted `match:` with at least one fact, got {match!r}")
+    actions: dict[str, tuple[str, ...]] = {}
+    for key, value in rule.items():
+        if key != "match":
+            actions[_RULE_ACTIONS[key]] = (value,) if isinstance(value, str) else tuple(value)
+    if not actions:
+        raise PolicyError(f"{where}: wanted prefer, avoid or deny, got only `match:`")
+    operation = "*"
+    conditions = []
+    for fact, wanted in match.items():
+        if FACT_ALIASES.get(fact, fact) == "operation":
+            operation = str(wanted)
+            _check_operation(operation, where, known)
+            continue
+        if fact not in known_facts():
+            raise PolicyError(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")
+        conditions.append(Condition(fact, str(wanted)))
+    return Rule(tuple(conditions), operation, **actions)
+
+
+def known_facts() -> frozenset[str]:
+    """Every fact name that a rule may match."""
+    names = {"layout", "platform", "sm", "dtype", "requires_grad", "deterministic", "capturing", "autocast"}
+    names |= {"group", "rows", "hidden", "mask_ndim", "input_ndim"}
+    for operation in OPERATIONS.values():
+        names |= set(operation.schema.arguments)
+        for tensor in operation.schema.inputs:
+            names |= {axis for axis in tensor.shape_vars if axis != "..."}
+    return frozenset(names | set(FACT_ALIASES))

@@ -1,0 +1,152 @@
+"""What this machine has: devices, and which kernel libraries are installed, without importing any of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from layerzero.core.device import Device
+from layerzero.core.kernel import Backend
+from layerzero.core.reasons import Reason, ReasonCode
+
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+?)\s*((?:[<>=!~]=?|===).*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryState:
+    """Whether a library may be used.
+
+    Attributes:
+        version: what is installed, None if nothing is.
+        reason: why it may not be used, None if it may.
+    """
+
+    version: str | None
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and the libraries beside it: this machine's, or one to ask about.
+
+    Attributes:
+        device: None for whatever device the tensors lie on.
+        libraries: distribution name to version, in place of what is installed here; None to look.
+    """
+
+    device: Device | None = None
+    libraries: Mapping[str, str] | None = None
+    _states: dict[tuple[Backend, str], LibraryState] = field(default_factory=dict, compare=False, repr=False)
+
+    def state(self, backend: Backend, device: Device) -> LibraryState:
+        """Whether the backend may be used beside this device; looked up once."""
+        identity = (backend, device.runtime)
+        state = self._states.get(identity)
+        if state is None:
+            state = self._states[identity] = self._look(backend, device)
+        return state
+
+    def _look(self, backend: Backend, device: Device) -> LibraryState:
+        version = self._version(backend)
+        if backend.distribution and version is None:
+            hint = f"Install it: {backend.install}" if backend.install else ""
+            name = " or ".join(backend.distributions)
+            return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
+        if backend.versions and version is not None and not _fits(version, backend.versions):
+            hint = f"Install a version that fits: {backend.install}" if backend.install else ""
+            fact = f"{backend.distributions[0]} version"
+            return LibraryState(
+                version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
+            )
+        for requirement in backend.requires:
+            reason = self._unmet(requirement, device)
+            if reason is not None:
+                return LibraryState(version, reason)
+        broken = _BROKEN.get(backend) if self.libraries is None else None
+        return LibraryState(version, broken)
+
+    def _version(self, backend: Backend) -> str | None:
+        if not backend.distribution:
+            return ""
+        for name in backend.distributions:
+            found = self._distribution_version(name)
+            if found is not None:
+                return found
+        if self.libraries is None and backend.import_name and importlib.util.find_spec(backend.import_name):
+            return ""  # importable, yet no distribution tells its version: fails a version range, as it should
+        return None
+
+    def _distribution_version(self, name: str) -> str | None:
+        if self.libraries is not None:
+            return self.libraries.get(name)
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def _unmet(self, requirement: str, device: Device) -> Reason | None:
+        match = _REQUIREMENT.match(requirement)
+        if match is None:
+            raise ValueError(f"cannot read the requirement {requirement!r}; wanted name>=version")
+        name, specifier = match[1], match[2]
+        if name == "torch":
+            version: str | None = (self.libraries or {}).get("torch") or torch.__version__
+        elif name in ("cuda", "rocm"):
+            version = device.runtime if device.platform == name else None
+            if version is None:
+                return None  # another platform: the kernel's platform limit says so
+        else:
+            version = self._distribution_version(name)
+        if version and _fits(version, specifier):
+            return None
+        return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent")
+
+
+def _fits(version: str, specifier: str) -> bool:
+    """Whether a version satisfies a specifier; local parts (``+cpu``) are ignored, unreadable versions never fit."""
+    try:
+        return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+_BROKEN: dict[Backend, Reason] = {}
+_lock = threading.Lock()
+_here = Machine()
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    return _here
+
+
+def mark_broken(backend: Backend, error: BaseException) -> Reason:
+    """Remember that a library is installed but does not load; it is tried once a process."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    hint = f"Reinstall it for torch {torch.__version__}: {backend.install}" if backend.install else ""
+    reason = Reason(ReasonCode.BACKEND_IMPORT_FAILED, backend.name, "a library that loads", text, hint)
+    with _lock:
+        _BROKEN[backend] = reason
+    forget()
+    return reason
+
+
+def forget() -> None:
+    """Look at the installed libraries again (one was installed, or one broke)."""
+    global _here
+    _here = Machine()
+
+
+def reset_broken() -> None:
+    """Give libraries that failed to load another chance."""
+    with _lock:
+        _BROKEN.clear()
+    forget()

@@ -1,0 +1,294 @@
+"""Operations and their kernels: built in, from plugins, and registered by decorator. Operation first."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib
+import importlib.metadata
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from layerzero import backends
+from layerzero.core import limits as limit
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.errors import LayerZeroWarning, RegistrationError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
+from layerzero.core.limits import Limit
+from layerzero.core.operation import Operation
+from layerzero.core.schema import OperationSchema
+from layerzero.engine.settings import nearest
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+
+ENTRY_POINTS = "layerzero.backends"
+USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
+
+
+class Registry:
+    """Every operation and every kernel that this process knows."""
+
+    def __init__(self, entry_points: bool = True) -> None:
+        self._lock = threading.RLock()
+        self._operations: dict[str, Operation] = {}
+        self._kernels: dict[str, list[Kernel]] = {}
+        self._by_id: dict[str, Kernel] = {}
+        self._loaded = False
+        self._entry_points = entry_points
+        self._listeners: list[Callable[[], None]] = []
+        self.plugin_errors: dict[str, str] = {}
+        for operation in OPERATIONS.values():
+            self.register_operation(operation)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever kernels or operations are added or removed."""
+        self._listeners.append(listener)
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def register_operation(self, operation: Operation) -> None:
+        """Add an operation; its reference becomes its last candidate."""
+        with self._lock:
+            if operation.name in self._operations:
+                raise RegistrationError(f"operation {operation.name!r} is registered already")
+            self._operations[operation.name] = operation
+            self._kernels[operation.name] = []
+            if operation.has_fallback:
+                self._add(reference_kernel(operation))
+        self._changed()
+
+    def register_kernel(self, kernel: Kernel) -> None:
+        """Add a kernel to each of its operations.
+
+        Raises: RegistrationError for an unknown operation, argument or fact, or an id that is taken.
+        """
+        with self._lock:
+            self._load()
+            self._add(kernel)
+        self._changed()
+
+    def unregister_kernel(self, kernel_id: str) -> None:
+        """Remove a kernel."""
+        with self._lock:
+            kernel = self.kernel(kernel_id)
+            del self._by_id[kernel.id]
+            for operation in kernel.operations:
+                self._kernels[operation].remove(kernel)
+        self._changed()
+
+    def _add(self, kernel: Kernel) -> None:
+        if kernel.id in self._by_id:
+            raise RegistrationError(f"kernel {kernel.id!r} is registered already; ids are unique")
+        for name in kernel.operations:
+            if name not in self._operations:
+                raise RegistrationError(f"{kernel.id}: Unknown operation {name!r}{nearest(name, self._operations)}")
+        accepted = {argument for name in kernel.operations for argument in self._operations[name].schema.arguments}
+        unknown = set(kernel.accepts) - accepted
+        if unknown:
+            raise RegistrationError(
+                f"{kernel.id}: accepts {sorted(unknown)}, which {', '.join(kernel.operations)} does not have"
+            )
+        self._by_id[kernel.id] = kernel
+        for name in kernel.operations:
+            self._kernels[name].append(kernel)
+
+    def _load(self) -> None:
+        """Read the declarations of built-in and plugin backends, once."""
+        if self._loaded:
+            return
+        self._loaded = True
+        for module in backends.BUILTIN.values():
+            for kernel in importlib.import_module(module).KERNELS:
+                self._add(kernel)
+        if self._entry_points:
+            for entry_point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
+                self._load_plugin(entry_point)
+
+    def _load_plugin(self, entry_point: importlib.metadata.EntryPoint) -> None:
+        try:
+            for kernel in plugin_kernels(entry_point.load()):
+                backend = dataclasses.replace(kernel.backend, origin="entry_point")
+                self._add(dataclasses.replace(kernel, backend=backend, trust=Trust.PLUGIN))
+        except Exception as error:  # a plugin may fail in any way; it must not take LayerZero with it
+            self.plugin_errors[entry_point.name] = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the plugin {entry_point.name!r} ({entry_point.value}) was not loaded: {error}",
+                LayerZeroWarning,
+                stacklevel=2,
+            )
+
+    def operations(self) -> dict[str, Operation]:
+        """Every operation by name."""
+        return dict(self._operations)
+
+    def operation(self, name: str) -> Operation:
+        """One operation. Raises KeyError naming the nearest."""
+        if name not in self._operations:
+            raise KeyError(f"unknown operation {name!r}{nearest(name, self._operations)}")
+        return self._operations[name]
+
+    def get_schema(self, name: str) -> OperationSchema | None:
+        """An operation's schema, None if there is no such operation."""
+        operation = self._operations.get(name)
+        return operation.schema if operation else None
+
+    def candidates(self, operation: str) -> Sequence[Kernel]:
+        """Every kernel of an operation, the reference first as it came first."""
+        if not self._loaded:
+            with self._lock:
+                self._load()
+        return self._kernels[operation]
+
+    def kernels(self, pattern: str = "*") -> list[Kernel]:
+        """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
+        with self._lock:
+            self._load()
+        if pattern in OPERATION_ALIASES:
+            names: Iterable[str] = OPERATION_ALIASES[pattern][0]
+        elif pattern in FUNCTIONS:
+            names = [operation.name for operation in FUNCTIONS[pattern].operations]
+        else:
+            names = [
+                name
+                for name in self._operations
+                if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+            ]
+        if not names:
+            known = [*self._operations, *OPERATION_ALIASES, *FUNCTIONS]
+            raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
+        found = {kernel.id: kernel for name in names for kernel in self._kernels[name]}
+        return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
+
+    def kernel(self, kernel_id: str) -> Kernel:
+        """One kernel by id or alias. Raises KeyError naming the nearest."""
+        with self._lock:
+            self._load()
+        if kernel_id in self._by_id:
+            return self._by_id[kernel_id]
+        for kernel in self._by_id.values():
+            if kernel_id in kernel.aliases:
+                return kernel
+        raise KeyError(f"unknown kernel {kernel_id!r}{nearest(kernel_id, self._by_id)}")
+
+    def backends(self) -> list[Backend]:
+        """Every backend that owns a kernel, by name."""
+        with self._lock:
+            self._load()
+        unique = {kernel.backend: None for kernel in self._by_id.values()}
+        return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
+
+
+def reference_kernel(operation: Operation) -> Kernel:
+    """Make a kernel of an operation's reference: it takes everything, and has priority 0."""
+    schema = operation.schema
+    return Kernel(
+        id=f"reference.{operation.name}",
+        operations=(operation.name,),
+        backend=REFERENCE_BACKEND,
+        load=lambda facts: operation.reference,
+        layout=operation.layouts[0] if operation.layouts else None,
+        accepts=(*(tensor.name for tensor in schema.optional), *schema.params),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_empty=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=0,
+    )
+
+
+def plugin_kernels(loaded: object) -> Sequence[Kernel]:
+    """Kernels of what an entry point names: a module with KERNELS, a sequence, or a callable that returns either."""
+    if isinstance(loaded, ModuleType):
+        loaded = loaded.KERNELS
+    elif callable(loaded):
+        return plugin_kernels(loaded())
+    if not isinstance(loaded, (tuple, list)) or not all(isinstance(kernel, Kernel) for kernel in loaded):
+        raise RegistrationError(f"wanted a module with KERNELS or a sequence of Kernel, got {type(loaded).__name__}")
+    return loaded
+
+
+def kernel_of_function(
+    function: Callable[..., Any],
+    *,
+    operation: str,
+    kernel_id: str,
+    platform: str | Sequence[str] = "cpu",
+    min_sm: int | tuple[int, int] | None = None,
+    max_sm: int | tuple[int, int] | None = None,
+    supported_dtypes: Iterable[torch.dtype | str] | None = None,
+    max_head_dim: int | None = None,
+    limits: Sequence[Limit] = (),
+    known: dict[str, Operation],
+    **declared: Any,
+) -> Kernel:
+    """Turn a decorated function into a kernel: what it takes by name is what it is offered.
+
+    The first parameters are the operation's required tensors, under any name. Each further parameter is named like the
+    operation's argument. Raises RegistrationError for anything else.
+    """
+    operations, implied = _operations_of(operation, known)
+    schema = known[operations[0]].schema
+    parameters = list(inspect.signature(function).parameters.values())
+    required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
+    if len(required) < len(schema.required):
+        wanted = ", ".join(tensor.name for tensor in schema.required)
+        raise RegistrationError(f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}")
+    accepts = tuple(parameter.name for parameter in optional)
+    unknown = [name for name in accepts if name not in schema.arguments]
+    if unknown:
+        raise RegistrationError(
+            f"{kernel_id}: {', '.join(unknown)} is no argument of {operations[0]}; it has {', '.join(schema.arguments)}"
+        )
+    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    rules: list[Limit] = [limit.platform(*platforms)]
+    if min_sm is not None or max_sm is not None:
+        rules.append(limit.arch(_sm(min_sm), _sm(max_sm)))
+    if supported_dtypes is not None:
+        rules.append(limit.dtype(*(dtype_name(dtype_named(each)) for each in supported_dtypes)))
+    if max_head_dim is not None:
+        rules.append(limit.dim("head_dim", max=max_head_dim))
+    if "value_dim" in {axis for tensor in schema.inputs for axis in tensor.shape_vars}:
+        declared.setdefault("layout", "BSHD")
+    rules += [limit.one_of(fact, value) for fact, value in implied.items()]
+
+    def load(facts: Facts) -> Callable[..., Any]:
+        return function
+
+    return Kernel(
+        id=kernel_id,
+        operations=operations,
+        backend=USER_BACKEND,
+        load=load,
+        accepts=accepts,
+        implies=tuple(fact for fact in implied if fact not in accepts),
+        limits=(*rules, *limits),
+        **declared,
+    )
+
+
+def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, ...], dict[str, object]]:
+    if name in OPERATION_ALIASES:
+        # The flat names meant equal head counts; a kernel that repeats or groups heads says so by naming gqa operations.
+        operations, implied = OPERATION_ALIASES[name]
+        return operations[:1], implied
+    if name not in known:
+        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES])}")
+    return (name,), {}
+
+
+def _sm(version: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    return divmod(version, 10) if isinstance(version, int) else version
+
+
+REGISTRY = Registry()
+"""The registry of this process."""

@@ -1,0 +1,108 @@
+"""The order of legal kernels: measured evidence decides, static priority fills the gaps, policy bends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from layerzero.core.facts import Facts
+from layerzero.core.ledger import Evidence, Ledger
+from layerzero.core.plan import Candidate, Term
+from layerzero.engine.policy import Policy, names_kernel
+
+POINTS_PER_DOUBLING = 50.0
+"""What twice the best time costs."""
+
+UNMEASURED_PENALTY = 30.0
+"""What a kernel without evidence loses beside one that has some."""
+
+PREFER_POINTS = 20.0
+AVOID_POINTS = -50.0
+ADAPTATION_POINTS = -5.0
+"""What each copy, repeat or fold costs a kernel without evidence; a measured time includes them."""
+
+
+def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: Ledger) -> list[Candidate]:
+    """Score the legal candidates and order them; the refused follow by priority and id.
+
+    With A the highest priority among candidates that have evidence and t_best their shortest time, evidence is worth
+    ``A - 50 * log2(t / t_best)``; one confidence c, the lowest of the set, mixes it with priority. Without evidence a
+    candidate has its priority, less 30 points where another one has evidence and policy does not prefer it. Within the
+    noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
+    """
+    legal = [candidate for candidate in candidates if candidate.legal]
+    evidence = {each.kernel.id: found for each in legal if (found := ledger.evidence(each.kernel, facts))}
+    measured = [each for each in legal if each.kernel.id in evidence]
+    anchor = max((each.kernel.priority for each in measured), default=0)
+    best_us = min((found.time_us for found in evidence.values()), default=0.0)
+    confidence = min((found.confidence for found in evidence.values()), default=0.0)
+    scored = []
+    for candidate in legal:
+        found = evidence.get(candidate.kernel.id)
+        bonus = _policy_terms(candidate, facts, policy)
+        if found is not None:
+            points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best_us)
+            terms = [
+                Term(str(found.provenance), confidence * points),
+                Term("priority", (1 - confidence) * candidate.kernel.priority),
+            ]
+        else:
+            terms = [Term("priority", candidate.kernel.priority)]
+            if evidence and not any(term.name == "prefer" for term in bonus):
+                terms.append(Term("unmeasured", -UNMEASURED_PENALTY))
+            moves = sum(adaptation.moves_data for adaptation in candidate.adaptations)
+            if moves:
+                terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
+        scored.append(_with_evidence(candidate, (*terms, *bonus), found))
+    refused = sorted(
+        (each for each in candidates if not each.legal), key=lambda each: (-each.kernel.priority, each.kernel.id)
+    )
+    return _order(scored) + refused
+
+
+def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
+    kernel = candidate.kernel
+    prefer, avoid = list(policy.prefer_sources), list(policy.avoid_sources)
+    for rule in policy.rules:
+        if (rule.prefer or rule.avoid) and rule.matches(facts):
+            prefer += rule.prefer
+            avoid += rule.avoid
+    terms = []
+    if any(names_kernel(pattern, kernel) for pattern in prefer):
+        terms.append(Term("prefer", PREFER_POINTS))
+    if any(names_kernel(pattern, kernel) for pattern in avoid):
+        terms.append(Term("avoid", AVOID_POINTS))
+    return tuple(terms)
+
+
+def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidence | None) -> Candidate:
+    if found is None:
+        return dataclasses.replace(candidate, terms=terms)
+    return dataclasses.replace(
+        candidate,
+        terms=terms,
+        time_us=found.time_us,
+        provenance=str(found.provenance),
+        confidence=found.confidence,
+        noise=found.noise,
+    )
+
+
+def _order(scored: list[Candidate]) -> list[Candidate]:
+    """Best first; those within the noise of the best are ordered by priority and id among themselves."""
+    if not scored:
+        return []
+    top = max(each.score for each in scored)
+    noise = max((each.noise for each in scored), default=0.0)
+    margin = POINTS_PER_DOUBLING * math.log2(1.0 + noise)
+
+    def tied(candidate: Candidate) -> bool:
+        return top - candidate.score <= margin
+
+    def by_priority(candidate: Candidate) -> tuple[float, str]:
+        return -candidate.kernel.priority, candidate.kernel.id
+
+    best = sorted((each for each in scored if tied(each)), key=by_priority)
+    rest = sorted((each for each in scored if not tied(each)), key=lambda each: (-each.score, *by_priority(each)))
+    return best + rest

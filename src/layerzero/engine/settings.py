@@ -1,0 +1,122 @@
+"""Every setting: its type, default and meaning, in one table that validation, documentation and the CLI share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from layerzero.core.errors import PolicyError
+from layerzero.core.layouts import LAYOUTS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of the configuration.
+
+    Attributes:
+        kind: its type, checked strictly.
+        default: its value where nobody sets it.
+        meaning: one line for the documentation.
+        choices: allowed values, any of the type if empty.
+        built: whether its feature exists; a key without one is accepted at its default and refuses other values.
+    """
+
+    kind: Any
+    default: Any
+    meaning: str
+    choices: tuple[Any, ...] = ()
+    built: bool = True
+
+
+SETTINGS: dict[str, Setting] = {
+    "version": Setting(int, 1, "version of this file format", (1,)),
+    "enabled": Setting(bool, True, "false: only torch's own kernels and the references run"),
+    "fallback_enabled": Setting(bool, True, "false: the slow reference is refused and a failing kernel raises"),
+    "log_selections": Setting(bool, False, "log every new choice at INFO"),
+    "strict_mode": Setting(bool, False, "refuse adaptations that move data, and ambiguous layouts"),
+    "allow_adaptation": Setting(bool, True, "allow copies, repeated heads and folded masks where a kernel needs them"),
+    "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
+    "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
+    "require_vetting": Setting(bool, False, "refuse plugin kernels that were not vetted on this machine"),
+    "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
+    "layout": Setting(str | None, None, "attention layout where a call names none", (None, *LAYOUTS)),
+    "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),
+    "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
+    "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
+    "allow": Setting(list[str], [], "if not empty: only these libraries or kernel globs, and the reference"),
+    "deny": Setting(list[str], [], "libraries or kernel globs that never run"),
+    "locks": Setting(dict[str, Any], {}, "operation to kernel: skips scoring, never legality"),
+    "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
+    "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
+    "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
+    "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
+    "plan_mode": Setting(bool, False, "choose jointly for several operations", built=False),
+    "graph_strict_mode": Setting(bool, False, "prove graph safety by a dummy capture", built=False),
+    "backend_isolation": Setting(str, "in_process", "where kernels run", built=False),
+    "perfdb.enabled": Setting(bool, True, "keep measured times on disk", built=False),
+    "perfdb.path": Setting(str | None, None, "file of the measured times", built=False),
+    "perfdb.auto_tune": Setting(bool, False, "measure by itself", built=False),
+    "perfdb.tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
+    "auto_tune_on_warmup": Setting(bool, False, "measure during warmup", built=False),
+    "tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
+    "distributed_selection": Setting(str, "independent", "how ranks agree", built=False),
+}
+
+ALIASES = {"isolation_mode": "backend_isolation", "avoid": "avoid_sources", "prefer": "prefer_sources"}
+"""Other spellings that are accepted for a key."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Name the closest known word, as the end of an error message; empty if nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Turn nested sections (``cache: {max_size: 1}``) into dotted keys.
+
+    Raises: PolicyError for an unknown section or key, naming the nearest one.
+    """
+    flat: dict[str, Any] = {}
+    sections = {key.split(".")[0] for key in SETTINGS if "." in key}
+    for key, value in values.items():
+        name = ALIASES.get(key, key)
+        if name in sections and name not in SETTINGS:
+            if not isinstance(value, Mapping):
+                raise PolicyError(f"{origin}: {key}: wanted a section with keys, got {value!r}")
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        else:
+            flat[name] = value
+    for name in flat:
+        if name not in SETTINGS:
+            raise PolicyError(f"{origin}: unknown key {name!r}{nearest(name, SETTINGS)} See `layerzero config keys`.")
+    return flat
+
+
+def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Flatten and check values against the table.
+
+    Raises: PolicyError with the key, what was wanted and what came.
+    """
+    flat = flatten(values, origin)
+    for name, value in flat.items():
+        setting = SETTINGS[name]
+        try:
+            flat[name] = msgspec.convert(list(value) if isinstance(value, tuple) else value, setting.kind, strict=True)
+        except msgspec.ValidationError as error:
+            raise PolicyError(f"{origin}: {name}: {error}, got {value!r}") from None
+        if setting.choices and value not in setting.choices:
+            choices = " or ".join(repr(choice) for choice in setting.choices)
+            raise PolicyError(f"{origin}: {name}: wanted {choices}, got {value!r}")
+        if not setting.built and value != setting.default:
+            raise PolicyError(
+                f"{origin}: {name}: this version knows only the default {setting.default!r}, got {value!r}; "
+                "remove the key until the feature exists"
+            )
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            raise PolicyError(f"{origin}: {name}: wanted a number of at least 0, got {value}")
+    return flat

@@ -1,0 +1,171 @@
+"""Build what compiles before it is needed: a JIT kernel may be chosen only where its artefact exists."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Kernel
+from layerzero.core.layouts import CANONICAL
+from layerzero.core.operation import Case, Operation
+from layerzero.engine import legality, planning
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE, Dispatcher
+from layerzero.engine.functions import CALLS
+from layerzero.engine.jit import BUILT
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
+
+log = logging.getLogger("layerzero")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One artefact that warmup made: kernel, operation, seconds, and the error where it failed."""
+
+    kernel_id: str
+    operation: str
+    seconds: float
+    error: str = ""
+
+
+def warmup(
+    operation: str = "*",
+    shapes: Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    device: str | torch.device | None = None,
+    **params: Any,
+) -> list[Built]:
+    """Compile and load every legal kernel of an operation for given shapes, so that calls may choose it.
+
+    Args:
+        operation: an operation, function, alias or glob.
+        shapes: shapes of the first tensor; attention: (B, S, H, D) with equal lengths and heads, norms: (*, D). The
+            operation's own cases if None.
+        dtype: dtype of the tensors.
+        device: where; the CPU, or the current CUDA device if there is one.
+        params: further arguments of the calls.
+    Returns: what was built, with seconds and errors. A kernel that fails to build stays refused.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    implied = OPERATION_ALIASES[operation][1] if operation in OPERATION_ALIASES else {}
+    results = []
+    names = sorted({name for kernel in REGISTRY.kernels(operation) for name in kernel.operations})
+    for name in names:
+        chosen = REGISTRY.operation(name)
+        if not _covered(operation, name):
+            continue
+        for tensors, case_params in _calls(chosen, shapes, dtype_named(dtype), target):
+            arguments = {**case_params, **implied, **params, **tensors}
+            results += _warm(chosen, arguments)
+    if results:
+        ENGINE.bump()
+    return results
+
+
+def _covered(pattern: str, name: str) -> bool:
+    return any(name in kernel.operations for kernel in REGISTRY.kernels(pattern)) and (
+        pattern not in FUNCTIONS or any(operation.name == name for operation in FUNCTIONS[pattern].operations)
+    )
+
+
+def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
+    dispatcher = _dispatcher(operation)
+    accepted = {parameter.name for parameter in dispatcher.function.parameters}
+    bound = dispatcher.function.bind((), {name: value for name, value in arguments.items() if name in accepted})
+    results = []
+    with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
+        policy = current_policy()
+        report, ranked = dispatcher.explain(bound, policy)
+        for candidate in ranked:
+            kernel = candidate.kernel
+            if not candidate.legal or not kernel.jit or BUILT.ready(kernel, report.facts):
+                continue
+            started = time.perf_counter()
+            error = ""
+            try:
+                plan = planning.build(dispatcher.function, candidate, report, policy)
+                for _ in range(2):  # the first call compiles; the second shows that it need not again
+                    plan.run(**_copies(bound, operation))
+                BUILT.add(kernel, report.facts)
+            except Exception as failure:  # a kernel that does not compile stays refused, and the list says why
+                error = f"{type(failure).__name__}: {failure}"
+                log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
+            results.append(Built(kernel.id, operation.name, time.perf_counter() - started, error))
+    return results
+
+
+def _copies(arguments: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
+    mutated = operation.schema.mutated
+    return {name: value.clone() if name in mutated else value for name, value in arguments.items()}
+
+
+def _dispatcher(operation: Operation) -> Dispatcher:
+    for name, function in FUNCTIONS.items():
+        if any(each.name == operation.name for each in function.operations):
+            return CALLS[name].dispatcher
+    raise KeyError(f"{operation.name} belongs to no public function")
+
+
+def _calls(
+    operation: Operation, shapes: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, object]]]:
+    cases = operation.cases if shapes is None else tuple(_case_of(operation, tuple(shape)) for shape in shapes)
+    for case in cases:
+        if case is not None:
+            yield case_tensors(operation, case, dtype, device), dict(case.params)
+
+
+def _case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
+    """A case from the shape of the first tensor; None if the operation cannot have it."""
+    if operation.layouts:
+        batch, seq, heads, head_dim = shape
+        if operation.sibling or (seq == 1) != operation.name.endswith("decode"):
+            return None
+        sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": heads}
+        return Case("given", sizes | {"head_dim": head_dim, "value_dim": head_dim})
+    return Case("given", {"rows": math.prod(shape[:-1]), "hidden": shape[-1]})
+
+
+def case_tensors(
+    operation: Operation, case: Case, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Random tensors of a case, the required ones and, for norms, weight and bias; in the canonical layout."""
+    sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0)}
+    tensors = {}
+    for schema in operation.schema.inputs:
+        if schema.shape_vars and schema.shape_vars[0] == "...":
+            shape: tuple[int, ...] = (sizes["rows"], *(sizes[axis] for axis in schema.shape_vars[1:]))
+        elif schema.required:
+            shape = tuple(sizes[axis] for axis in schema.shape_vars)
+        elif schema.name in ("weight", "bias"):
+            shape = (sizes["hidden"],)
+        else:
+            continue
+        tensors[schema.name] = torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+    return tensors
+
+
+def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
+    """Facts of small calls that the kernel's limits accept, in its layout; to load it without running it."""
+    for name in kernel.operations:
+        operation = REGISTRY.operation(name)
+        for dtype in operation.tolerance:
+            case = operation.cases[0]
+            tensors = case_tensors(operation, case, dtype, "meta")
+            extra = {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.params else {}
+            arguments = {**operation.schema.neutral, **case.params, **extra, **tensors}
+            layout = CANONICAL if operation.layouts else None
+            facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
+            if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
+                yield facts
+

@@ -1,0 +1,143 @@
+"""Attention on contiguous keys and values: four operations that differ in head counts and in the query's length.
+
+    attention.standard.prefill   H == K, S_q > 1      attention.gqa.prefill   H == g * K, S_q > 1
+    attention.standard.decode    H == K, S_q == 1     attention.gqa.decode    H == g * K, S_q == 1
+
+Math: ``softmax(Q K^T * scale + bias) V``; see :func:`layerzero.ops.attention_math.attention_reference`.
+Decode has no ``causal``: with one query, aligned bottom-right, every key is in its past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from layerzero.core.dtypes import FLOATING, INDEX
+from layerzero.core.layouts import LAYOUTS
+from layerzero.core.operation import Case, Operation, Tolerance
+from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.ops.attention_math import attention_bias, attention_fake, attention_reference
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(1e-2, 1e-2),
+}
+TOLERANCE_REASON = "the attention contract; twice the rounding of the output plus that of the probabilities"
+
+_NEUTRAL: dict[str, object] = {
+    "scale": None,
+    "dropout_p": 0.0,
+    "window": None,
+    "softcap": None,
+    "return_lse": False,
+}
+_PARAMS: dict[str, type | tuple[type, ...]] = {
+    "scale": float,
+    "dropout_p": float,
+    "window": tuple,
+    "softcap": float,
+    "return_lse": bool,
+}
+
+
+def _schema(name: str) -> OperationSchema:
+    decode = name.endswith("decode")
+    return OperationSchema(
+        operation=name,
+        inputs=(
+            TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
+            TensorSchema("attn_mask", (), FLOATING | {torch.bool}, required=False, same_dtype=False),
+            TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
+            TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
+            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False),
+        ),
+        outputs=(
+            TensorSchema("output", ("batch", "seq_q", "heads", "value_dim"), has_layout=True),
+            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), required=False),
+        ),
+        params=_PARAMS if decode else {"causal": bool, **_PARAMS},
+        neutral=_NEUTRAL if decode else {"causal": False, **_NEUTRAL},
+    )
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    mask = arguments.get("attn_mask")
+    return {
+        "group": values["heads"] // values["kv_heads"],
+        "mask_ndim": 0 if mask is None else mask.ndim,
+    }
+
+
+def _prefill(name: str, batch: int, seq: int, heads: int, kv: int, head_dim: int, *, causal: bool = True) -> Case:
+    sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
+    return Case(name, sizes | {"value_dim": head_dim}, {"causal": causal})
+
+
+def _decode(name: str, batch: int, seq_k: int, heads: int, kv: int, head_dim: int) -> Case:
+    sizes = {"batch": batch, "seq_q": 1, "seq_k": seq_k, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
+    return Case(name, sizes | {"value_dim": head_dim})
+
+
+def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
+    return Operation(
+        schema=_schema(name),
+        summary=summary,
+        reference=attention_reference,
+        fake=attention_fake,
+        cases=cases,
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        layouts=LAYOUTS,
+        sibling=sibling,
+        derive=_derive,
+        fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
+    )
+
+
+STANDARD_PREFILL = _operation(
+    "attention.standard.prefill",
+    "Attention of many queries, equal head counts",
+    (
+        _prefill("minilm", 8, 128, 12, 12, 32, causal=False),
+        _prefill("small", 2, 64, 8, 8, 64),
+        _prefill("medium", 8, 1024, 16, 16, 64),
+        _prefill("diffusion", 2, 4096, 24, 24, 128, causal=False),
+    ),
+)
+STANDARD_DECODE = _operation(
+    "attention.standard.decode",
+    "Attention of one query per sequence, equal head counts",
+    (_decode("small", 2, 128, 8, 8, 64), _decode("medium", 1, 1024, 16, 16, 64)),
+)
+GQA_PREFILL = _operation(
+    "attention.gqa.prefill",
+    "Attention of many queries, several query heads a kv head",
+    (
+        _prefill("small", 2, 64, 8, 2, 64),
+        _prefill("llama3_8b_s512", 1, 512, 32, 8, 128),
+        _prefill("llama3_8b_s2048", 1, 2048, 32, 8, 128),
+        _prefill("gemma_d256", 2, 2048, 16, 4, 256),
+    ),
+    sibling="attention.standard.prefill",
+)
+GQA_DECODE = _operation(
+    "attention.gqa.decode",
+    "Attention of one query per sequence, several query heads a kv head",
+    (
+        _decode("small", 2, 128, 8, 2, 64),
+        _decode("llama3_8b_b1", 1, 512, 32, 8, 128),
+        _decode("llama3_8b_b64", 64, 2048, 32, 8, 128),
+    ),
+    sibling="attention.standard.decode",
+)
+
+OPERATIONS = (STANDARD_PREFILL, STANDARD_DECODE, GQA_PREFILL, GQA_DECODE)
+PREFILL = ("attention.standard.prefill", "attention.gqa.prefill")
+DECODE = ("attention.standard.decode", "attention.gqa.decode")
+ALL = (*PREFILL, *DECODE)

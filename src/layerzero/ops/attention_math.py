@@ -1,0 +1,156 @@
+"""The mathematics of attention: the additive bias that every argument amounts to, and the reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+NEGATIVE_INFINITY = -math.inf
+
+
+def attention_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """Add up everything that changes scores by position into one float tensor; None if nothing does.
+
+    Query row i stands at key position ``i + L - S_q``, where L is ``kv_lens`` of its batch entry or S_k: all masks are
+    aligned bottom-right. A key j is visible if it is below L, not in the future when ``causal``, and within ``window``
+    (left, right) of that position, -1 meaning unbounded. ALiBi adds ``-slope * |position - j|``.
+
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), attn_mask broadcastable to (B, H, S_q, S_k), alibi_slopes (H,) or
+    (B, H), kv_lens (B,) → (1 or B, 1 or H, S_q, S_k)
+    Dtype: ``dtype`` or the query's. No value is read on the host, so it is safe under graph capture.
+    Source: bottom-right alignment as FlashAttention >= 2.1; ALiBi arXiv:2108.12409.
+    """
+    dtype = dtype or query.dtype
+    device = query.device
+    seq_q, seq_k = query.shape[1], key.shape[1]
+    bias: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
+    if causal or window is not None or alibi_slopes is not None or kv_lens is not None:
+        columns = torch.arange(seq_k, device=device)
+        lengths = torch.full((1, 1, 1, 1), seq_k, device=device)
+        if kv_lens is not None:
+            lengths = kv_lens.view(-1, 1, 1, 1)
+            allowed = columns < lengths
+        positions = torch.arange(seq_q, device=device).view(-1, 1) + (lengths - seq_q)
+        if causal:
+            allowed = _and(allowed, columns <= positions)
+        if window is not None:
+            left, right = window
+            if left >= 0:
+                allowed = _and(allowed, columns >= positions - left)
+            if right >= 0:
+                allowed = _and(allowed, columns <= positions + right)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.to(torch.float32)
+            slopes = slopes.view(-1, slopes.shape[-1], 1, 1)
+            bias = -slopes * (positions - columns).abs()
+    if attn_mask is not None:
+        mask = attn_mask.view((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+        if mask.dtype is torch.bool:
+            allowed = _and(allowed, mask)
+        else:
+            bias = mask if bias is None else bias + mask
+    if allowed is not None:
+        shape = torch.broadcast_shapes(allowed.shape, bias.shape) if bias is not None else allowed.shape
+        start = bias.to(dtype).expand(shape) if bias is not None else torch.zeros(shape, dtype=dtype, device=device)
+        bias = start.masked_fill(~allowed, NEGATIVE_INFINITY)
+    return None if bias is None else bias.to(dtype)
+
+
+def _and(left: torch.Tensor | None, right: torch.Tensor) -> torch.Tensor:
+    return right if left is None else left & right
+
+
+def attention_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(Q K^T * scale) V by definition.
+
+    Order on the scores: scale, softcap ``c * tanh(s / c)``, ALiBi and float mask, then everything that hides a key.
+    ``sinks`` is one more logit per head that takes part in the softmax and has no value. A query that sees no key gives
+    0 and a log-sum-exp of -inf (with sinks, the sink). Keys beyond ``kv_lens`` are not read: they may hold anything.
+
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v), H a multiple of K → (B, S_q, H, D_v);
+    log-sum-exp (B, H, S_q)
+    Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
+    Source: arXiv:1706.03762; softcap arXiv:2408.00118; sinks as in gpt-oss.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[2] // key.shape[2]
+    q = query.transpose(1, 2).to(compute)
+    k = key.transpose(1, 2).to(compute)
+    v = value.transpose(1, 2).to(compute)
+    if kv_lens is not None:
+        beyond = torch.arange(key.shape[1], device=key.device).view(-1, 1) >= kv_lens.view(-1, 1, 1, 1)
+        k, v = k.masked_fill(beyond, 0.0), v.masked_fill(beyond, 0.0)
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    bias = attention_bias(
+        query,
+        key,
+        causal=causal,
+        attn_mask=attn_mask,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        kv_lens=kv_lens,
+        dtype=compute,
+    )
+    if bias is not None:
+        hidden = bias == NEGATIVE_INFINITY
+        scores = (scores + bias.masked_fill(hidden, 0.0)).masked_fill(hidden, NEGATIVE_INFINITY)
+    weights, lse = _softmax(scores, sinks)
+    if dropout_p:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    output = (weights @ v).transpose(1, 2).to(query.dtype)
+    return (output, lse.float()) if return_lse else output
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the last axis and its log-sum-exp; rows without any finite score give zeros and -inf."""
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), -1)
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], NEGATIVE_INFINITY)
+    empty = (scores == NEGATIVE_INFINITY).all(-1)
+    weights = scores.masked_fill(empty.unsqueeze(-1), 0.0).softmax(-1).masked_fill(empty.unsqueeze(-1), 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(empty, NEGATIVE_INFINITY)
+    return (weights[..., :-1] if sinks is not None else weights), lse
+
+
+def attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool = False, **_: object
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Results of the right shape and dtype, nothing computed: the value's head dim decides the output's."""
+    batch, seq_q, heads, _dim = query.shape
+    output = query.new_empty((batch, seq_q, heads, value.shape[-1]))
+    if not return_lse:
+        return output
+    return output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)

@@ -1,0 +1,319 @@
+"""Normalisation over the last axes: norm.rms, norm.layer, norm.add_rms; ``lz.rms_norm`` and its relatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema
+from layerzero.core.schema import OperationSchema, TensorSchema
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(1e-2, 1e-2),
+}
+TOLERANCE_REASON = "twice the rounding of the output; the sums are in float32"
+
+_CASES = tuple(
+    Case(name, {"rows": rows, "hidden": hidden})
+    for name, rows, hidden in (
+        ("minilm", 1024, 384),
+        ("decode", 1, 4096),
+        ("batch_decode", 64, 4096),
+        ("prefill", 512, 1024),
+        ("long_prefill", 4096, 4096),
+    )
+)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rows(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    input_ = arguments["input"]
+    hidden = math.prod(arguments.get("normalized_shape") or (input_.shape[-1],))
+    return {"hidden": hidden, "rows": input_.numel() // hidden if hidden else 0, "input_ndim": input_.ndim}
+
+
+def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+# norm.rms
+
+
+def rms_norm_reference(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:  # noqa: A002
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
+
+    Shapes: input (*, D), weight (D,) → (*, D)
+    Dtype: computes in float32 (float64 for float64), the weight included; returns input.dtype.
+    Units: eps in x^2.
+    Source: arXiv:1910.07467.
+    """
+    wide = input.to(_wide(input.dtype))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(wide.dtype)).to(input.dtype)
+
+
+RMS = Operation(
+    schema=OperationSchema(
+        operation="norm.rms",
+        inputs=(TensorSchema("input", ("...", "hidden"), FLOATING), TensorSchema("weight", ("hidden",), FLOATING)),
+        outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
+        params={"eps": float},
+        neutral={"eps": 1e-6},
+    ),
+    summary="Root mean square normalisation",
+    reference=rms_norm_reference,
+    fake=_same_shape,
+    cases=_CASES,
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    derive=_rows,
+)
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
+    """Normalise the last axis by its root mean square and scale by the weight.
+
+    Shapes: input (*, D), weight (D,) → (*, D)
+    Dtype: floating, the same for both; sums are in float32; returns input.dtype.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    Source: arXiv:1910.07467.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    return _routed("rms_norm", RMS, arguments)
+
+
+# norm.layer
+
+
+def layer_norm_reference(
+    input: Tensor,  # noqa: A002
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    normalized_shape: tuple[int, ...],
+    eps: float = 1e-5,
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last ``len(normalized_shape)`` axes.
+
+    Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
+    Dtype: computes in float32 (float64 for float64); returns input.dtype. The variance is the biased one.
+    Units: eps in x^2.
+    Source: arXiv:1607.06450.
+    """
+    axes = tuple(range(-len(normalized_shape), 0))
+    wide = input.to(_wide(input.dtype))
+    centred = wide - wide.mean(axes, keepdim=True)
+    output = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    if weight is not None:
+        output = output * weight.to(wide.dtype)
+    if bias is not None:
+        output = output + bias.to(wide.dtype)
+    return output.to(input.dtype)
+
+
+LAYER = Operation(
+    schema=OperationSchema(
+        operation="norm.layer",
+        inputs=(
+            TensorSchema("input", ("...", "last"), FLOATING),
+            TensorSchema("weight", (), FLOATING, required=False),
+            TensorSchema("bias", (), FLOATING, required=False),
+        ),
+        outputs=(TensorSchema("output", ("...", "last"), FLOATING),),
+        params={"normalized_shape": tuple, "eps": float},
+        neutral={"eps": 1e-5},
+    ),
+    summary="Layer normalisation",
+    reference=layer_norm_reference,
+    fake=_same_shape,
+    cases=_CASES,
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    derive=_rows,
+)
+
+
+def layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise the last axes to mean 0 and variance 1, then scale and shift.
+
+    Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    Source: arXiv:1607.06450.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    given = arguments["normalized_shape"]
+    try:
+        shape = (given,) if isinstance(given, int) else tuple(int(size) for size in given)
+    except TypeError:
+        raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {given!r}"]) from None
+    arguments["normalized_shape"] = shape
+    input_ = arguments["input"]
+    if isinstance(input_, Tensor):
+        ending = tuple(input_.shape[max(input_.ndim - len(shape), 0) :])
+        if not shape or ending != shape:
+            wanted = f"input: wanted a shape that ends in normalized_shape {shape}, got {tuple(input_.shape)}"
+            raise InvalidCallError("layer_norm", [wanted])
+    for name in ("weight", "bias"):
+        tensor = arguments[name]
+        if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
+            wanted = f"{name}: wanted shape {shape} like normalized_shape, got {tuple(tensor.shape)}"
+            raise InvalidCallError("layer_norm", [wanted])
+    return _routed("layer_norm", LAYER, arguments)
+
+
+# norm.add_rms
+
+
+def add_rms_norm_reference(
+    input: Tensor,  # noqa: A002
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """``residual += input``, then RMS normalisation of the sum.
+
+    The sum is rounded to the residual's dtype before it is normalised, because that is what the next layer will read.
+
+    Shapes: input and residual (*, D), weight (D,) → (*, D)
+    Dtype: the normalisation computes in float32; returns input.dtype. ``residual`` is updated in place.
+    Units: eps in x^2.
+    Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+    residual.add_(input)
+    return rms_norm_reference(residual, weight, eps=eps)
+
+
+ADD_RMS = Operation(
+    schema=OperationSchema(
+        operation="norm.add_rms",
+        inputs=(
+            TensorSchema("input", ("...", "hidden"), FLOATING),
+            TensorSchema("residual", ("...", "hidden"), FLOATING, mutated=True),
+            TensorSchema("weight", ("hidden",), FLOATING),
+        ),
+        outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
+        params={"eps": float},
+        neutral={"eps": 1e-6},
+    ),
+    summary="Residual addition in place, then root mean square normalisation",
+    reference=add_rms_norm_reference,
+    fake=_same_shape,
+    cases=_CASES,
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON + "; the rounded sum is what is normalised",
+    derive=_rows,
+)
+
+
+def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
+    """Add the input to the residual in place and return the sum, normalised by its root mean square.
+
+    Shapes: input and residual (*, D), the same; weight (D,) → (*, D)
+    Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
+        overlaps itself in memory, or that shares memory with the input.
+    Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    input_, residual = arguments["input"], arguments["residual"]
+    if isinstance(input_, Tensor) and isinstance(residual, Tensor):
+        problems = []
+        if residual.shape != input_.shape:
+            problems.append(f"residual: wanted shape {tuple(input_.shape)} like input, got {tuple(residual.shape)}")
+        if residual.requires_grad and residual.is_leaf and torch.is_grad_enabled():
+            problems.append("residual: wanted a tensor that may be updated in place, got a leaf that requires gradients")
+        if any(stride == 0 and size > 1 for size, stride in zip(residual.shape, residual.stride(), strict=True)):
+            problems.append(f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}")
+        if residual is input_:
+            problems.append("residual: wanted another tensor than input, got the same one")
+        if problems:
+            raise InvalidCallError("add_rms_norm", problems)
+    return _routed("add_rms_norm", ADD_RMS, arguments)
+
+
+def _routed(function: str, operation: Operation, arguments: dict[str, Any]) -> Routed:
+    problems = operation.schema.validate(**arguments)
+    eps = arguments["eps"]
+    if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
+        problems.append(f"eps: wanted a finite number of at least 0, got {eps}")
+    if not problems and arguments["input"].ndim and arguments["input"].shape[-1] == 0:
+        problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
+    if problems:
+        raise InvalidCallError(function, problems)
+    return Routed(operation, arguments)
+
+
+OPERATIONS = (RMS, LAYER, ADD_RMS)
+
+RMS_NORM = Function(
+    name="rms_norm",
+    signature=rms_norm,
+    route=_route_rms,
+    operations=(RMS,),
+    tensors=("input", "weight"),
+    torch_schemas={
+        "rms_norm": TorchSchema(
+            "(Tensor input, Tensor weight, float eps=1e-06) -> Tensor", ("input", "weight", "eps")
+        )
+    },
+)
+LAYER_NORM = Function(
+    name="layer_norm",
+    signature=layer_norm,
+    route=_route_layer,
+    operations=(LAYER,),
+    tensors=("input", "weight", "bias"),
+    torch_schemas={
+        "layer_norm": TorchSchema(
+            "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
+            ("input", "normalized_shape", "weight", "bias", "eps"),
+        )
+    },
+)
+ADD_RMS_NORM = Function(
+    name="add_rms_norm",
+    signature=add_rms_norm,
+    route=_route_add_rms,
+    operations=(ADD_RMS,),
+    tensors=("input", "residual", "weight"),
+    mutates=("residual",),
+    torch_schemas={
+        "add_rms_norm": TorchSchema(
+            "(Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-06) -> Tensor",
+            ("input", "residual", "weight", "eps"),
+        )
+    },
+)
+FUNCTIONS = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
