@@ -50,7 +50,7 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_math(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._scaled_dot_product_attention_math.default
+    operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_attention_math.default
     enable_gqa = facts["group"] != 1
 
     def math(
@@ -62,7 +62,7 @@ def _load_math(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-    ) -> Tensor:
+    ) -> Any:
         return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
 
     return math
@@ -99,7 +99,7 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-    ) -> Tensor:
+    ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         if attn_mask is not None:
             attn_mask = _padded_mask(attn_mask, query, key)
@@ -128,7 +128,7 @@ def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
         causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
-    ) -> Tensor:
+    ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         return operator(query, key, value, None, keep, dropout_p, causal, False, scale=scale)[0]
 

@@ -24,9 +24,7 @@ TENSOR_CORE_GENERATIONS = {"turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "bla
 
 def generation_of(sm: tuple[int, int] | None) -> str | None:
     """Name the NVIDIA generation of a compute capability, None below 7.5 and for other vendors."""
-    if sm is None:
-        return None
-    return next((name for low, high, name in GENERATIONS if low <= sm <= high), None)
+    return next((name for low, high, name in GENERATIONS if sm is not None and low <= sm <= high), None)
 
 
 def _cuda_instruction_sets(sm: tuple[int, int]) -> frozenset[str]:
@@ -106,10 +104,9 @@ class Device:
         Raises: RuntimeError (from torch) if the device does not exist here.
         """
         target = torch.device(device)
-        index = target.index
-        if index is None and target.type == "cuda":
-            index = torch.cuda.current_device()
-        return _detect(target.type, index or 0)
+        if target.type == "cuda" and str(target) == "cuda":
+            return _detect("cuda", torch.cuda.current_device())
+        return _detect(target.type, target.index or 0)
 
     @staticmethod
     def named(name: str) -> Device:
@@ -138,32 +135,27 @@ def _detect(device_type: str, index: int) -> Device:
 
 def _detect_cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
-    common = {
-        "name": properties.name,
-        "index": index,
-        "total_bytes": properties.total_memory,
-        "uuid": str(getattr(properties, "uuid", "")),
-        "max_grid": (2**31 - 1, 65535, 65535),
-    }
-    if torch.version.hip:
-        return Device(
-            platform="rocm",
-            vendor="amd",
-            architecture=properties.gcnArchName.split(":")[0],
-            dtypes=frozenset({"float32", "float16", "bfloat16"}),
-            runtime=torch.version.hip,
-            **common,
-        )
     sm = (properties.major, properties.minor)
+    rocm = _rocm_version()
     return Device(
-        platform="cuda",
-        vendor="nvidia",
-        sm=sm,
-        instruction_sets=_cuda_instruction_sets(sm),
-        dtypes=_cuda_dtypes(sm),
-        runtime=torch.version.cuda or "",
-        **common,
+        platform="rocm" if rocm else "cuda",
+        name=properties.name,
+        vendor="amd" if rocm else "nvidia",
+        sm=None if rocm else sm,
+        architecture=properties.gcnArchName.split(":")[0] if rocm else "",
+        instruction_sets=frozenset() if rocm else _cuda_instruction_sets(sm),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}) if rocm else _cuda_dtypes(sm),
+        index=index,
+        total_bytes=properties.total_memory,
+        max_grid=(2**31 - 1, 65535, 65535),
+        uuid=str(getattr(properties, "uuid", "")),
+        runtime=rocm or torch.version.cuda or "",
     )
+
+
+def _rocm_version() -> str | None:
+    version: str | None = getattr(torch.version, "hip", None)  # mypy believes the CPU build, which has None
+    return version
 
 
 def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:

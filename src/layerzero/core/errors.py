@@ -1,17 +1,17 @@
 """Every exception and warning that LayerZero raises on purpose.
 
-    LayerZeroError
-    +-- InvalidCallError (ValueError)          the caller's arguments are wrong
-    +-- PolicyError (ValueError)               a configuration key or value is wrong
-    +-- RegistrationError (ValueError)         a kernel, operation or backend is declared wrongly
-    +-- NoKernelFoundError                     nothing legal is left to run
-    +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
-    +-- KernelExecutionError                   a kernel was called and failed
-    +-- VersionMismatchError                   processes of one job disagree about versions
-    +-- NoCompatibleKernelPairError            no draft/target kernel pair fits together
-    LayerZeroWarning (UserWarning)
-    +-- LayerZeroLayoutWarning                 a layout had to be assumed
-    +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
+LayerZeroError
++-- InvalidCallError (ValueError)          the caller's arguments are wrong
++-- PolicyError (ValueError)               a configuration key or value is wrong
++-- RegistrationError (ValueError)         a kernel, operation or backend is declared wrongly
++-- NoKernelFoundError                     nothing legal is left to run
++-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
++-- KernelExecutionError                   a kernel was called and failed
++-- VersionMismatchError                   processes of one job disagree about versions
++-- NoCompatibleKernelPairError            no draft/target kernel pair fits together
+LayerZeroWarning (UserWarning)
++-- LayerZeroLayoutWarning                 a layout had to be assumed
++-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
 """
 
 from __future__ import annotations

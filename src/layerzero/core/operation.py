@@ -62,7 +62,7 @@ class Operation:
         schema: name, tensors, parameters.
         summary: one line for tables.
         reference: plain PyTorch in the canonical layout; computes in float32 or wider; also the last candidate.
-        fake: the same signature on shapes alone; returns tensors of the right shape, dtype and device without computing.
+        fake: the same signature on shapes alone; returns tensors of the right shape and dtype, nothing computed.
         cases: named calls.
         tolerance: allowed distance from the reference by dtype.
         tolerance_reason: why these numbers.

@@ -144,7 +144,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.operation} -> {self.kernel_id or 'no legal kernel'}" + (f"  ({self.locked})" if self.locked else "")]
+        locked = f"  ({self.locked})" if self.locked else ""
+        lines = [f"{self.operation} -> {self.kernel_id or 'no legal kernel'}{locked}"]
         for candidate in self.candidates:
             if candidate.legal:
                 terms = "  ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)

@@ -159,14 +159,14 @@ def _tensor_problem(
             f"{schema.name}: wanted dtype {names_of(schema.dtype_constraint)}, got {dtype_name(value.dtype)}"
         )
     elif schema.same_dtype and value.dtype != first.dtype:
-        problems.append(
-            f"{schema.name}: wanted dtype {dtype_name(first.dtype)} like the first tensor, got {dtype_name(value.dtype)}"
-        )
+        wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
+        problems.append(f"{schema.name}: wanted dtype {wanted} like the first tensor, got {got}")
     if value.device != first.device:
         problems.append(f"{schema.name}: wanted device {first.device} like the first tensor, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
     for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):
-        wanted_size, owner = (int(axis), "the schema") if axis.isdigit() else sizes.setdefault(axis, (size, schema.name))
+        known = (int(axis), "the schema") if axis.isdigit() else sizes.setdefault(axis, (size, schema.name))
+        wanted_size, owner = known
         if size != wanted_size:
             problems.append(f"{schema.name}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")
     return problems

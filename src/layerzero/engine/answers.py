@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ def explain(
 
 
 def which(operation: str | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
-    """Tell which kernel a call gets: ``{"kernel_id": ..., "score": ..., "operation": ...}``. Takes what explain takes."""
+    """Tell which kernel a call gets: ``{"kernel_id", "score", "operation"}``. Takes what explain takes."""
     report = explain(operation, *args, **kwargs)
     return {
         "kernel_id": report.kernel_id,
@@ -263,9 +262,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         state = probe.this_machine().state(backend, device)
         reason = state.reason
         if reason is None and device.platform not in backend.platforms:
-            reason = Reason(
-                ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform
-            )
+            reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
         count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason))
@@ -301,9 +298,7 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield f"{kernel} failed and rests: {error}"
     usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
     if not usable:
-        yield f"only torch's own kernels are usable on {devices[-1].name}; `pip install layerzero[cpu]` or [cuda] adds more"
-    if sys.version_info < (3, 11):
-        yield "python 3.11 or newer is needed"
+        yield f"only torch's own kernels are usable on {devices[-1].name}; `pip install layerzero[cpu]` adds more"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 
@@ -319,6 +314,6 @@ def _load_everything(device: Device) -> None:
         for call in example_calls(kernel, device):
             try:
                 kernel.load(call)
-            except Exception as error:  # any failure to load is what this looks for
+            except Exception as error:  # noqa: BLE001  # any failure to load is what this looks for
                 probe.mark_broken(kernel.backend, error)
             break

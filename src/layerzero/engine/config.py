@@ -1,4 +1,7 @@
-"""Where settings come from: defaults, YAML, environment, ``lz.configure``, scopes; later wins, each key has an origin."""
+"""Where settings come from: defaults, YAML, environment, ``lz.configure``, scopes.
+
+Later wins, and each effective value knows its origin.
+"""
 
 from __future__ import annotations
 

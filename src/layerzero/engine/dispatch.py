@@ -79,16 +79,12 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
-        judged = legality.judge(
-            kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed
-        )
+        judged = legality.judge(kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed)
         ranked = score.rank(judged, facts, policy, self.engine.ledger)
         report = pick(ranked, routed, facts, policy)
         return report, ranked
 
-    def choose(
-        self, arguments: dict[str, Any], policy: Policy, call_state: CallState | None = None, failed: Collection[str] = ()
-    ) -> Plan:
+    def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.
 
         Raises: InvalidCallError for the caller's mistakes, NoKernelFoundError or CudaGraphUnsafeError if nothing legal
@@ -96,11 +92,11 @@ class Dispatcher:
         """
         failed = set(failed)
         while True:
-            report, _ = self.explain(arguments, policy, call_state=call_state, failed=failed)
+            report, _ = self.explain(arguments, policy, failed=failed)
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)
-            except Exception as error:  # the library does not load: it is out for this process, the next one is tried
+            except Exception as error:  # noqa: BLE001  # the library does not load: it is out for this process, the next one is tried
                 failing.library_broke(chosen.kernel, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
@@ -114,20 +110,19 @@ class Dispatcher:
         plan = self.choose(arguments, policy)
         if policy["cache.enabled"]:
             self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"])
-        return self.run(plan, arguments, policy)
+        return self.run(plan, arguments)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
-        policy = current_policy()
-        return self.run(self.choose(arguments, policy), arguments, policy)
+        return self.run(self.choose(arguments, current_policy()), arguments)
 
-    def run(self, plan: Plan, arguments: dict[str, Any], policy: Policy) -> Any:
+    def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
         operation = str(plan.report.operation)
         try:
             result = plan.run(**arguments)
             problem = failing.wrong_result(plan, result, arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             return self.failed(plan, error, arguments)
         if problem is not None:
             return self.failed(plan, problem, arguments)
@@ -146,7 +141,7 @@ class Dispatcher:
             failing.tell_fallback(plan, another, error)
             try:
                 return another.run(**arguments)
-            except Exception as next_error:
+            except Exception as next_error:  # noqa: BLE001
                 failing.check_retry(another, next_error, policy, self.engine)
                 tried.add(another.kernel.id)
 
@@ -173,7 +168,8 @@ class Dispatcher:
         allowed = {adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold")}
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or finding.repair.argument not in allowed:
-                raise AssertionError(f"{kernel.id}: the plan does not satisfy its own limits: {finding.reason}\n{plan.source}")
+                problem = f"the plan does not satisfy its own limits: {finding.reason}"
+                raise AssertionError(f"{kernel.id}: {problem}\n{plan.source}")
         plan.proved = True
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
@@ -222,7 +218,8 @@ def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:
     if held is best:
         return ["the lock costs nothing: it names the best kernel"]
     if held.time_us is not None and best.time_us is not None:
-        return [f"the lock costs a factor of {held.time_us / best.time_us:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
+        factor = held.time_us / best.time_us
+        return [f"the lock costs a factor of {factor:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
     return [f"the lock costs {best.score - held.score:.1f} points: {best.kernel.id} would be chosen without it"]
 
 
@@ -237,7 +234,7 @@ def require(report: Report) -> Candidate:
             if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
         ]
         raise CudaGraphUnsafeError(report.operation, unsafe)
-    hint = f"the lock ({report.locked}) allows nothing else; unlock it or use otherwise='select'" if report.locked else ""
+    hint = ""
+    if report.locked:
+        hint = f"the {report.locked} allows nothing else; unlock it or lock with otherwise='select'"
     raise NoKernelFoundError(report.operation, report.failures, hint)
-
-

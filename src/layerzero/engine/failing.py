@@ -107,7 +107,8 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
 def tell_reference(plan: Plan) -> None:
     """Say once for each operation that the slow reference runs, and why nothing faster is legal."""
     first = next(
-        (f"{kernel_id}: {reasons[0]}" for kernel_id, reasons in plan.report.failures.items() if reasons), "no other kernel"
+        (f"{kernel_id}: {reasons[0]}" for kernel_id, reasons in plan.report.failures.items()),
+        "no other kernel",
     )
     _once(
         (plan.kernel.id, str(plan.report.failures.keys())),

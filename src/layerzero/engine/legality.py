@@ -60,9 +60,8 @@ def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | No
         reasons.append(_denied("enabled: false", "torch's own kernels or the reference", kernel.source))
     if not policy.fallback_enabled and kernel.is_reference:
         reasons.append(_denied("fallback_enabled: false", "a kernel other than the reference", kernel.id))
-    for pattern in policy.deny:
-        if names_kernel(pattern, kernel):
-            reasons.append(_denied(f"deny: {pattern}", "another kernel", kernel.id))
+    denying = [pattern for pattern in policy.deny if names_kernel(pattern, kernel)]
+    reasons += [_denied(f"deny: {pattern}", "another kernel", kernel.id) for pattern in denying]
     allowed = policy.allow
     if allowed and not kernel.is_reference and not any(names_kernel(pattern, kernel) for pattern in allowed):
         reasons.append(_denied("allow", " or ".join(allowed), kernel.id))
@@ -96,7 +95,8 @@ def trust_reasons(
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
-        if lock is None or not names_kernel(lock.kernel, kernel):
+        locked = lock is not None and names_kernel(lock.kernel, kernel)
+        if not locked:  # a lock is the operator's word for it
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict"))
     if kernel.jit and not policy.allow_jit_compile and not BUILT.ready(kernel, facts):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
@@ -132,9 +132,7 @@ def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
                 findings.append(Finding(reason))
     if not kernel.handles_negated:
         findings += [
-            Finding(
-                Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True), Repair("negate", name)
-            )
+            Finding(Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True), Repair("negate", name))
             for name, tensor in facts.tensors.items()
             if tensor.negated
         ]
@@ -144,10 +142,11 @@ def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
 def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """An argument that the kernel does not know must be absent or at the value at which it does nothing."""
     schema = facts.operation.schema
-    findings = []
-    for tensor in schema.optional:
-        if tensor.name not in kernel.accepts and facts[tensor.name] != "none":
-            findings.append(_unaccepted(kernel, tensor.name, "absent", "given"))
+    findings = [
+        _unaccepted(kernel, tensor.name, "absent", "given")
+        for tensor in schema.optional
+        if tensor.name not in kernel.accepts and facts[tensor.name] != "none"
+    ]
     for name in schema.params:
         if name in kernel.accepts or name in kernel.implies:
             continue

@@ -11,14 +11,14 @@ from layerzero.core.layouts import CANONICAL
 from layerzero.core.operation import Function, TorchSchema
 from layerzero.engine.call import Call, reference_call
 
-LIBRARY = torch.library.Library("layerzero", "DEF")  # noqa: TOR901  # lives as long as the process
+LIBRARY = torch.library.Library("layerzero", "DEF")  # type: ignore[no-untyped-call]  # lives as long as the process
 
 
 def register(call: Call) -> None:
     """Define every operator of a function."""
     for name, schema in call.function.torch_schemas.items():
-        LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, _eager(call, schema), "CompositeExplicitAutograd")
+        LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        LIBRARY.impl(name, _eager(call, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"layerzero::{name}", _fake(call.function, schema), lib=LIBRARY)
         if not call.function.mutates:
             backward, setup = _gradients(call.function, schema)

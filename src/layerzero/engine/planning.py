@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def _dict_of(function: Function, facts: Facts) -> str:
 def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
     """Statements that make of the caller's tensors what the kernel wants."""
     kernel, operation = candidate.kernel, facts.operation
-    kinds = {kind: [] for kind in ("copy", "expand", "fold", "negate")}
+    kinds: dict[str, list[str]] = {kind: [] for kind in ("copy", "expand", "fold", "negate")}
     for adaptation in candidate.adaptations:
         if adaptation.kind in kinds:
             kinds[adaptation.kind].append(adaptation.argument)
@@ -92,7 +92,8 @@ def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
 def _moved(kernel: Kernel, facts: Facts) -> list[str]:
     if kernel.layout is None or facts.layout is None or kernel.layout == facts.layout:
         return []
-    return [schema.name for schema in facts.operation.schema.inputs if schema.has_layout and schema.name in facts.tensors]
+    inputs = facts.operation.schema.inputs
+    return [schema.name for schema in inputs if schema.has_layout and schema.name in facts.tensors]
 
 
 def _folding(facts: Facts) -> str:
@@ -143,5 +144,3 @@ def adapted_tensors(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, torch
     """The tensors that the kernel would get, made by the plan's own statements."""
     adapted = plan.adapt(**arguments)
     return {name: tensor for name, tensor in adapted.items() if isinstance(tensor, torch.Tensor)}
-
-

@@ -130,7 +130,7 @@ class Policy:
         """The lock that covers this call, the most specific pattern first, then the latest."""
         covering = [lock for lock in self.locks if covers(lock.operation, facts)]
         exact = [lock for lock in covering if lock.operation == facts["operation"]]
-        return (exact or covering or [None])[0]
+        return next(iter(exact or covering), None)
 
 
 _ATTRIBUTES = (
@@ -165,9 +165,7 @@ def parse_policy(values: Mapping[str, Any], known_operations: Sequence[str]) -> 
     """
     locks = tuple(_lock(pattern, target, known_operations) for pattern, target in values["locks"].items())
     rules = tuple(_rule(index, rule, known_operations) for index, rule in enumerate(values["rules"]))
-    frozen = tuple(
-        sorted((name, _frozen(values[name])) for name in SETTINGS if name not in ("locks", "rules"))
-    )
+    frozen = tuple(sorted((name, _frozen(values[name])) for name in SETTINGS if name not in ("locks", "rules")))
     return Policy(frozen, locks[::-1], rules)
 
 

@@ -117,7 +117,7 @@ class Registry:
             for kernel in plugin_kernels(entry_point.load()):
                 backend = dataclasses.replace(kernel.backend, origin="entry_point")
                 self._add(dataclasses.replace(kernel, backend=backend, trust=Trust.PLUGIN))
-        except Exception as error:  # a plugin may fail in any way; it must not take LayerZero with it
+        except Exception as error:  # noqa: BLE001  # a plugin may fail in any way; it must not take LayerZero with it
             self.plugin_errors[entry_point.name] = f"{type(error).__name__}: {error}"
             warnings.warn(
                 f"the plugin {entry_point.name!r} ({entry_point.value}) was not loaded: {error}",
@@ -193,7 +193,7 @@ def reference_kernel(operation: Operation) -> Kernel:
         id=f"reference.{operation.name}",
         operations=(operation.name,),
         backend=REFERENCE_BACKEND,
-        load=lambda facts: operation.reference,
+        load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
         accepts=(*(tensor.name for tensor in schema.optional), *schema.params),
         grad=True,
@@ -207,7 +207,7 @@ def reference_kernel(operation: Operation) -> Kernel:
 
 
 def plugin_kernels(loaded: object) -> Sequence[Kernel]:
-    """Kernels of what an entry point names: a module with KERNELS, a sequence, or a callable that returns either."""
+    """Kernels of what an entry point names: a module with KERNELS, a sequence, or a callable that gives either."""
     if isinstance(loaded, ModuleType):
         loaded = loaded.KERNELS
     elif callable(loaded):
@@ -242,7 +242,9 @@ def kernel_of_function(
     required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
     if len(required) < len(schema.required):
         wanted = ", ".join(tensor.name for tensor in schema.required)
-        raise RegistrationError(f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}")
+        raise RegistrationError(
+            f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}"
+        )
     accepts = tuple(parameter.name for parameter in optional)
     unknown = [name for name in accepts if name not in schema.arguments]
     if unknown:
@@ -278,7 +280,7 @@ def kernel_of_function(
 
 def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, ...], dict[str, object]]:
     if name in OPERATION_ALIASES:
-        # The flat names meant equal head counts; a kernel that repeats or groups heads says so by naming gqa operations.
+        # The flat names meant equal head counts; a kernel that groups heads says so by naming a gqa operation.
         operations, implied = OPERATION_ALIASES[name]
         return operations[:1], implied
     if name not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from layerzero.core.facts import CallState
 from layerzero.engine.policy import Policy
 
-_SDPA = {
+_SDPA: dict[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.flash_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math": torch.backends.cuda.math_sdp_enabled,

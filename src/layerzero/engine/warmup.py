@@ -97,7 +97,7 @@ def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
                 for _ in range(2):  # the first call compiles; the second shows that it need not again
                     plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
-            except Exception as failure:  # a kernel that does not compile stays refused, and the list says why
+            except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
             results.append(Built(kernel.id, operation.name, time.perf_counter() - started, error))
@@ -155,6 +155,11 @@ def case_tensors(
     return tensors
 
 
+def _derived(operation: Operation, case: Case) -> dict[str, object]:
+    """Parameters that follow from a case's sizes."""
+    return {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.params else {}
+
+
 def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
     """Facts of small calls that the kernel's limits accept, in its layout; to load it without running it."""
     for name in kernel.operations:
@@ -162,10 +167,8 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
         for dtype in operation.tolerance:
             case = operation.cases[0]
             tensors = case_tensors(operation, case, dtype, "meta")
-            extra = {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.params else {}
-            arguments = {**operation.schema.neutral, **case.params, **extra, **tensors}
+            arguments = {**operation.schema.neutral, **case.params, **_derived(operation, case), **tensors}
             layout = CANONICAL if operation.layouts else None
             facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
             if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
                 yield facts
-

@@ -50,7 +50,7 @@ def attention(
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
             they cannot, BSHD is assumed with a warning (an error in strict mode).
-        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to the scores. Excludes causal.
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. Excludes causal.
         dropout_p: probability of dropping an attention weight.
         window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
             -1 is unbounded.

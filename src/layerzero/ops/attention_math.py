@@ -62,9 +62,8 @@ def attention_bias(
         else:
             bias = mask if bias is None else bias + mask
     if allowed is not None:
-        shape = torch.broadcast_shapes(allowed.shape, bias.shape) if bias is not None else allowed.shape
-        start = bias.to(dtype).expand(shape) if bias is not None else torch.zeros(shape, dtype=dtype, device=device)
-        bias = start.masked_fill(~allowed, NEGATIVE_INFINITY)
+        start = torch.zeros((), dtype=dtype, device=device) if bias is None else bias.to(dtype)
+        bias = torch.where(allowed, start, NEGATIVE_INFINITY)
     return None if bias is None else bias.to(dtype)
 
 

@@ -251,11 +251,16 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
     if isinstance(input_, Tensor) and isinstance(residual, Tensor):
         problems = []
         if residual.shape != input_.shape:
-            problems.append(f"residual: wanted shape {tuple(input_.shape)} like input, got {tuple(residual.shape)}")
+            wanted, got = tuple(input_.shape), tuple(residual.shape)
+            problems.append(f"residual: wanted shape {wanted} like input, got {got}")
         if residual.requires_grad and residual.is_leaf and torch.is_grad_enabled():
-            problems.append("residual: wanted a tensor that may be updated in place, got a leaf that requires gradients")
+            problems.append(
+                "residual: wanted a tensor that may be updated in place, got a leaf that requires gradients"
+            )
         if any(stride == 0 and size > 1 for size, stride in zip(residual.shape, residual.stride(), strict=True)):
-            problems.append(f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}")
+            problems.append(
+                f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
+            )
         if residual is input_:
             problems.append("residual: wanted another tensor than input, got the same one")
         if problems:
@@ -284,9 +289,7 @@ RMS_NORM = Function(
     operations=(RMS,),
     tensors=("input", "weight"),
     torch_schemas={
-        "rms_norm": TorchSchema(
-            "(Tensor input, Tensor weight, float eps=1e-06) -> Tensor", ("input", "weight", "eps")
-        )
+        "rms_norm": TorchSchema("(Tensor input, Tensor weight, float eps=1e-06) -> Tensor", ("input", "weight", "eps"))
     },
 )
 LAYER_NORM = Function(
