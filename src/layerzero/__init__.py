@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from layerzero.engine import operators as _operators
+
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -93,3 +95,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_operators.register_all()  # so that torch.ops.layerzero.* exists, in torch.compile and in exported programs too

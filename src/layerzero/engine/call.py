@@ -18,6 +18,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import Dispatcher
+from layerzero.engine.reference import reference_call
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
@@ -93,8 +94,7 @@ class Call:
         if has_torch_function(tensors):
             return handle_torch_function(self.fast, tensors, **arguments)
         if in_transform():
-            routed = self.function.route(arguments, None)
-            return reference_call(routed.operation, routed.arguments, routed.layout)
+            return reference_call(self.function.route(arguments, None))
         if in_dispatch_mode() or any(_has_torch_dispatch(tensor) for tensor in tensors):
             self.function.route(dict(arguments), None)  # the same errors as everywhere, before torch sees the call
             return self._operator(*values)
@@ -103,28 +103,6 @@ class Call:
 
 def _has_torch_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def reference_call(operation: Any, arguments: Any, layout: str | None) -> Any:
-    """Run an operation's reference in the caller's layout; made of torch operators, so every transform applies."""
-    schema = operation.schema
-    move = bool(operation.layouts) and layout not in (None, operation.layouts[0])
-    tensors, named = [], {}
-    for tensor in schema.inputs:
-        value = arguments.get(tensor.name)
-        if move and tensor.has_layout and value is not None:
-            value = value.transpose(1, 2)
-        if tensor.required:
-            tensors.append(value)
-        else:
-            named[tensor.name] = value
-    named |= {name: arguments[name] for name in schema.params}
-    result = operation.reference(*tensors, **named)
-    if not move:
-        return result
-    if isinstance(result, tuple):
-        return (result[0].transpose(1, 2), *result[1:])
-    return result.transpose(1, 2)
 
 
 def _source(function: Function) -> str:

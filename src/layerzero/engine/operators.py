@@ -7,22 +7,27 @@ from typing import Any
 
 import torch
 
-from layerzero.core.layouts import CANONICAL
 from layerzero.core.operation import Function, TorchSchema
-from layerzero.engine.call import Call, reference_call
+from layerzero.engine.reference import fake_call, reference_call
+from layerzero.ops import FUNCTIONS
 
 LIBRARY = torch.library.Library("layerzero", "DEF")  # type: ignore[no-untyped-call]  # lives as long as the process
 
 
-def register(call: Call) -> None:
-    """Define every operator of a function."""
-    for name, schema in call.function.torch_schemas.items():
-        LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        LIBRARY.impl(name, _eager(call, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"layerzero::{name}", _fake(call.function, schema), lib=LIBRARY)
-        if not call.function.mutates:
-            backward, setup = _gradients(call.function, schema)
-            torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=LIBRARY)
+def register_all() -> None:
+    """Define the operators of every function; the engine behind them is imported when one first runs."""
+    for function in FUNCTIONS.values():
+        for name, schema in function.torch_schemas.items():
+            _register(function, name, schema)
+
+
+def _register(function: Function, name: str, schema: TorchSchema) -> None:
+    LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, _eager(function, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"layerzero::{name}", _fake(function, schema), lib=LIBRARY)
+    if not function.mutates:
+        backward, setup = _gradients(function, schema)
+        torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
 def _bound(schema: TorchSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,9 +42,11 @@ def _complete(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     return defaults | arguments
 
 
-def _eager(call: Call, schema: TorchSchema) -> Callable[..., Any]:
+def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def eager(*args: Any, **kwargs: Any) -> Any:
-        return call.fast(**_bound(schema, args, kwargs))
+        from layerzero.engine.functions import CALLS
+
+        return CALLS[function.name].fast(**_bound(schema, args, kwargs))
 
     return eager
 
@@ -47,25 +54,9 @@ def _eager(call: Call, schema: TorchSchema) -> Callable[..., Any]:
 def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = _complete(function, _bound(schema, args, kwargs))
-        routed = function.route(arguments, None)
-        return _shapes(routed.operation, routed.arguments, routed.layout)
+        return fake_call(function.route(arguments, None))
 
     return fake
-
-
-def _shapes(operation: Any, arguments: Mapping[str, Any], layout: str | None) -> Any:
-    move = bool(operation.layouts) and layout not in (None, CANONICAL)
-    required = []
-    for tensor in operation.schema.required:
-        value = arguments[tensor.name]
-        required.append(value.transpose(1, 2) if move and tensor.has_layout else value)
-    named = {name: arguments[name] for name in operation.schema.params}
-    result = operation.fake(*required, **named)
-    if not move:
-        return result
-    if isinstance(result, tuple):
-        return (result[0].transpose(1, 2), *result[1:])
-    return result.transpose(1, 2)
 
 
 def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., Any], Callable[..., None]]:
@@ -87,8 +78,7 @@ def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., A
                 for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)
             }
             arguments = _complete(function, _bound(schema, (), leaves | ctx.rest))
-            routed = function.route(arguments, None)
-            result = reference_call(routed.operation, routed.arguments, routed.layout)
+            result = reference_call(function.route(arguments, None))
         outputs = result if isinstance(result, tuple) else (result,)
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
