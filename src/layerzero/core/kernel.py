@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.layouts import LAYOUTS
-from layerzero.core.limits import Limit
+from layerzero.core.limit import Limit
 
 
 class Trust(StrEnum):

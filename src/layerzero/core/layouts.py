@@ -88,6 +88,12 @@ def resolve(
     return CANONICAL, bool(readings) and not trivial
 
 
+def forget_warnings() -> None:
+    """Warn anew about every shape."""
+    with _warning_lock:
+        _last_warning.clear()
+
+
 def warn_assumed(query: Sequence[int], key: Sequence[int]) -> bool:
     """Warn that BSHD was assumed, at most once a minute for the same shapes; return whether it warned."""
     identity = (tuple(query), tuple(key))

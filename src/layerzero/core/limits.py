@@ -1,370 +1,51 @@
-"""Limits: what a kernel demands of a call, as data.
+"""The spelling of limits that declarations use: ``limit.dtype("float16")``, ``limit.dim("head_dim", max=256)``.
 
-A limit is a frozen dataclass that reads facts and says, for each violation, a Reason and how the plan could repair it
-(copy a tensor, expand heads, fold an argument into the mask). The same data feeds filtering, explain, the support
-table and boundary tests.
+The same data feeds filtering, explain, the support table and boundary tests.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.reasons import Reason, ReasonCode
-
-ARGUMENT_CODES = {
-    "attn_mask": ReasonCode.ATTN_MASK_UNSUPPORTED,
-    "dropout_p": ReasonCode.DROPOUT_UNSUPPORTED,
-    "window": ReasonCode.WINDOW_UNSUPPORTED,
-    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
-    "return_lse": ReasonCode.LSE_UNSUPPORTED,
-}
-"""Which code tells that a kernel lacks an argument; the others give CONSTRAINT_FAILED."""
-
-
-class Repair(NamedTuple):
-    """What the plan could do about a violation: ``copy``, ``expand`` or ``fold`` the named argument."""
-
-    kind: str
-    argument: str
-
-
-class Finding(NamedTuple):
-    """One violated limit and its repair, None where nothing helps."""
-
-    reason: Reason
-    repair: Repair | None = None
-
-
-Findings = tuple[Finding, ...]
-_NONE: Findings = ()
-
-
-class Limit(ABC):
-    """Something that a kernel demands of the facts of a call."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def check(self, facts: Facts) -> Findings:
-        """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Write the limit for a table."""
-
-
-def _fails(code: ReasonCode, fact: str, wanted: object, got: object, repair: Repair | None = None) -> Findings:
-    return (Finding(Reason(code, fact, wanted, got), repair),)
-
-
-@dataclass(frozen=True, slots=True)
-class Platform(Limit):
-    """The kernel runs on these platforms only."""
-
-    names: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        got = facts.device.platform
-        if got in self.names:
-            return _NONE
-        return _fails(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(self.names), got)
-
-    def describe(self) -> str:
-        return " or ".join(self.names)
-
-
-@dataclass(frozen=True, slots=True)
-class Arch(Limit):
-    """NVIDIA compute capability between ``min`` and ``max``, both inclusive."""
-
-    min: tuple[int, int] | None = None
-    max: tuple[int, int] | None = None
-
-    def check(self, facts: Facts) -> Findings:
-        sm = facts.device.sm
-        if sm is None:  # another platform: Platform says so
-            return _NONE
-        if self.min is not None and sm < self.min:
-            return _fails(ReasonCode.SM_TOO_OLD, "sm", f">= {_sm(self.min)}", _sm(sm))
-        if self.max is not None and sm > self.max:
-            return _fails(ReasonCode.SM_TOO_NEW, "sm", f"<= {_sm(self.max)}", _sm(sm))
-        return _NONE
-
-    def describe(self) -> str:
-        low = f">= {_sm(self.min)}" if self.min else ""
-        high = f"<= {_sm(self.max)}" if self.max else ""
-        return f"sm {low} {high}".replace("  ", " ").strip()
-
-
-def _sm(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction(Limit):
-    """The device has this matrix or vector instruction (``wgmma``, ``avx512_bf16``)."""
-
-    name: str
-    code: ReasonCode = ReasonCode.INSTRUCTION_SET_MISMATCH
-
-    def check(self, facts: Facts) -> Findings:
-        have = facts.device.instruction_sets
-        if self.name in have:
-            return _NONE
-        return _fails(self.code, "instruction_sets", self.name, ", ".join(sorted(have)) or "none known")
-
-    def describe(self) -> str:
-        return f"needs {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Dtype(Limit):
-    """The dtype of the first tensor is one of these."""
-
-    names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for name in self.names:
-            dtype_named(name)  # a misspelt dtype is a mistake of the declaration: fail where it is made
-
-    def check(self, facts: Facts) -> Findings:
-        got = dtype_name(facts["dtype"])  # type: ignore[arg-type]  # the builder puts a torch.dtype there
-        if got in self.names:
-            return _NONE
-        return _fails(ReasonCode.DTYPE_UNSUPPORTED, "dtype", " or ".join(self.names), got)
-
-    def describe(self) -> str:
-        return ", ".join(self.names)
-
-
-@dataclass(frozen=True, slots=True)
-class Dim(Limit):
-    """A size lies within bounds, is a multiple, or is one of a set."""
-
-    name: str
-    min: int | None = None
-    max: int | None = None
-    multiple: int | None = None
-    one_of: tuple[int, ...] = ()
-
-    def check(self, facts: Facts) -> Findings:
-        got = facts.size(self.name)
-        if self.one_of and got not in self.one_of:
-            return self._fails("one of " + ", ".join(map(str, self.one_of)), got, ReasonCode.HEAD_DIM_INVALID)
-        if self.min is not None and got < self.min:
-            return self._fails(f"at least {self.min}", got, ReasonCode.HEAD_DIM_INVALID)
-        if self.max is not None and got > self.max:
-            return self._fails(f"at most {self.max}", got, ReasonCode.HEAD_DIM_TOO_LARGE)
-        if self.multiple is not None and got % self.multiple:
-            return self._fails(f"a multiple of {self.multiple}", got, ReasonCode.HEAD_DIM_ALIGNMENT)
-        return _NONE
-
-    def _fails(self, wanted: str, got: int, head_dim_code: ReasonCode) -> Findings:
-        code = ReasonCode.CONSTRAINT_FAILED
-        if self.name in ("head_dim", "value_dim"):
-            code = head_dim_code
-        elif self.name in ("seq_q", "seq_k") and wanted.startswith("at most"):
-            code = ReasonCode.SEQ_TOO_LONG
-        return _fails(code, self.name, wanted, got)
-
-    def describe(self) -> str:
-        parts = [
-            f"{self.name} >= {self.min}" if self.min is not None else "",
-            f"{self.name} <= {self.max}" if self.max is not None else "",
-            f"{self.name} % {self.multiple} == 0" if self.multiple else "",
-            f"{self.name} in {self.one_of}" if self.one_of else "",
-        ]
-        return ", ".join(part for part in parts if part)
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf(Limit):
-    """A fact has one of these values (``attn_mask`` in ``none``, ``float``)."""
-
-    fact: str
-    values: tuple[object, ...]
-    foldable: bool = False
-
-    def check(self, facts: Facts) -> Findings:
-        got = facts[self.fact]
-        if got in self.values:
-            return _NONE
-        code = ARGUMENT_CODES.get(self.fact, ReasonCode.CONSTRAINT_FAILED)
-        repair = Repair("fold", self.fact) if self.foldable else None
-        return _fails(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
-
-    def describe(self) -> str:
-        return f"{self.fact}: {', '.join(str(value) for value in self.values)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Equal(Limit):
-    """Two sizes are the same (``value_dim`` and ``head_dim``)."""
-
-    left: str
-    right: str
-
-    def check(self, facts: Facts) -> Findings:
-        left, right = facts.size(self.left), facts.size(self.right)
-        if left == right:
-            return _NONE
-        code = ReasonCode.HEAD_DIM_INVALID if "dim" in self.left else ReasonCode.CONSTRAINT_FAILED
-        return _fails(code, self.left, f"{right} like {self.right}", left)
-
-    def describe(self) -> str:
-        return f"{self.left} == {self.right}"
-
-
-@dataclass(frozen=True, slots=True)
-class SameHeads(Limit):
-    """As many kv heads as query heads; repairable by repeating kv heads."""
-
-    def check(self, facts: Facts) -> Findings:
-        heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
-        if heads == kv_heads:
-            return _NONE
-        return _fails(ReasonCode.GQA_UNSUPPORTED, "kv_heads", heads, kv_heads, Repair("expand", "key"))
-
-    def describe(self) -> str:
-        return "kv heads are repeated"
-
-
-@dataclass(frozen=True, slots=True)
-class SquareCausal(Limit):
-    """A causal mask only where seq_q == seq_k: the kernel aligns it top-left, LayerZero bottom-right."""
-
-    def check(self, facts: Facts) -> Findings:
-        if facts.get("causal") is not True or facts["seq_q"] == facts["seq_k"]:
-            return _NONE
-        wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
-        return _fails(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
-
-    def describe(self) -> str:
-        return "causal: seq_q == seq_k"
-
-
-@dataclass(frozen=True, slots=True)
-class Excludes(Limit):
-    """Two arguments that the kernel takes, but not together (a causal flag and a mask)."""
-
-    left: str
-    right: str
-
-    def check(self, facts: Facts) -> Findings:
-        neutral = facts.operation.schema.neutral
-        if any(facts[name] in (neutral.get(name), "none", False, None) for name in (self.left, self.right)):
-            return _NONE
-        code = ARGUMENT_CODES.get(self.right, ReasonCode.CONSTRAINT_FAILED)
-        return _fails(code, self.right, f"absent beside {self.left}", facts[self.right], Repair("fold", self.left))
-
-    def describe(self) -> str:
-        return f"{self.left} and {self.right} exclude each other"
-
-
-@dataclass(frozen=True, slots=True)
-class LastStrideOne(Limit):
-    """The last axis of these tensors is dense; repairable by a copy."""
-
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        return tuple(
-            Finding(Reason(ReasonCode.STRIDE_LAST_DIM, name, 1, tensor.last_stride), Repair("copy", name))
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and tensor.last_stride != 1
-        )
-
-    def describe(self) -> str:
-        return f"dense last axis: {', '.join(self.tensors)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Contiguous(Limit):
-    """These tensors are contiguous in the kernel's layout; repairable by a copy."""
-
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        return tuple(
-            Finding(
-                Reason(ReasonCode.NOT_CONTIGUOUS, name, "contiguous", f"strides {tensor.strides}"), Repair("copy", name)
-            )
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and not tensor.contiguous
-        )
-
-    def describe(self) -> str:
-        return f"contiguous: {', '.join(self.tensors)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Aligned(Limit):
-    """The data of these tensors starts at a multiple of so many bytes; repairable by a copy."""
-
-    tensors: tuple[str, ...]
-    bytes: int
-
-    def __post_init__(self) -> None:
-        if self.bytes > MAX_ALIGNMENT_BYTES:
-            raise ValueError(f"alignment beyond {MAX_ALIGNMENT_BYTES} bytes is not read, got {self.bytes}")
-
-    def check(self, facts: Facts) -> Findings:
-        return tuple(
-            Finding(
-                Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.alignment_bytes} bytes"),
-                Repair("copy", name),
-            )
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and tensor.alignment_bytes < self.bytes
-        )
-
-    def describe(self) -> str:
-        return f"aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
-
-
-@dataclass(frozen=True, slots=True)
-class SdpaEnabled(Limit):
-    """The caller's ``torch.nn.attention.sdpa_kernel`` context allows this backend.
-
-    The aten operator behind it ignores that context, so the limit has to ask.
-    """
-
-    name: str
-
-    def check(self, facts: Facts) -> Findings:
-        if self.name not in facts["sdpa_disabled"]:  # type: ignore[operator]  # a frozenset of names
-            return _NONE
-        return _fails(ReasonCode.POLICY_DENIED, "the caller's sdpa_kernel context", f"{self.name} enabled", "disabled")
-
-    def describe(self) -> str:
-        return f"sdpa_kernel allows {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Custom(Limit):
-    """A rule that no other limit can say; ``check_facts`` returns a Reason or None.
-
-    ``reads`` names the facts it depends on; they are always part of the exact key.
-    """
-
-    text: str
-    reads: tuple[str, ...]
-    check_facts: Callable[[Facts], Reason | None]
-
-    def check(self, facts: Facts) -> Findings:
-        reason = self.check_facts(facts)
-        return _NONE if reason is None else (Finding(reason),)
-
-    def describe(self) -> str:
-        return self.text
-
-
-# The spelling that declarations use.
+from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.limit_kinds import (
+    Aligned,
+    Arch,
+    Contiguous,
+    Custom,
+    Dim,
+    Dtype,
+    Equal,
+    Instruction,
+    LastStrideOne,
+    OneOf,
+    Platform,
+    SameHeads,
+    SdpaEnabled,
+    SquareCausal,
+)
+from layerzero.core.reasons import ReasonCode
+
+__all__ = [
+    "Custom",
+    "Finding",
+    "Findings",
+    "Limit",
+    "Repair",
+    "SameHeads",
+    "SdpaEnabled",
+    "SquareCausal",
+    "absent",
+    "aligned",
+    "arch",
+    "contiguous",
+    "cpu_feature",
+    "dim",
+    "dtype",
+    "equal",
+    "instruction",
+    "last_stride_one",
+    "one_of",
+    "platform",
+]
 
 
 def platform(*names: str) -> Limit:

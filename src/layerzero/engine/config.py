@@ -116,6 +116,12 @@ class Configuration:
             self._file = (str(path), values)
             self._changed(lambda: setattr(self, "_file", before))
 
+    def reset(self) -> None:
+        """Forget the file and everything configured, and read the environment anew."""
+        with self._lock:
+            self._file, self._configured, self._environment_values = ("file", {}), {}, None
+            self._changed(lambda: None)
+
     def lock(self, operation: str, kernel: str, otherwise: str = "error") -> None:
         """Bind an operation to a kernel."""
         locks = dict(self._configured.get("locks", {}))

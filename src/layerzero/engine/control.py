@@ -11,7 +11,7 @@ import torch
 
 from layerzero.core.errors import PolicyError
 from layerzero.core.kernel import Kernel
-from layerzero.core.limits import Limit
+from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
 from layerzero.engine.policy import names_kernel

@@ -24,6 +24,7 @@ from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy, names_kernel
 from layerzero.engine.probe import Machine
+from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
 
 log = logging.getLogger("layerzero")
@@ -106,6 +107,8 @@ class Dispatcher:
 
     def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
+        if _on_meta(arguments):
+            return fake_call(self.function.route(dict(arguments), None))
         policy, epoch = current_policy(), self.cache.epoch
         plan = self.choose(arguments, policy)
         if policy["cache.enabled"]:
@@ -114,6 +117,8 @@ class Dispatcher:
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
+        if _on_meta(arguments):
+            return fake_call(self.function.route(dict(arguments), None))
         return self.run(self.choose(arguments, current_policy()), arguments)
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
@@ -177,6 +182,11 @@ class Dispatcher:
             log.info("%s -> %s%s", plan.report.operation, plan.kernel.id, _adapts(plan))
         if plan.kernel.is_reference and policy.enabled:
             failing.tell_reference(plan)
+
+
+def _on_meta(arguments: dict[str, Any]) -> bool:
+    """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in arguments.values())
 
 
 def _adapts(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limits import ARGUMENT_CODES, Finding, Repair
+from layerzero.core.limit import ARGUMENT_CODES, Finding, Repair
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.health import Health

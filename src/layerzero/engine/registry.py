@@ -21,7 +21,7 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
-from layerzero.core.limits import Limit
+from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.settings import nearest

@@ -33,7 +33,7 @@ def call_state(values: Iterable[Any], policy: Policy, reads: frozenset[str]) -> 
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         deterministic=policy.deterministic or torch.are_deterministic_algorithms_enabled(),
         capturing=on_gpu and torch.cuda.is_current_stream_capturing(),
-        autocast=first is not None and torch.is_autocast_enabled(first.device.type),
+        autocast=torch._C._is_any_autocast_enabled(),
         sdpa_disabled=sdpa_disabled() if "sdpa" in reads else frozenset(),
     )
 

@@ -1,0 +1,55 @@
+"""What a limit is: a demand of a kernel on the facts of a call, as data, with its violations and their repairs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from layerzero.core.facts import Facts
+from layerzero.core.reasons import Reason, ReasonCode
+
+ARGUMENT_CODES = {
+    "attn_mask": ReasonCode.ATTN_MASK_UNSUPPORTED,
+    "dropout_p": ReasonCode.DROPOUT_UNSUPPORTED,
+    "window": ReasonCode.WINDOW_UNSUPPORTED,
+    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
+    "return_lse": ReasonCode.LSE_UNSUPPORTED,
+}
+"""Which code tells that a kernel lacks an argument; the others give CONSTRAINT_FAILED."""
+
+
+class Repair(NamedTuple):
+    """What the plan could do about a violation: ``copy``, ``expand`` or ``fold`` the named argument."""
+
+    kind: str
+    argument: str
+
+
+class Finding(NamedTuple):
+    """One violated limit and its repair, None where nothing helps."""
+
+    reason: Reason
+    repair: Repair | None = None
+
+
+Findings = tuple[Finding, ...]
+NOTHING: Findings = ()
+
+
+class Limit(ABC):
+    """Something that a kernel demands of the facts of a call."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def check(self, facts: Facts) -> Findings:
+        """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Write the limit for a table."""
+
+
+def violated(code: ReasonCode, fact: str, wanted: object, got: object, repair: Repair | None = None) -> Findings:
+    """One violation."""
+    return (Finding(Reason(code, fact, wanted, got), repair),)

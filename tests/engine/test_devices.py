@@ -1,0 +1,141 @@
+"""Selection on machines that are not here: the device and the installed libraries are passed in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.device import KNOWN_DEVICES, Device, generation_of
+from layerzero.core.reasons import ReasonCode
+
+LIBRARIES = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0"}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def attention(device, dtype=torch.bfloat16, libraries=LIBRARIES, heads=(32, 8), seq=1024, head_dim=128, **call):
+    query = torch.empty(2, seq, heads[0], head_dim, dtype=dtype, device="meta")
+    key = torch.empty(2, seq, heads[1], head_dim, dtype=dtype, device="meta")
+    return lz.explain("attention", query, key, key, layout="BSHD", device=device, libraries=libraries, **call)
+
+
+def codes(report, kernel):
+    return {reason.code for reason in report.reasons(kernel)}
+
+
+def test_flash_attention_3_is_too_new_for_an_a100():
+    report = attention("A100")
+    assert ReasonCode.SM_TOO_OLD in codes(report, "flash_attn.v3")
+    assert report.kernel_id == "flash_attn.v2"
+
+
+@pytest.mark.parametrize("device", ["H100", "H800", "H200"])
+def test_flash_attention_3_is_chosen_on_hopper(device):
+    report = attention(device)
+    assert report.kernel_id == "flash_attn.v3"
+    assert report.chosen.score == 100
+
+
+def test_a_preferred_library_earns_twenty_points():
+    with lz.prefer("flash_attn"):
+        assert lz.which(attention("H100").facts, device="H100", libraries=LIBRARIES) == {
+            "kernel_id": "flash_attn.v3",
+            "score": 120,
+            "operation": "attention.gqa.prefill",
+        }
+
+
+@pytest.mark.parametrize("device", ["B200", "RTX 5090", "RTX PRO 6000", "RTX 5060 Ti"])
+def test_flash_attention_3_is_refused_on_blackwell(device):
+    report = attention(device)
+    assert ReasonCode.SM_TOO_NEW in codes(report, "flash_attn.v3")
+    assert ReasonCode.INSTRUCTION_SET_MISMATCH in codes(report, "flash_attn.v3")
+    assert report.kernel_id == "flash_attn.v2"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", ["attention", "rms_norm", "layer_norm"])
+def test_turing_never_gets_a_kernel_made_for_ampere(operation, dtype):
+    if operation == "attention":
+        report = attention("T4", dtype)
+    else:
+        x, w = torch.empty(8, 64, dtype=dtype, device="meta"), torch.empty(64, dtype=dtype, device="meta")
+        shape = () if operation == "rms_norm" else (64,)
+        report = lz.explain(operation, x, *shape, w, device="T4", libraries=LIBRARIES)
+    for candidate in report.candidates:
+        floors = [limit.min for limit in candidate.kernel.limits if hasattr(limit, "min") and hasattr(limit, "max")]
+        arch_floors = [floor for floor in floors if isinstance(floor, tuple)]
+        if any(floor > (7, 5) for floor in arch_floors):
+            assert ReasonCode.SM_TOO_OLD in codes(report, candidate.kernel.id)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", ["MI300X", "MI210", "RX 7900 XTX", "Gaudi", "CPU"])
+def test_other_platforms_never_get_cuda_kernels(device, dtype):
+    report = attention(device, dtype)
+    platform = Device.named(device).platform
+    for candidate in report.candidates:
+        only_cuda = candidate.kernel.backend.platforms == ("cuda",) or any(
+            getattr(limit, "names", ()) == ("cuda",) for limit in candidate.kernel.limits
+        )
+        if only_cuda:
+            assert not candidate.legal
+            assert ReasonCode.PLATFORM_MISMATCH in codes(report, candidate.kernel.id)
+    assert report.chosen is not None, f"torch serves {platform}"
+
+
+@pytest.mark.parametrize(("device", "sm", "generation"), [
+    ("T4", (7, 5), "turing"), ("A100", (8, 0), "ampere"), ("RTX 3080", (8, 6), "ampere"), ("L40S", (8, 9), "ada"),
+    ("H100", (9, 0), "hopper"), ("B200", (10, 0), "blackwell"), ("RTX 5090", (12, 0), "blackwell"),
+    ("MI300X", None, None), ("Gaudi", None, None), ("CPU", None, None),
+])  # fmt: skip
+def test_named_devices_resolve(device, sm, generation):
+    described = Device.named(device)
+    assert (described.sm, described.generation) == (sm, generation)
+
+
+def test_generations_follow_compute_capability():
+    assert generation_of((7, 0)) is None
+    assert [generation_of(sm) for sm in [(7, 5), (8, 8), (8, 9), (9, 0), (10, 3), (12, 1)]] == [
+        "turing", "ampere", "ada", "hopper", "blackwell", "blackwell",
+    ]  # fmt: skip
+
+
+def test_tcgen05_separates_data_centre_blackwell_from_the_others():
+    assert "tcgen05.mma" in Device.named("B200").instruction_sets
+    assert "tcgen05.mma" not in Device.named("RTX 5090").instruction_sets
+    assert Device.named("RTX 5090").tensor_core_generation == 5
+
+
+def test_an_unknown_device_names_the_known_ones():
+    with pytest.raises(KeyError, match="H100"):
+        lz.Device.named("H1000")
+
+
+def test_versions_are_compared_as_numbers():
+    newer = attention("H100", libraries={"flash-attn": "2.10.0"})
+    assert newer.kernel_id == "flash_attn.v2"  # as text, 2.10 would be older than 2.5
+
+
+@pytest.mark.parametrize("name", list(KNOWN_DEVICES))
+def test_every_known_device_gets_attention_with_torch_alone(name):
+    report = attention(name, libraries={})
+    assert report.kernel_id is not None
+    assert report.kernel_id.startswith(("torch.", "reference."))
+
+
+def test_rules_match_compute_capability_and_length():
+    rules = [
+        {"match": {"sm": ">=90", "operation": "attention.*"}, "deny": "flash_attn.v3"},
+        {"match": {"seq_len": ">16384"}, "prefer": "torch.sdpa.cudnn"},
+    ]
+    with lz.scope(rules=rules):
+        assert attention("H100").kernel_id == "flash_attn.v2"
+        assert attention("A100").kernel_id == "flash_attn.v2"
+        long = attention("H100", seq=16385)
+        assert {term.name for term in next(c for c in long.candidates if c.kernel.id == "torch.sdpa.cudnn").terms} == {
+            "priority", "prefer",
+        }  # fmt: skip
+        at_limit = attention("H100", seq=16384)
+        cudnn = next(c for c in at_limit.candidates if c.kernel.id == "torch.sdpa.cudnn")
+        assert {term.name for term in cudnn.terms} == {"priority"}

@@ -1,0 +1,79 @@
+"""A real plugin package: installed with pip, found through its entry point, used without a line of user code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[1] / "plugin"
+SCRIPT = """
+import json, warnings
+import torch
+import layerzero as lz
+x, w = torch.randn(4, 64), torch.randn(64)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    used = lz.which("rms_norm", x, w)["kernel_id"]
+result = lz.rms_norm(x, w)
+with lz.scope(require_vetting=True):
+    vetting = [str(reason.code) for reason in lz.explain("rms_norm", x, w).reasons("example.rms_norm")]
+print(json.dumps({
+    "used": used,
+    "right": torch.allclose(result, torch.nn.functional.rms_norm(x, (64,), w, 1e-6), atol=1e-5),
+    "warnings": [str(each.message) for each in caught],
+    "listed": [kernel.id for kernel in lz.list_kernels("norm.rms")],
+    "errors": lz.doctor().plugin_errors,
+    "library": next(each.version for each in lz.doctor().libraries if each.name.startswith("example")),
+    "too_wide": [str(r.code) for r in lz.explain(
+        "rms_norm", torch.randn(1, 4097), torch.randn(4097)).reasons("example.rms_norm")],
+    "vetting": vetting,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    target = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "plugin"
+    source.mkdir()
+    for path in PLUGIN.rglob("*"):  # build outside the repository
+        if path.is_file() and "egg-info" not in str(path) and "__pycache__" not in str(path):
+            copy = source / path.relative_to(PLUGIN)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(target), str(source)], check=True, capture_output=True)
+    path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_its_kernel_is_found_and_chosen(answers):
+    assert answers["used"] == "example.rms_norm"
+    assert answers["right"]
+    assert "example.rms_norm" in answers["listed"]
+    assert answers["library"] == "1.2.3"
+
+
+def test_its_limits_hold(answers):
+    assert answers["too_wide"] == ["CONSTRAINT_FAILED"]
+
+
+def test_it_needs_vetting_where_that_is_required(answers):
+    assert answers["vetting"] == ["NOT_VETTED"]
+
+
+def test_its_broken_entry_point_is_reported_and_harmless(answers):
+    assert "a_library_that_nobody_has" in answers["errors"]["example_broken"]
+    assert any("example_broken" in text and "was not loaded" in text for text in answers["warnings"])

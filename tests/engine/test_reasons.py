@@ -1,0 +1,224 @@
+"""Every reason code is produced through a public function; a code that nothing produces fails here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.kernel import Trust
+from layerzero.core.reasons import Reason, ReasonCode
+
+FA2 = {"flash-attn": "2.8.3"}
+FA3 = {"flash-attn-3": "3.0.0"}
+
+
+def qkv(heads=8, kv_heads=8, seq_q=64, seq_k=64, head_dim=64, value_dim=None, dtype=torch.bfloat16, batch=2):
+    query = torch.empty(batch, seq_q, heads, head_dim, dtype=dtype, device="meta")
+    key = torch.empty(batch, seq_k, kv_heads, head_dim, dtype=dtype, device="meta")
+    value = torch.empty(batch, seq_k, kv_heads, value_dim or head_dim, dtype=dtype, device="meta")
+    return query, key, value
+
+
+def refusals(kernel, *tensors, **call):
+    """Codes for which a kernel is refused, by lz.explain."""
+    report = lz.explain("attention", *tensors, layout="BSHD", **call)
+    return {reason.code for reason in report.reasons(kernel)}
+
+
+def own_kernel(kernel_id="user.own", operation="norm.rms", function=None, **declared):
+    def rms(input, weight, *, eps=1e-6):
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel(operation, kernel_id, priority=100, **declared)(function or rms)
+    return kernel_id
+
+
+def norm_refusals(kernel, *tensors, **question):
+    tensors = tensors or (torch.randn(4, 16), torch.randn(16))
+    return {reason.code for reason in lz.explain("rms_norm", *tensors, **question).reasons(kernel)}
+
+
+def failing_call():
+    def broken(input, weight, *, eps=1e-6):
+        raise RuntimeError("planted failure")
+
+    own_kernel("user.broken", function=broken)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="planted failure"):
+        lz.rms_norm(torch.randn(4, 16), torch.randn(16))
+
+
+def backend_error():
+    def broken(input, weight, *, eps=1e-6):
+        raise RuntimeError("planted failure")
+
+    own_kernel("user.broken", function=broken)
+    with lz.scope(allow=["user"], deny=["reference.*"]), pytest.raises(lz.NoKernelFoundError) as caught:
+        lz.rms_norm(torch.randn(4, 16), torch.randn(16))
+    assert "[BACKEND_ERROR]" in str(caught.value)
+    return {reason.code for reason in caught.value.failures["user.broken"]}
+
+
+def unhealthy():
+    failing_call()
+    return norm_refusals("user.broken")
+
+
+def import_failed():
+    def load(facts):
+        raise ImportError("undefined symbol: planted")
+
+    backend = lz.Backend(name="broken_library", summary="does not load", install="pip install broken")
+    lz.register_backend(
+        [
+            lz.Kernel(
+                id="broken.rms", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=100
+            )
+        ]
+    )
+    lz.rms_norm(torch.randn(4, 16), torch.randn(16))
+    return norm_refusals("broken.rms")
+
+
+def not_vetted():
+    backend = lz.Backend(name="plugin", summary="a plugin")
+    lz.register_backend(
+        [
+            lz.Kernel(
+                id="plugin.rms",
+                operations=("norm.rms",),
+                backend=backend,
+                trust=Trust.PLUGIN,
+                load=lambda facts: None,
+                accepts=("eps",),
+            )
+        ]
+    )
+    with lz.scope(require_vetting=True):
+        return norm_refusals("plugin.rms")
+
+
+def jit_disabled():
+    own_kernel("user.jit", jit=True)
+    return norm_refusals("user.jit")
+
+
+def in_strict_mode(produce):
+    with lz.scope(strict_mode=True):
+        return produce()
+
+
+def misaligned():
+    storage = torch.zeros(2 * 64 * 8 * 64 + 1, dtype=torch.bfloat16)
+    query = storage[1:].view(2, 64, 8, 64)  # two bytes past an aligned address
+    return refusals("flash_attn.v2", query, query, query, device="H100", libraries=FA2)
+
+
+def strided():
+    wide = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)[..., ::2]
+    return refusals("flash_attn.v2", wide, wide, wide, device="H100", libraries=FA2)
+
+
+def not_contiguous():
+    own_kernel(limits=[lz.limits.contiguous("input")])
+    return norm_refusals("user.own", torch.randn(16, 4).t(), torch.randn(16))
+
+
+def cpu_feature():
+    own_kernel(limits=[lz.limits.cpu_feature("amx_bf16")])
+    return norm_refusals("user.own", device="CPU")
+
+
+def needs_gradient():
+    query, key, value = (torch.randn(2, 8, 4, 64, requires_grad=True) for _ in range(3))
+    return refusals("flash_attn.v2", query, key, value, device="H100", libraries=FA2)
+
+
+def capturing():
+    own_kernel(platform="cuda")
+    return norm_refusals("user.own", device="H100", capturing=True)
+
+
+def too_long():
+    own_kernel("user.short", "attention.standard.prefill", lambda q, k, v: q, limits=[lz.limits.dim("seq_k", max=1024)])
+    return refusals("user.short", *qkv(seq_q=2048, seq_k=2048), causal=False)
+
+
+def deterministic():
+    with lz.deterministic():
+        return refusals("flash_attn.v2", *qkv(), device="H100", libraries=FA2)
+
+
+def denied():
+    with lz.scope(deny=["torch"]):
+        return norm_refusals("torch.rms_norm")
+
+
+def valid(kernel, *tensors, **call):
+    accepted, reasons = lz.validate(kernel, *tensors, layout="BSHD", **call)
+    assert not accepted
+    return {reason.code for reason in reasons}
+
+
+C = ReasonCode
+PRODUCERS = {
+    C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
+    C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
+    C.SM_TOO_NEW: lambda: refusals("flash_attn.v3", *qkv(), device="B200", libraries=FA3),
+    C.INSTRUCTION_SET_MISMATCH: lambda: refusals("flash_attn.v3", *qkv(), device="L40S", libraries=FA3),
+    C.DEVICE_CAPABILITY_UNSUPPORTED: cpu_feature,
+    C.DTYPE_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(dtype=torch.float32), device="H100", libraries=FA2),
+    C.HEAD_DIM_INVALID: lambda: refusals("flash_attn.v2", *qkv(value_dim=32), device="H100", libraries=FA2),
+    C.HEAD_DIM_ALIGNMENT: lambda: refusals("flash_attn.v2", *qkv(head_dim=84), device="H100", libraries=FA2),
+    C.HEAD_DIM_TOO_LARGE: lambda: refusals("flash_attn.v2", *qkv(head_dim=264), device="H100", libraries=FA2),
+    C.SEQ_TOO_LONG: too_long,
+    C.GQA_UNSUPPORTED: lambda: in_strict_mode(lambda: refusals("torch.sdpa.flash", *qkv(kv_heads=2), device="H100")),
+    C.GQA_HEADS_MISMATCH: lambda: valid("torch.sdpa.math", *qkv(kv_heads=3)),
+    C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
+    C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
+    C.MISALIGNED: lambda: in_strict_mode(misaligned),
+    C.ATTN_MASK_UNSUPPORTED: lambda: refusals(
+        "flash_attn.v2",
+        *qkv(),
+        causal=False,
+        attn_mask=torch.ones(64, 64, dtype=torch.bool, device="meta"),
+        device="H100",
+        libraries=FA2,
+    ),
+    C.ATTN_MASK_INVALID: lambda: valid(
+        "torch.sdpa.math", *qkv(), causal=True, attn_mask=torch.ones(64, 64, dtype=torch.bool, device="meta")
+    ),
+    C.DROPOUT_UNSUPPORTED: lambda: refusals("flash_attn.v3", *qkv(), dropout_p=0.1, device="H100", libraries=FA3),
+    C.WINDOW_UNSUPPORTED: lambda: refusals("torch.sdpa.flash", *qkv(), window=(16, 0), device="H100"),
+    C.SOFTCAP_UNSUPPORTED: lambda: refusals("torch.sdpa.math", *qkv(), softcap=30.0),
+    C.LSE_UNSUPPORTED: lambda: refusals("torch.sdpa.math", *qkv(), return_lse=True),
+    C.CONSTRAINT_FAILED: lambda: refusals("torch.sdpa.math", *qkv(), sinks=torch.zeros(8, device="meta")),
+    C.GRAD_UNSUPPORTED: needs_gradient,
+    C.NON_DETERMINISTIC: deterministic,
+    C.CUDA_GRAPH_UNSAFE: capturing,
+    C.JIT_DISABLED: jit_disabled,
+    C.MEMORY_HEADROOM_EXCEEDED: lambda: refusals("torch.sdpa.math", *qkv(seq_q=16384, seq_k=16384)),
+    C.NOT_INSTALLED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={}),
+    C.BACKEND_IMPORT_FAILED: import_failed,
+    C.VERSION_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={"flash-attn": "1.0.9"}),
+    C.BACKEND_ERROR: backend_error,
+    C.UNHEALTHY: unhealthy,
+    C.NOT_VETTED: not_vetted,
+    C.POLICY_DENIED: denied,
+}
+
+
+@pytest.mark.parametrize("code", list(ReasonCode), ids=str)
+def test_every_code_is_produced_through_a_public_function(code):
+    assert code in PRODUCERS, f"nothing produces {code}: remove it from the catalogue or add the call that gives it"
+    assert code in PRODUCERS[code]()
+
+
+@pytest.mark.parametrize("code", list(ReasonCode), ids=str)
+def test_every_code_has_a_text_that_names_wanted_and_got(code):
+    reason = Reason(code, "FACT", "WANTED", "GOT", "Next step")
+    assert "GOT" in reason.message
+    assert "Next step" in reason.message
+    assert str(reason).startswith(f"[{code}] ")
+    if code is not ReasonCode.BACKEND_ERROR and code is not ReasonCode.BACKEND_IMPORT_FAILED:
+        assert "WANTED" in reason.message
