@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from layerzero.core.layouts import CANONICAL
 from layerzero.core.operation import Function, TorchSchema
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops import FUNCTIONS
@@ -46,9 +47,26 @@ def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def eager(*args: Any, **kwargs: Any) -> Any:
         from layerzero.engine.functions import CALLS
 
-        return CALLS[function.name].fast(**_bound(schema, args, kwargs))
+        arguments = _bound(schema, args, kwargs)
+        result = CALLS[function.name].fast(**arguments)
+        layout = arguments.get("layout")
+        if layout is None and "layout" in schema.order:
+            layout = function.route(_complete(function, arguments), None).layout
+        if isinstance(result, tuple):
+            return (_with_promised_strides(result[0], layout), *(each.contiguous() for each in result[1:]))
+        return _with_promised_strides(result, layout)
 
     return eager
+
+
+def _with_promised_strides(result: torch.Tensor, layout: str | None) -> torch.Tensor:
+    """Give a result the strides that the fake function promised to compiled code: dense in the canonical layout.
+
+    Kernels differ in theirs; most attention kernels write BSHD, so that nothing is copied.
+    """
+    if layout in (None, CANONICAL):
+        return result.contiguous()
+    return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
