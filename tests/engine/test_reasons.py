@@ -172,7 +172,9 @@ PRODUCERS = {
     C.HEAD_DIM_ALIGNMENT: lambda: refusals("flash_attn.v2", *qkv(head_dim=84), device="H100", libraries=FA2),
     C.HEAD_DIM_TOO_LARGE: lambda: refusals("flash_attn.v2", *qkv(head_dim=264), device="H100", libraries=FA2),
     C.SEQ_TOO_LONG: too_long,
-    C.GQA_UNSUPPORTED: lambda: in_strict_mode(lambda: refusals("torch.sdpa.flash", *qkv(kv_heads=2), device="H100")),
+    C.GQA_UNSUPPORTED: lambda: in_strict_mode(
+        lambda: refusals("torch.sdpa.efficient", *qkv(kv_heads=2), device="H100")
+    ),
     C.GQA_HEADS_MISMATCH: lambda: valid("torch.sdpa.math", *qkv(kv_heads=3)),
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),

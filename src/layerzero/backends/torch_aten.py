@@ -2,7 +2,9 @@
 
 ``F.scaled_dot_product_attention`` under ``sdpa_kernel`` costs 40 us of host time a call, the operator behind it 15
 (H200, torch 2.11, 2026-11-21); the context manager's decision is respected through the limit ``SdpaEnabled``.
-Limits were found by probing torch 2.13.0 on the CPU and follow the checks of ATen's sdp_utils on CUDA.
+Limits were found by probing: on the CPU with torch 2.13.0, on an H200 with torch 2.11.0+cu130 and cuDNN 9.19
+(2026-11-21), 360 combinations of dtype, heads, lengths, causal and head dims for each operator. The operators check
+less than ``F.scaled_dot_product_attention`` does: cuDNN's is wrong in silence for float32, and once killed the process.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops import attention
 
 TORCH = Backend(
@@ -70,6 +73,8 @@ def _load_math(facts: Facts) -> Callable[..., Any]:
 
 def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    # A query that sees no key (only where S_q > S_k) gets +inf from the kernel; its log-sum-exp is -inf.
+    rows_may_be_empty = facts.get("causal") is True and facts.size("seq_q") > facts.size("seq_k")
 
     def flash(
         query: Tensor,
@@ -82,7 +87,9 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
     ) -> Any:
         output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
-        return (output, lse) if return_lse else output
+        if not return_lse:
+            return output
+        return output, lse.masked_fill(lse == torch.inf, -torch.inf) if rows_may_be_empty else lse
 
     return flash
 
@@ -178,6 +185,17 @@ def _math_workspace(facts: Facts) -> int:
     return scores * 8
 
 
+_WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
+
+
+def _cudnn_wide_heads(facts: Facts) -> Reason | None:
+    """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
+    widest = max(facts.size("head_dim"), facts.size("value_dim"))
+    if widest <= 128 or (facts.device.sm is not None and facts.device.sm >= (9, 0) and not facts["requires_grad"]):
+        return None
+    return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
+
+
 _SDPA_ARGUMENTS = ("causal", "scale")
 _FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
 _CUDA_HEADS = limit.dim("head_dim", multiple=8)
@@ -242,9 +260,7 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.equal("value_dim", "head_dim"),
-            limit.SquareCausal(),
             limit.SdpaEnabled("flash"),
-            limit.SameHeads(),
             _DENSE,
         ),
         grad=True,
@@ -265,8 +281,9 @@ KERNELS = (
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", max=128, multiple=8),
-            limit.equal("value_dim", "head_dim"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _WIDE_FACTS, _cudnn_wide_heads),
             limit.SquareCausal(),
             limit.SdpaEnabled("cudnn"),
             _DENSE,
