@@ -237,6 +237,7 @@ def kernel_of_function(
     operation's argument. Raises RegistrationError for anything else.
     """
     operations, implied = _operations_of(operation, known)
+    _check_declared(kernel_id, declared)
     schema = known[operations[0]].schema
     parameters = list(inspect.signature(function).parameters.values())
     required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
@@ -276,6 +277,15 @@ def kernel_of_function(
         limits=(*rules, *limits),
         **declared,
     )
+
+
+def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
+    fields = {each.name for each in dataclasses.fields(Kernel)} - {"id", "operations", "backend", "load", "accepts"}
+    for name in declared:
+        if name in ("supports_gqa", "supports_mqa"):
+            raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")
+        if name not in fields:
+            raise RegistrationError(f"{kernel_id}: a kernel has no {name!r}{nearest(name, fields)}")
 
 
 def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, ...], dict[str, object]]:
