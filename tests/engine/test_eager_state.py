@@ -219,3 +219,15 @@ def test_operators_have_gradients(call):
     torch.nn.functional.layer_norm(y, (16,), v, None).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(w.grad, v.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kept_plan_keeps_no_tensor(call):
+    import gc
+    import weakref
+
+    query = torch.randn(2, 8, 4, 16)
+    watched = weakref.ref(query)
+    run(query, *call[1:])
+    del query
+    gc.collect()
+    assert watched() is None

@@ -119,11 +119,10 @@ class Facts(Mapping[str, object]):
         operation: the routed operation.
         device: the device it runs on.
         layout: layout of the tensors that have one, as seen by whoever asks.
-        tensors: facts of each tensor that the call brought.
-        arguments: canonical argument values (tensors included, as given).
+        tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
     """
 
-    __slots__ = ("_values", "arguments", "device", "layout", "operation", "tensors")
+    __slots__ = ("_values", "device", "layout", "operation", "tensors")
 
     def __init__(
         self,
@@ -131,14 +130,12 @@ class Facts(Mapping[str, object]):
         device: Device,
         layout: str | None,
         tensors: Mapping[str, TensorFacts],
-        arguments: Mapping[str, object],
         values: Mapping[str, object],
     ) -> None:
         self.operation = operation
         self.device = device
         self.layout = layout
         self.tensors = tensors
-        self.arguments = arguments
         self._values = values
 
     def __getitem__(self, name: str) -> object:
@@ -167,11 +164,11 @@ class Facts(Mapping[str, object]):
         axes = permutation(self.layout, layout)
         moving = {schema.name for schema in self.operation.schema.inputs if schema.has_layout}
         tensors = {name: fact.permuted(axes) if name in moving else fact for name, fact in self.tensors.items()}
-        return Facts(self.operation, self.device, layout, tensors, self.arguments, self._values)
+        return Facts(self.operation, self.device, layout, tensors, self._values)
 
     def with_tensors(self, tensors: Mapping[str, TensorFacts]) -> Facts:
         """The same call with other memory, as after a copy."""
-        return Facts(self.operation, self.device, self.layout, dict(tensors), self.arguments, self._values)
+        return Facts(self.operation, self.device, self.layout, dict(tensors), self._values)
 
     def sizes(self) -> dict[str, int]:
         """Axis sizes and derived sizes only: what the amount of work depends on."""
@@ -258,7 +255,7 @@ class FactsBuilder:
         values |= {"dtype": first.dtype, "platform": device.platform, "sm": device.sm_number}
         values |= _state_values(state or CallState())
         values |= self.extract(arguments, values)
-        return Facts(self.operation, device, layout, tensors, arguments, values)
+        return Facts(self.operation, device, layout, tensors, values)
 
     def extract(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, object]:
         """Facts that only this operation has; the hook to override."""

@@ -130,7 +130,7 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     ranked = score.rank(judged, call, policy, ENGINE.ledger)
-    return pick(ranked, Routed(call.operation, call.arguments, call.layout), call, policy)
+    return pick(ranked, Routed(call.operation, {}, call.layout), call, policy)
 
 
 def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:

@@ -1,0 +1,105 @@
+"""What a schema says about a call: everything that is wrong, with wanted and got."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.facts import TensorFacts
+
+SCHEMA = lz.OperationSchema(
+    operation="test.weighted",
+    inputs=(
+        lz.TensorSchema("x", ("batch", "width"), frozenset({torch.float32})),
+        lz.TensorSchema("w", ("width",), frozenset({torch.float32, torch.bfloat16})),
+        lz.TensorSchema("three", ("3",), required=False, same_dtype=False),
+    ),
+    outputs=(lz.TensorSchema("y", ("batch",)),),
+    params={"scale": float, "flag": bool},
+    neutral={"flag": False},
+)
+X, W = torch.zeros(2, 4), torch.zeros(4)
+
+
+def test_a_right_call_has_no_problems():
+    assert SCHEMA.validate(X, W, scale=1.0) == []
+    assert SCHEMA.validate(x=X, w=W, scale=1, flag=True, three=torch.zeros(3, dtype=torch.int8)) == []
+
+
+@pytest.mark.parametrize(("args", "kwargs", "problem"), [
+    ((X,), {"scale": 1.0}, "w: wanted a tensor, got nothing"),
+    ((X, W), {}, "scale: wanted float, got None"),
+    ((X, W), {"scale": "1"}, "scale: wanted float, got '1'"),
+    ((X, W), {"scale": True}, "scale: wanted float, got True"),
+    ((X, W), {"scale": 1.0, "flag": 1}, "flag: wanted bool, got 1"),
+    ((X, W), {"scale": 1.0, "other": 1}, "unknown argument 'other'"),
+    ((X, W, None, None), {"scale": 1.0}, "at most 3 tensors"),
+    (([1], W), {"scale": 1.0}, "x: wanted a tensor, got list"),
+    ((X[0], W), {"scale": 1.0}, "x: wanted a 2D tensor (batch, width), got 1D (4,)"),
+    ((X, W[:3]), {"scale": 1.0}, "w: wanted width 4 as in x, got 3 in (3,)"),
+    ((X.double(), W), {"scale": 1.0}, "x: wanted dtype float32, got float64"),
+    ((X, W.bfloat16()), {"scale": 1.0}, "w: wanted dtype float32 like the first tensor, got bfloat16"),
+    ((X, W.to("meta")), {"scale": 1.0}, "w: wanted device cpu like the first tensor, got meta"),
+    ((X, W, torch.zeros(4)), {"scale": 1.0}, "three: wanted 3 3 as in the schema, got 4"),
+])  # fmt: skip
+def test_problems_say_wanted_and_got(args, kwargs, problem):
+    problems = SCHEMA.validate(*args, **kwargs)
+    assert any(problem in each for each in problems), problems
+
+
+def test_all_problems_are_listed():
+    assert len(SCHEMA.validate(X[0], W.to("meta"), flag=3)) == 4
+
+
+def test_the_builder_validates_and_names_every_fact():
+    operation = next(each for each in lz.list_operations() if each.name == "attention.gqa.prefill")
+    query, key = torch.zeros(2, 16, 8, 32), torch.zeros(2, 12, 2, 32)
+    facts = lz.SelectionContextBuilder(operation).build(query, key=key, value=key, causal=True)
+    named = {
+        name: facts[name] for name in ("batch_size", "seq_len_q", "seq_len_k", "num_heads", "num_kv_heads", "group")
+    }
+    assert named == {"batch_size": 2, "seq_len_q": 16, "seq_len_k": 12, "num_heads": 8, "num_kv_heads": 2, "group": 4}
+    assert facts["attn_mask"] == "none"
+    assert facts["causal"] is True
+    with pytest.raises(ValueError, match="head_dim 32 as in query, got 16"):
+        lz.SelectionContextBuilder(operation).build(query, key[..., :16], key, causal=True)
+
+
+def test_the_builder_can_be_extended():
+    class Doubled(lz.FactsBuilder):
+        def extract(self, arguments, values):
+            return {**super().extract(arguments, values), "twice": 2 * values["heads"]}
+
+    operation = next(each for each in lz.list_operations() if each.name == "attention.standard.prefill")
+    query = torch.zeros(2, 16, 8, 32)
+    assert Doubled(operation).build(query, query, query, causal=False)["twice"] == 16
+
+
+def test_facts_can_be_asked_about_in_place_of_tensors():
+    query = torch.zeros(2, 16, 8, 32)
+    facts = lz.facts("attention", query, query, query, layout="BSHD", device="H100")
+    assert (
+        lz.which(facts, device="H100", libraries={})["kernel_id"] == "torch.sdpa.efficient"
+    )  # the others lack float32
+    assert lz.explain(facts, device="H100", libraries={}).operation == "attention.standard.prefill"
+
+
+@pytest.mark.parametrize("shape_strides", [
+    ((2, 3, 4), (12, 4, 1), True), ((2, 3, 4), (12, 1, 3), False), ((2, 1, 4), (4, 99, 1), True),
+    ((1, 1), (7, 9), True), ((0, 3), (3, 1), True), ((2, 3), (4, 1), False),
+])  # fmt: skip
+def test_contiguity_ignores_axes_of_size_one(shape_strides):
+    shape, strides, contiguous = shape_strides
+    assert TensorFacts(shape, strides, torch.float32).contiguous is contiguous
+    real = torch.zeros(200).as_strided(shape, strides)
+    assert real.is_contiguous() is contiguous
+
+
+def test_contiguity_agrees_with_torch_on_random_strides():
+    torch.manual_seed(0)
+    for _ in range(300):
+        shape = tuple(torch.randint(1, 4, (3,)).tolist())
+        strides = tuple(torch.randint(1, 13, (3,)).tolist())
+        real = torch.zeros(128).as_strided(shape, strides)
+        assert TensorFacts.of(real).contiguous == real.is_contiguous(), (shape, strides)

@@ -1,0 +1,146 @@
+"""Registering kernels and operations: what is refused, and what a decorated function is offered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.kernel import Backend, Kernel
+
+
+def declare(**changes):
+    declared = {
+        "id": "x.y",
+        "operations": ("norm.rms",),
+        "backend": Backend(name="x", summary=""),
+        "load": lambda f: None,
+    }
+    return Kernel(**(declared | changes))
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda: lz.register_backend([declare(operations=("norm.rmz",))]), "Unknown operation 'norm.rmz'; did you mean"),
+    (lambda: lz.register_backend([declare(accepts=("epz",))]), "accepts .'epz'., which norm.rms does not have"),
+    (lambda: lz.register_backend([declare(id="torch.rms_norm")]), "registered already; ids are unique"),
+    (lambda: declare(priority=101), "priority must be 0 to 100"),
+    (lambda: declare(operations=()), "declares no operation"),
+    (lambda: declare(layout="SBHD"), "layout must be one of BSHD, BHSD"),
+    (lambda: declare(renames={"eps": "epsilon"}), "without accepting them"),
+    (lambda: declare(folds=("causal",)), "folds into attn_mask without accepting it"),
+    (lambda: lz.register_kernel("norm.rms", "x.y", supports_gqa=True)(lambda i, w: i), "register for attention.gqa"),
+    (lambda: lz.register_kernel("norm.rms", "x.y", graph_saef=True)(lambda i, w: i), "did you mean 'graph_safe'"),
+    (lambda: lz.register_kernel("norm.rms", "x.y")(lambda i: i), "wanted a function that takes input, weight"),
+    (lambda: lz.register_kernel("norm.rms", "x.y")(lambda i, w, epsilon=1: i), "epsilon is no argument of norm.rms"),
+])  # fmt: skip
+def test_wrong_declarations_are_refused_where_they_are_made(make, text):
+    with pytest.raises(lz.RegistrationError, match=text):
+        make()
+    with pytest.raises(KeyError):
+        lz.validate("x.y", torch.zeros(2, 3), torch.zeros(3))
+
+
+def test_a_misspelt_dtype_in_a_limit_is_refused():
+    with pytest.raises(ValueError, match="unknown dtype 'float17'"):
+        lz.limits.dtype("float17")
+
+
+def test_a_decorated_function_takes_part_like_a_built_in_one():
+    calls = []
+
+    @lz.register_kernel(
+        operation="attention.causal",
+        kernel_id="my_org.custom_attention",
+        platform="cpu",
+        supported_dtypes=[torch.float32, "bfloat16"],
+        max_head_dim=128,
+        priority=95,
+    )
+    def custom(q, k, v, scale=None, causal=True):
+        calls.append((q.shape, scale, causal))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal, scale=scale
+        ).transpose(1, 2)
+
+    query = torch.randn(2, 16, 4, 32)
+    result = lz.attention(query, query, query, scale=0.5, layout="BSHD")
+    assert calls == [((2, 16, 4, 32), 0.5, True)]
+    assert result.shape == query.shape
+    assert "my_org.custom_attention" in [kernel.id for kernel in lz.list_kernels("attention.causal")]
+    assert lz.which("attention.causal", query, query, query, layout="BSHD")["kernel_id"] == "my_org.custom_attention"
+    wide = torch.randn(1, 4, 2, 136)
+    valid, reasons = lz.validate("my_org.custom_attention", wide, wide, wide, layout="BSHD")
+    assert not valid
+    assert [str(reason.code) for reason in reasons] == ["HEAD_DIM_TOO_LARGE"]
+    full, reasons = lz.validate("my_org.custom_attention", query, query, query, causal=False, layout="BSHD")
+    assert not full
+
+
+def test_the_flat_name_does_not_promise_grouped_heads():
+    @lz.register_kernel("attention.causal", "user.flat", priority=100)
+    def flat(q, k, v):
+        return q
+
+    query, key = torch.randn(2, 16, 4, 32), torch.randn(2, 16, 2, 32)
+    assert lz.which("attention", query, key, key, layout="BSHD")["kernel_id"] != "user.flat"
+    valid, (reason,) = lz.validate("user.flat", query, key, key, layout="BSHD")
+    assert not valid
+    assert reason.code is lz.ReasonCode.GQA_UNSUPPORTED
+
+
+def test_a_function_is_never_offered_what_it_does_not_declare():
+    offered = []
+
+    @lz.register_kernel("norm.layer", "user.layer", priority=100)
+    def layer(input, *, normalized_shape, weight=None, eps=1e-5):
+        offered.append(weight is not None)
+        return torch.nn.functional.layer_norm(input, normalized_shape, weight, None, eps)
+
+    x, w, b = torch.randn(4, 8), torch.randn(8), torch.randn(8)
+    assert lz.which("layer_norm", x, 8, w, b)["kernel_id"] != "user.layer"  # it has no bias
+    torch.testing.assert_close(lz.layer_norm(x, 8, w), torch.nn.functional.layer_norm(x, (8,), w))
+    torch.testing.assert_close(lz.layer_norm(x, 8), torch.nn.functional.layer_norm(x, (8,)))
+    assert offered == [True, False]
+
+
+def test_a_new_operation_needs_one_block():
+    def double(x, *, times=2.0):
+        return x * times
+
+    operation = lz.Operation(
+        schema=lz.OperationSchema(
+            "test.double",
+            (lz.TensorSchema("x", ("...", "n")),),
+            (lz.TensorSchema("y", ("...", "n")),),
+            {"times": float},
+            {"times": 2.0},
+        ),
+        summary="for the test",
+        reference=double,
+        fake=lambda x, **_: torch.empty_like(x),
+        cases=(),
+        tolerance={},
+        tolerance_reason="exact",
+        has_fallback=False,
+    )
+    before = {each.name for each in lz.list_operations()}
+    if "test.double" not in before:
+        lz.register_operation(operation)
+    with pytest.raises(lz.RegistrationError, match="registered already"):
+        lz.register_operation(operation)
+    assert lz.list_kernels("test.double") == []  # has_fallback is false: not even a reference
+    facts = lz.FactsBuilder(operation).build(torch.zeros(3))
+    with pytest.raises(lz.NoKernelFoundError):
+        from layerzero.engine.dispatch import require
+
+        require(lz.explain(facts))
+
+
+@pytest.mark.parametrize(("question", "text"), [
+    (lambda: lz.list_kernels("attention.cusal"), "did you mean 'attention.causal'"),
+    (lambda: lz.which("atention", 1, 2, 3), "did you mean 'attention'"),
+    (lambda: lz.validate("torch.rms", torch.zeros(1, 2), torch.zeros(2)), "did you mean 'torch.rms_norm'"),
+])  # fmt: skip
+def test_questions_about_nothing_name_the_nearest(question, text):
+    with pytest.raises(KeyError, match=text):
+        question()
