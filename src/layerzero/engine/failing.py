@@ -12,6 +12,7 @@ import torch
 from layerzero.core.errors import KernelExecutionError, LayerZeroFallbackWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Plan
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import probe
 from layerzero.engine.policy import Policy
 
@@ -105,16 +106,22 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
 
 
 def tell_reference(plan: Plan) -> None:
-    """Say once for each operation that the slow reference runs, and why nothing faster is legal."""
-    first = next(
-        (f"{kernel_id}: {reasons[0]}" for kernel_id, reasons in plan.report.failures.items()),
-        "no other kernel",
-    )
+    """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
+    if plan.report.locked:
+        return  # it was asked for
+    nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
+    why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
     _once(
-        (plan.kernel.id, str(plan.report.failures.keys())),
-        f"{plan.report.operation} runs its slow reference because nothing faster is legal ({first}). "
+        (plan.kernel.id, "reference"),
+        f"{plan.report.operation} runs its slow reference because nothing faster is legal ({why}). "
         "lz.explain lists every reason.",
     )
+
+
+def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, int]:
+    """How far a kernel is from being legal: what is not here at all is farthest."""
+    absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
+    return bool(absent & {reason.code for reason in reasons}), len(reasons)
 
 
 def _once(key: tuple[str, str], message: str) -> None:

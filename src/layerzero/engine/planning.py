@@ -40,6 +40,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     namespace: dict[str, Any] = {
         "kernel": target,
         "fold": facts.operation.fold,
+        "blank": _blank,
         "capturing": torch.cuda.is_current_stream_capturing,
         "PlanUnusableError": PlanUnusableError,
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
@@ -49,6 +50,13 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     }
     exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
     return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations)
+
+
+def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:
+    """Put zeros in place of what lies beyond each sequence's length."""
+    columns = torch.arange(tensor.shape[axis], device=tensor.device)
+    columns = columns.view([-1 if each == axis else 1 for each in range(4)])
+    return tensor.masked_fill(columns >= lengths.view(-1, 1, 1, 1), 0.0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,6 +85,11 @@ def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
     lines = [f"{name} = {name}.resolve_neg()" for name in kinds["negate"]]
     if kinds["fold"]:
         lines.append(_folding(facts))
+    elif "attn_mask" in facts.tensors and facts["mask_ndim"] != 4:  # kernels see (1 or B, 1 or H, 1 or S_q, 1 or S_k)
+        lines.append(f"attn_mask = attn_mask[{'None, ' * (4 - facts.size('mask_ndim'))}...]")
+    if "kv_lens" in kinds["fold"]:  # what lies beyond may be NaN, which no mask hides
+        axis = layouts.sequence_axis(facts.layout or layouts.CANONICAL)
+        lines += [f"{name} = blank({name}, kv_lens, {axis})" for name in ("key", "value")]
     moved = _moved(kernel, facts)
     lines += [f"{name} = {name}.transpose(1, 2)" for name in moved]
     if kinds["expand"]:

@@ -227,7 +227,7 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
 def known_facts() -> frozenset[str]:
     """Every fact name that a rule may match."""
     names = {"layout", "platform", "sm", "dtype", "requires_grad", "deterministic", "capturing", "autocast"}
-    names |= {"group", "rows", "hidden", "mask_ndim", "input_ndim"}
+    names |= {"group", "rows", "hidden", "mask_ndim", "mask_dtype", "input_ndim"}
     for operation in OPERATIONS.values():
         names |= set(operation.schema.arguments)
         for tensor in operation.schema.inputs:
