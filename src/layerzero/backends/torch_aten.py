@@ -35,6 +35,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    short = _short_mask(facts) if facts.size("seq_k") < 16 else None
 
     def flash(
         query: Tensor,
@@ -46,10 +47,46 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
         attn_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        if short is not None and attn_mask is None:
+            causal, attn_mask = False, short
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
-        return (output, lse) if return_lse else output
+        if not return_lse:
+            return output
+        if attn_mask is not None:  # the kernel says 0 of a query that sees no key
+            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+        return output, lse.float()
 
     return flash
+
+
+def _short_mask(facts: Facts) -> Tensor:
+    """A mask for fewer keys than a vector has lanes: without one, scores of NaN pass for hidden there and give 0."""
+    shape = (facts.size("seq_q"), facts.size("seq_k"))
+    mask = torch.zeros(shape, dtype=facts.tensors["query"].dtype)
+    return mask.masked_fill_(torch.ones(shape, dtype=torch.bool).triu(1), -torch.inf) if facts.get("causal") else mask
+
+
+def _scale_above_zero(facts: Facts) -> Reason | None:
+    """FlashAttention and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN (H200)."""
+    scale = facts["scale"]
+    if scale is None or (isinstance(scale, (int, float)) and scale > 0):
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0", scale)
+
+
+def _positive_scale(facts: Facts) -> Reason | None:
+    """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
+    scale = facts["scale"]
+    if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 beside causal", scale)
+
+
+def _readable_mask(facts: Facts) -> Reason | None:
+    """The kernel reads a float32 mask beside a float64 query as if it were float64, beyond its end."""
+    if facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32":
+        return None
+    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "float64 like the query", "float32")
 
 
 def _load_math(facts: Facts) -> Callable[..., Any]:
@@ -73,8 +110,6 @@ def _load_math(facts: Facts) -> Callable[..., Any]:
 
 def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
-    # A query that sees no key (only where S_q > S_k) gets +inf from the kernel; its log-sum-exp is -inf.
-    rows_may_be_empty = facts.get("causal") is True and facts.size("seq_q") > facts.size("seq_k")
 
     def flash(
         query: Tensor,
@@ -89,7 +124,9 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
         output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
         if not return_lse:
             return output
-        return output, lse.masked_fill(lse == torch.inf, -torch.inf) if rows_may_be_empty else lse
+        # The kernel says +inf both of a query that sees no key and of one whose scores are NaN.
+        missing = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
+        return output, torch.where(lse == torch.inf, missing, lse)
 
     return flash
 
@@ -116,11 +153,12 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
 
 
 def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Expand a mask to (B, H, S_q, S_k) on rows that start at a multiple of 16 bytes, as the kernel demands."""
-    size = key.shape[2]
-    step = 16 // mask.element_size()
-    if size % step or mask.stride(-1) != 1 or any(stride % step for stride in mask.stride()[:-1]):
-        mask = torch.nn.functional.pad(mask, (0, -size % step))[..., :size]
+    """Expand a mask to (B, H, S_q, S_k) on dense rows that start at multiples of 16 bytes, as the kernel demands."""
+    size, step = key.shape[2], 16 // mask.element_size()
+    dense = mask.shape[-1] == size and mask.stride(-1) == 1
+    if not dense or mask.data_ptr() % 16 or any(stride % step for stride in mask.stride()[:-1]):
+        rows = mask.new_empty((*mask.shape[:-1], size + -size % step))[..., :size]
+        mask = rows.copy_(mask)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
 
 
@@ -196,10 +234,14 @@ def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
 
 
+_SCALE = limit.Custom("scale > 0", ("scale",), _scale_above_zero)
 _SDPA_ARGUMENTS = ("causal", "scale")
-_FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
+# Not kv_lens: a mask hides a key from the softmax, yet 0 times the NaN of memory nobody wrote is NaN in the output.
+_FOLDED = ("causal", "attn_mask", "window", "alibi_slopes")
 _CUDA_HEADS = limit.dim("head_dim", multiple=8)
 _DENSE = limit.last_stride_one("query", "key", "value")
+# A row that starts off a 16 byte boundary ended in "misaligned address", which costs the process its context.
+_ALIGNED = limit.aligned(16, "query", "key", "value")
 
 KERNELS = (
     Kernel(
@@ -216,6 +258,8 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),
+            limit.Custom("causal: scale > 0", ("causal", "scale"), _positive_scale),
             limit.SdpaEnabled("flash"),
             _DENSE,
         ),
@@ -262,6 +306,8 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.SdpaEnabled("flash"),
             _DENSE,
+            _SCALE,
+            _ALIGNED,
         ),
         grad=True,
         graph_safe=True,
@@ -287,6 +333,8 @@ KERNELS = (
             limit.SquareCausal(),
             limit.SdpaEnabled("cudnn"),
             _DENSE,
+            _SCALE,
+            _ALIGNED,
         ),
         grad=True,
         graph_safe=True,
@@ -301,7 +349,7 @@ KERNELS = (
         load=_load_cuda_efficient,
         layout="BHSD",
         accepts=(*_SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
-        folds=_FOLDED,
+        folds=tuple(name for name in _FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
         limits=(
             limit.platform("cuda"),
             limit.dtype("float32", "float16", "bfloat16"),
@@ -309,9 +357,11 @@ KERNELS = (
             limit.dim("value_dim", multiple=8),
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("mask_dtype", "none", "bool", "query"),
             limit.SdpaEnabled("efficient"),
             limit.SameHeads(),
             _DENSE,
+            _ALIGNED,
         ),
         grad=True,
         graph_safe=True,
@@ -339,7 +389,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(limit.dtype(*_FLOATS), limit.dim("hidden", min=2)),  # of one element it returns rounding noise
         grad=True,
         deterministic=True,
         graph_safe=True,

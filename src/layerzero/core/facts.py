@@ -80,6 +80,14 @@ class TensorFacts:
         )
 
     @property
+    def row_alignment_bytes(self) -> int:
+        """Largest power of two up to 16 that divides the address and every stride but the last.
+
+        Strides of axes with one element count: kernels check them although they never step over them.
+        """
+        return min([self.alignment_bytes, *(_lowest_bit(step * self.dtype.itemsize) for step in self.strides[:-1])])
+
+    @property
     def last_stride(self) -> int:
         """Stride of the last axis; 1 where it has at most one element, since it is never stepped over."""
         return self.strides[-1] if self.shape and self.shape[-1] > 1 else 1
@@ -109,7 +117,12 @@ def alignment_bytes(tensor: torch.Tensor) -> int:
         address = tensor.data_ptr()
     except RuntimeError:  # a fake tensor has no address; whoever runs it later asks again
         return MAX_ALIGNMENT_BYTES
-    return min(address & -address, MAX_ALIGNMENT_BYTES) if address else MAX_ALIGNMENT_BYTES
+    return _lowest_bit(address)
+
+
+def _lowest_bit(number: int) -> int:
+    """Largest power of two up to 16 that divides a number; 16 for 0."""
+    return min(number & -number, MAX_ALIGNMENT_BYTES) if number else MAX_ALIGNMENT_BYTES
 
 
 class Facts(Mapping[str, object]):

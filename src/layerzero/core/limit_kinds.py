@@ -235,7 +235,10 @@ class Contiguous(Limit):
 
 @dataclass(frozen=True, slots=True)
 class Aligned(Limit):
-    """The data of these tensors starts at a multiple of so many bytes; repairable by a copy."""
+    """Every row of these tensors starts at a multiple of so many bytes; repairable by a copy.
+
+    Vector loads of a GPU kernel end in a misaligned address otherwise, and with it the process's CUDA context.
+    """
 
     tensors: tuple[str, ...]
     bytes: int
@@ -247,15 +250,15 @@ class Aligned(Limit):
     def check(self, facts: Facts) -> Findings:
         return tuple(
             Finding(
-                Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.alignment_bytes} bytes"),
+                Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.row_alignment_bytes} bytes"),
                 Repair("copy", name),
             )
             for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and tensor.alignment_bytes < self.bytes
+            if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
         )
 
     def describe(self) -> str:
-        return f"aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
+        return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.GQA_HEADS_MISMATCH: "query heads must be a multiple of kv heads: wanted {wanted}, got {got}",
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
-    ReasonCode.MISALIGNED: "the data of {fact} must be aligned to {wanted}, is aligned to {got}",
+    ReasonCode.MISALIGNED: "every row of {fact} must start at a multiple of {wanted}, they start at {got}",
     ReasonCode.ATTN_MASK_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.ATTN_MASK_INVALID: "{fact} must be {wanted}, is {got}",
     ReasonCode.DROPOUT_UNSUPPORTED: "{fact} must be {wanted}, is {got}",

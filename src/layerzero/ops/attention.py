@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.dtypes import FLOATING, INDEX
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.layouts import LAYOUTS
 from layerzero.core.operation import Case, Operation, Tolerance
 from layerzero.core.schema import OperationSchema, TensorSchema
@@ -66,11 +66,19 @@ def _schema(name: str) -> OperationSchema:
     )
 
 
+def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
+    """``none``, ``query`` for the query's own, or the dtype's name."""
+    if mask is None:
+        return "none"
+    return "query" if mask.dtype == dtype else dtype_name(mask.dtype)
+
+
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     mask = arguments.get("attn_mask")
     return {
         "group": values["heads"] // values["kv_heads"],
         "mask_ndim": 0 if mask is None else mask.ndim,
+        "mask_dtype": _mask_dtype(mask, values["dtype"]),
     }
 
 

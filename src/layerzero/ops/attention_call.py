@@ -152,7 +152,7 @@ def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, h
             f"attn_mask: wanted a shape broadcastable to (B, H, S_q, S_k) = {target}, got {shape}",
             ReasonCode.ATTN_MASK_INVALID,
         )
-    if mask.is_floating_point() and mask.dtype not in (torch.float32, torch.float64, canonical["query"].dtype):
+    if mask.is_floating_point() and mask.dtype not in (torch.float32, canonical["query"].dtype):
         raise _invalid(
             f"attn_mask: wanted dtype bool, float32 or that of the query, got {mask.dtype}",
             ReasonCode.ATTN_MASK_INVALID,

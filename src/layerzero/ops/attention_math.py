@@ -28,10 +28,13 @@ def attention_bias(
 
     Shapes: query (B, S_q, H, D), key (B, S_k, K, D), attn_mask broadcastable to (B, H, S_q, S_k), alibi_slopes (H,) or
     (B, H), kv_lens (B,) → (1 or B, 1 or H, S_q, S_k)
-    Dtype: ``dtype`` or the query's. No value is read on the host, so it is safe under graph capture.
+    Dtype: ``dtype``, or the narrowest that holds a mask of the query's or its own dtype exactly, float32 at least with
+    ALiBi. No value is read on the host, so it is safe under graph capture.
     Source: bottom-right alignment as FlashAttention >= 2.1; ALiBi arXiv:2108.12409.
     """
-    dtype = dtype or query.dtype
+    if dtype is None:
+        exact = attn_mask.dtype if attn_mask is not None and attn_mask.is_floating_point() else query.dtype
+        dtype = torch.promote_types(query.dtype, torch.float32 if alibi_slopes is not None else exact)
     device = query.device
     seq_q, seq_k = query.shape[1], key.shape[1]
     bias: torch.Tensor | None = None
@@ -52,7 +55,7 @@ def attention_bias(
             if right >= 0:
                 allowed = _and(allowed, columns <= positions + right)
         if alibi_slopes is not None:
-            slopes = alibi_slopes.to(torch.float32)
+            slopes = alibi_slopes.to(torch.promote_types(dtype, torch.float32))
             slopes = slopes.view(-1, slopes.shape[-1], 1, 1)
             bias = -slopes * (positions - columns).abs()
     if attn_mask is not None:
