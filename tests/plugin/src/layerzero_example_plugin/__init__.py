@@ -21,7 +21,7 @@ EXAMPLE = Backend(
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    def rms_norm(input: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:  # noqa: A002
+    def rms_norm(input: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
     return rms_norm
