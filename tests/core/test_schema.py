@@ -82,7 +82,10 @@ def test_facts_can_be_asked_about_in_place_of_tensors():
     assert (
         lz.which(facts, device="H100", libraries={})["kernel_id"] == "torch.sdpa.efficient"
     )  # the others lack float32
-    assert lz.explain(facts, device="H100", libraries={}).operation == "attention.standard.prefill"
+    assert lz.explain(facts, device="CPU", libraries={}).kernel_id == "torch.sdpa.cpu_flash"
+    assert lz.explain(facts, device="H100", libraries={}, capturing=True).facts["capturing"] is True
+    with pytest.raises(lz.InvalidCallError, match="wanted no further arguments"):
+        lz.explain(facts, query)
 
 
 @pytest.mark.parametrize("shape_strides", [

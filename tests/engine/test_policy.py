@@ -248,7 +248,7 @@ def test_a_missing_file_is_named(tmp_path):
     ("LAYERZERO_LOCK_ATTENTION", "flash_attn.v3.causal", {"locks": {"attention": "flash_attn.v3.causal"}}),
     ("LAYERZERO_LOCK", "norm.rms=a, norm.layer=b", {"locks": {"norm.rms": "a", "norm.layer": "b"}}),
     ("LAYERZERO_MEMORY_HEADROOM_MB", "12", {"memory_headroom_mb": 12}),
-    ("LAYERZERO_CACHE_DIR", "/nowhere", {}),
+    ("LAYERZERO_CONFIG", "/nowhere.yaml", {}),
     ("OTHER", "1", {}),
 ])  # fmt: skip
 def test_environment_variables(variable, text, settings):
@@ -280,7 +280,8 @@ def test_configure_refuses_unknown_keys_and_resets_with_none():
     with pytest.raises(lz.PolicyError, match="did you mean 'strict_mode'"):
         lz.configure(strict_modes=True)
     lz.configure(strict_mode=True)
-    lz.configure(strict_mode=None)
+    lz.configure(strict_mode=None, prefer=["torch"])
+    lz.configure(prefer=None)
     assert config.CONFIGURATION.policy.strict_mode is False
 
 

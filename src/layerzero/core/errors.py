@@ -42,7 +42,7 @@ class InvalidCallError(LayerZeroError, ValueError):
         self.code = code
         prefix = f"[{code}] " if code is not None else ""
         body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{prefix}{function}: {body}")
+        super().__init__(f"{prefix}{function}:{' ' if len(problems) == 1 else ''}{body}")
 
 
 class PolicyError(LayerZeroError, ValueError):

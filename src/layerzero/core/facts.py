@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.layouts import CANONICAL, permutation
 from layerzero.core.operation import Operation
@@ -183,6 +184,11 @@ class Facts(Mapping[str, object]):
         """The same call with other memory, as after a copy."""
         return Facts(self.operation, self.device, self.layout, dict(tensors), self._values)
 
+    def on(self, device: Device, *, capturing: bool) -> Facts:
+        """The same call asked about on another device, or inside a CUDA graph capture."""
+        changed = {"platform": device.platform, "sm": device.sm_number, "capturing": capturing}
+        return Facts(self.operation, device, self.layout, self.tensors, {**self._values, **changed})
+
     def sizes(self) -> dict[str, int]:
         """Axis sizes and derived sizes only: what the amount of work depends on."""
         return {name: value for name, value in self._values.items() if type(value) is int}
@@ -198,6 +204,8 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, frozenset):
         return sorted(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
 
 

@@ -45,6 +45,8 @@ class Arch(Limit):
         return NOTHING
 
     def describe(self) -> str:
+        if self.min and self.max:
+            return f"sm {_sm(self.min)} to {_sm(self.max)}"
         low = f">= {_sm(self.min)}" if self.min else ""
         high = f"<= {_sm(self.max)}" if self.max else ""
         return f"sm {low} {high}".replace("  ", " ").strip()

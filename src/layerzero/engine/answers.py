@@ -51,7 +51,10 @@ def explain(
     machine = Machine(Device.named(device) if isinstance(device, str) else device, libraries)
     policy = current_policy()
     if isinstance(operation, Facts):
-        return _explain_facts(operation, machine if device or libraries is not None else probe.this_machine())
+        if args or kwargs:
+            raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
+        asked = operation.on(machine.device or operation.device, capturing=capturing or bool(operation["capturing"]))
+        return _explain_facts(asked, machine if device or libraries is not None else probe.this_machine())
     dispatcher, arguments, wanted = _question(operation, args, kwargs)
     call_state = None
     if capturing or device is not None:
@@ -298,7 +301,8 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield f"{kernel} failed and rests: {error}"
     usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
     if not usable:
-        yield f"only torch's own kernels are usable on {devices[-1].name}; `pip install layerzero[cpu]` adds more"
+        more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
+        yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 

@@ -18,14 +18,14 @@ import yaml
 
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
-from layerzero.engine.settings import SETTINGS, checked, nearest
+from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
 from layerzero.ops import OPERATIONS
 
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
-_ELSEWHERE = frozenset({"CONFIG", "CACHE_DIR"})
-"""Variables with a meaning of their own: the configuration file, and the folder of caches."""
+_ELSEWHERE = frozenset({"CONFIG"})
+"""Variables with a meaning of their own: the configuration file."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
@@ -95,10 +95,10 @@ class Configuration:
 
     def configure(self, **values: Any) -> None:
         """Set process-wide values; None resets a key that has no None of its own."""
-        reset = {name for name, value in values.items() if value is None and name != "layout"}
-        settings = checked({name: value for name, value in values.items() if name not in reset}, "configure")
-        checked({name: SETTINGS[name].default for name in reset if name in SETTINGS}, "configure")
-        for name in reset - set(SETTINGS):
+        given = {name: value for name, value in values.items() if value is not None or name == "layout"}
+        reset = {ALIASES.get(name, name) for name in values if name not in given}
+        settings = checked(given, "configure")
+        for name in sorted(reset - set(SETTINGS)):
             raise PolicyError(f"configure: unknown key {name!r}{nearest(name, SETTINGS)}")
         with self._lock:
             before = dict(self._configured)

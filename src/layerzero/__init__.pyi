@@ -1,0 +1,188 @@
+# ruff: noqa: A002  # torch's argument names
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+from layerzero import testing
+from layerzero.core import limits
+from layerzero.core.device import Device
+from layerzero.core.errors import (
+    CudaGraphUnsafeError,
+    InvalidCallError,
+    KernelExecutionError,
+    LayerZeroError,
+    LayerZeroFallbackWarning,
+    LayerZeroLayoutWarning,
+    LayerZeroWarning,
+    NoCompatibleKernelPairError,
+    NoKernelFoundError,
+    PolicyError,
+    RegistrationError,
+    VersionMismatchError,
+)
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance
+from layerzero.core.plan import Plan, Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.engine.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
+from layerzero.engine.control import (
+    avoid,
+    configure,
+    deterministic,
+    disabled,
+    load_config,
+    lock,
+    prefer,
+    register_backend,
+    register_kernel,
+    register_operation,
+    scope,
+    unlock,
+    unregister_kernel,
+)
+from layerzero.engine.probe import Machine
+from layerzero.engine.warmup import warmup
+from layerzero.integrations.transformers import register_with_transformers
+
+__all__ = [
+    "Backend",
+    "Case",
+    "CudaGraphUnsafeError",
+    "Device",
+    "DeviceSpec",
+    "ExecutionPlan",
+    "Facts",
+    "FactsBuilder",
+    "Function",
+    "InvalidCallError",
+    "Kernel",
+    "KernelExecutionError",
+    "KernelSpec",
+    "LayerZeroError",
+    "LayerZeroFallbackWarning",
+    "LayerZeroLayoutWarning",
+    "LayerZeroWarning",
+    "Machine",
+    "NoCompatibleKernelPairError",
+    "NoKernelFoundError",
+    "OpKind",
+    "Operation",
+    "OperationSchema",
+    "Plan",
+    "PolicyError",
+    "Reason",
+    "ReasonCode",
+    "RegistrationError",
+    "Report",
+    "SelectionContext",
+    "SelectionContextBuilder",
+    "SelectionReport",
+    "TensorSchema",
+    "Tolerance",
+    "VersionMismatchError",
+    "__version__",
+    "add_rms_norm",
+    "attention",
+    "avoid",
+    "configure",
+    "deterministic",
+    "disabled",
+    "doctor",
+    "explain",
+    "facts",
+    "layer_norm",
+    "limits",
+    "list_kernels",
+    "list_operations",
+    "load_config",
+    "lock",
+    "prefer",
+    "register_backend",
+    "register_kernel",
+    "register_operation",
+    "register_with_transformers",
+    "rms_norm",
+    "scope",
+    "testing",
+    "unlock",
+    "unregister_kernel",
+    "validate",
+    "warmup",
+    "which",
+]
+
+__version__: str
+
+DeviceSpec = Device
+SelectionContext = Facts
+SelectionContextBuilder = FactsBuilder
+KernelSpec = Kernel
+ExecutionPlan = Plan
+SelectionReport = Report
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    layout: str | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    layout: str | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    layout: str | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor: ...
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor: ...
+def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor: ...

@@ -1,0 +1,8 @@
+"""``python -m layerzero``: the command line."""
+
+from __future__ import annotations
+
+from layerzero.cli.app import main
+
+if __name__ == "__main__":
+    main(prog_name="layerzero")

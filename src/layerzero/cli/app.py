@@ -1,0 +1,230 @@
+"""The commands of ``layerzero``; what each needs is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from layerzero.cli import calls
+from layerzero.cli.calls import AsJson
+from layerzero.cli.output import FINE, NO, Answer, Command, say, stdout_console
+
+main = typer.Typer(
+    name="layerzero",
+    help="Choose the fastest valid kernel for each call, and say why.",
+    epilog="\b\nExamples:\n"
+    "  layerzero doctor\n"
+    "  layerzero explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16\n"
+    "  layerzero kernels rms_norm\n\n"
+    "Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config = typer.Typer(help="Show settings, explain them, check a file of them.", no_args_is_help=True)
+config.info.epilog = "\b\nExamples:\n  layerzero config show\n  layerzero config check layerzero.yaml"
+main.add_typer(config, name="config", rich_help_panel=None)
+
+
+def _examples(*lines: str) -> dict[str, Any]:
+    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from layerzero import __version__
+
+        typer.echo(f"layerzero {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
+
+
+@main.callback()
+def options(version: Version = False) -> None:
+    """Take the options of all commands."""
+
+
+@main.command(**_examples("demo", 'demo --text "Where is my parcel?" --repeat 50', "demo --json"))
+def demo(
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="SENTENCE", help="A sentence to embed; give it again for more."),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Timed runs of each model.", min=1)] = 20,
+    json: AsJson = False,
+) -> Answer:
+    """Run a small real model, stock and on LayerZero.
+
+    Tells what ran, why, how fast it was, and how equal the results are.
+    """
+    import io
+
+    from layerzero.cli.demo import demo as run
+
+    spoken = io.StringIO()
+    try:
+        data = run(stdout_console(spoken if json else None), json=json, texts=text, repeat=repeat)
+    except SystemExit:
+        say(spoken.getvalue().rstrip())
+        raise
+    return Answer(data, tuple)
+
+
+main.command(
+    "explain",
+    help="Tell which kernel a call gets, and why.\n\n"
+    "Every candidate is listed with its score or every reason against it. Nothing runs.",
+    **_examples(
+        "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
+        "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
+        "explain attention --shape 8x128x12x32 --no-causal --param attn_mask=8x1x128x128:bool",
+        "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
+        "explain rms_norm --shape 512x1024 --set prefer=torch --json",
+    ),
+)(calls.command(calls.explained))
+main.command(
+    "which",
+    help="Print the id of the kernel that a call gets. Takes the options of explain.",
+    **_examples("which rms_norm --shape 512x1024", "which attention --shape 1x1x32x128 --kv-shape 1x4096x8x128"),
+)(calls.command(calls.named))
+
+
+@main.command(**_examples("doctor", "doctor --load --strict"))
+def doctor(
+    load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
+    json: AsJson = False,
+) -> Answer:
+    """Diagnose this machine and its libraries.
+
+    Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it.
+    """
+    from layerzero.cli import tables
+    from layerzero.engine.answers import doctor as diagnose
+
+    diagnosis = diagnose(load=load)
+    code = NO if strict and diagnosis.issues else FINE
+    return Answer(diagnosis.to_dict(), lambda: tables.diagnosis(diagnosis), code)
+
+
+@main.command(**_examples("kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json'))
+def kernels(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")] = "*",
+    json: AsJson = False,
+) -> Answer:
+    """List kernels, their limits, and what is installed."""
+    from layerzero.cli import listing, tables
+    from layerzero.engine.registry import REGISTRY
+
+    found = listing.on_this_machine(REGISTRY.kernels(operation))
+    return Answer([listing.kernel_data(each) for each in found], lambda: tables.kernels(found))
+
+
+@main.command(**_examples("operations", "operations --json"))
+def operations(json: AsJson = False) -> Answer:
+    """List operations and their named cases."""
+    from layerzero.cli import listing, tables
+    from layerzero.engine.answers import list_operations
+
+    found = list_operations()
+    return Answer([listing.operation_data(each) for each in found], lambda: tables.operations(found))
+
+
+@main.command(**_examples("fuzz --calls 1000", 'fuzz --calls 1000 --seed 7 --kernel "torch.*"'))
+def fuzz(
+    calls: Annotated[int, typer.Option("--calls", metavar="N", help="Random calls to make.", min=1)] = 1000,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Seed that draws them; the same seed draws the same calls.")
+    ] = 0,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Test these kernels only: id, glob or library."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors, as torch names it.")
+    ] = "cpu",
+    json: AsJson = False,
+) -> Answer:
+    """Compare random calls with float64.
+
+    Exits with 1 if a result is wrong, or if nothing was compared. Each wrong one comes with a line of Python that
+    shows it again.
+    """
+    import logging
+
+    from layerzero.cli import check, listing
+    from layerzero.testing import fuzz as fuzzing
+
+    check.kernels_exist(kernel or [])
+    logging.getLogger("layerzero").setLevel(logging.ERROR)  # fallbacks are expected here, and counted
+    report = fuzzing.run(
+        calls, seed, progress=lambda so_far: say(listing.progress(so_far, calls)), kernels=kernel, device=device
+    )
+    proved = report.ok and report.comparisons > 0
+    if report.comparisons == 0:
+        say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
+    return Answer(listing.fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
+
+
+@main.command(**_examples("docs", "docs --check"))
+def docs(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a file is stale.")] = False,
+    root: Annotated[
+        Path | None, typer.Option("--root", metavar="FOLDER", help="The source checkout; found by itself.")
+    ] = None,
+    json: AsJson = False,
+) -> Answer:
+    """Write the generated documentation, or check it.
+
+    It follows from the declarations: the support table of README.md and the pages of docs/.
+    """
+    from layerzero.cli import docs as generated
+
+    return generated.answer(root, check=check)
+
+
+@config.command("show", **_examples("config show", "config show --json"))
+def config_show(json: AsJson = False) -> Answer:
+    """Print every effective setting and where it comes from."""
+    from layerzero.cli import tables
+    from layerzero.engine.config import CONFIGURATION
+
+    effective = CONFIGURATION.effective_with_origin()
+    data = {key: {"value": value, "origin": origin} for key, (value, origin) in effective.items()}
+    return Answer(data, lambda: tables.effective(effective))
+
+
+@config.command("keys", **_examples("config keys"))
+def config_keys(json: AsJson = False) -> Answer:
+    """Print every key with its type, default and meaning."""
+    from layerzero.cli import describe, tables
+    from layerzero.engine.settings import SETTINGS
+
+    data = {
+        key: {"type": describe.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
+        for key, each in SETTINGS.items()
+    }
+    return Answer(data, lambda: tables.keys(SETTINGS))
+
+
+@config.command("check", **_examples("config check layerzero.yaml"))
+def config_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")],
+    json: AsJson = False,
+) -> Answer:
+    """Check a file of settings.
+
+    Exits with 1 if a key, a value, or the name of a kernel, operation or fact in it is wrong.
+    """
+    from layerzero.cli.check import problems
+
+    if not file.is_file():
+        raise ValueError(f"{file}: wanted a file of settings, got {'a folder' if file.is_dir() else 'nothing'}")
+    found = problems(file)
+    data = {"file": str(file), "valid": not found, "problems": found}
+    return Answer(data, lambda: found or [f"{file}: fine"], NO if found else FINE)

@@ -1,0 +1,137 @@
+"""``explain`` and ``which``: the flags that describe a call, shared by both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerzero.cli.output import FINE, NO, Answer, say
+
+if TYPE_CHECKING:
+    from layerzero.cli.question import Question
+    from layerzero.core.plan import Report
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A function (attention), operation (norm.rms) or alias (attention.causal)."),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        metavar="SIZES",
+        help="Shape of the query or the input, as 1x2048x32x128; weights, keys and values follow.",
+    ),
+]
+KvShape = Annotated[
+    str | None,
+    typer.Option("--kv-shape", metavar="SIZES", help="Shape of key and value; by default that of the query."),
+]
+CaseName = Annotated[
+    str | None, typer.Option("--case", metavar="NAME", help="A named case in place of --shape; see `operations`.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."
+    ),
+]
+Layout = Annotated[str | None, typer.Option("--layout", metavar="BSHD|BHSD", help="Layout of attention's tensors.")]
+Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="Hide keys in the future; the default.")]
+Param = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param",
+        metavar="NAME=VALUE",
+        help="A further argument: window=128,0 softcap=30.0 return_lse=true; a tensor as SHAPE[:DTYPE]: "
+        "attn_mask=1x1x8x8:bool. Again for more.",
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ...",
+    ),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option("--with", metavar="LIBRARY=VERSION", help="Pretend that a library is installed. Again for more."),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", metavar="LIBRARY", help="Pretend that a library is absent. Again for more."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting for this question, as in a file. Again for more."),
+]
+Grad = Annotated[bool, typer.Option("--grad", help="Gradients are needed.")]
+Capturing = Annotated[bool, typer.Option("--capturing", help="A CUDA graph is being captured.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def command(answer: Callable[[Question, Report], Answer]) -> Callable[..., Answer]:
+    """Make a command that asks about a call and answers in one of two ways."""
+
+    def ask(
+        name: Name,
+        shape: Shape = None,
+        kv_shape: KvShape = None,
+        case: CaseName = None,
+        dtype: Dtype = None,
+        layout: Layout = None,
+        causal: Causal = None,
+        param: Param = None,
+        device: DeviceName = None,
+        with_: With = None,
+        without: Without = None,
+        set_: Set = None,
+        grad: Grad = False,
+        capturing: Capturing = False,
+        json: AsJson = False,
+    ) -> Answer:
+        from layerzero.cli.question import Flags, question
+
+        asked = question(
+            Flags(
+                name=name,
+                shape=shape,
+                kv_shape=kv_shape,
+                case=case,
+                dtype=dtype,
+                layout=layout,
+                causal=causal,
+                params=param or (),
+                device=device,
+                installed=with_ or (),
+                missing=without or (),
+                settings=set_ or (),
+                grad=grad,
+                capturing=capturing,
+            )
+        )
+        return answer(asked, asked.ask())
+
+    return ask
+
+
+def explained(asked: Question, report: Report) -> Answer:
+    """Show the whole report."""
+    from layerzero.cli import tables
+
+    return Answer(report.to_dict(), lambda: tables.explained(report), FINE if report.chosen else NO)
+
+
+def named(asked: Question, report: Report) -> Answer:
+    """Show the kernel's id alone, so that a script can use it."""
+    score = round(report.chosen.score, 3) if report.chosen else None
+    data = {"kernel_id": report.kernel_id, "score": score, "operation": report.operation}
+    if report.kernel_id is None:
+        say(f"no kernel of {report.operation} is legal for this call; `layerzero explain` with these options says why")
+        return Answer(data, tuple, NO)
+    kernel_id = report.kernel_id
+    return Answer(data, lambda: [kernel_id])

@@ -1,0 +1,57 @@
+"""What is wrong with a file of settings; whether names of kernels name anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from layerzero.core.errors import PolicyError
+from layerzero.engine.config import Configuration, read_yaml
+from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
+
+
+def problems(file: Path) -> list[str]:
+    """List what is wrong, with file, key, wanted and got; empty if the file is fine.
+
+    A name that no kernel has is wrong although the engine takes it: the plugin that brings it may not be installed, but
+    far more often it is misspelt, and a denied kernel would run.
+    """
+    try:
+        values = read_yaml(file)
+        policy = Configuration({}).effective(values)
+    except PolicyError as error:
+        return [str(error)]
+    return [f"{file}: {problem}" for problem in _unknown_names(policy)]
+
+
+def kernels_exist(patterns: Iterable[str]) -> None:
+    """Refuse a pattern that names no kernel. Raises: ValueError with the nearest name."""
+    for pattern in patterns:
+        if not _names_something(pattern):
+            raise ValueError(f"--kernel: {_unknown(pattern)}")
+
+
+def _names_something(pattern: str) -> bool:
+    return any(names_kernel(pattern, kernel) for kernel in REGISTRY.kernels())
+
+
+def _unknown(pattern: str) -> str:
+    known = {name for kernel in REGISTRY.kernels() for name in (kernel.id, kernel.source)}
+    return f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, sorted(known))}"
+
+
+def _unknown_names(policy: Policy) -> Iterator[str]:
+    patterns = [(key, name) for key in ("prefer_sources", "avoid_sources", "allow", "deny") for name in policy[key]]
+    for index, rule in enumerate(policy.rules):
+        for action in ("prefer", "avoid", "deny"):
+            patterns += [(f"rules[{index}].{action}", name) for name in getattr(rule, action)]
+    for key, name in patterns:
+        if not _names_something(name):
+            yield f"{key}: {_unknown(name)}"
+    for lock in policy.locks:
+        kernels = REGISTRY.kernels(lock.operation)
+        if not any(names_kernel(lock.kernel, kernel) for kernel in kernels):
+            known_ids = ", ".join(kernel.id for kernel in kernels)
+            yield f"locks: {lock.operation}: wanted one of {known_ids}, got {lock.kernel!r}"

@@ -1,0 +1,104 @@
+"""Kernels in words: what tables and the generated documentation say about a declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import (
+    Aligned,
+    Contiguous,
+    Dtype,
+    LastStrideOne,
+    OneOf,
+    Platform,
+    SameHeads,
+    SdpaEnabled,
+    SquareCausal,
+)
+from layerzero.ops import FUNCTIONS
+
+_REPAIRED = (Aligned, Contiguous, LastStrideOne, SameHeads)
+
+FLAGS = {
+    "grad": "its backward pass is right",
+    "deterministic": "gives the same bits each time",
+    "graph_safe": "may run under CUDA graph capture",
+    "jit": "compiles; refused until `lz.warmup` built it",
+}
+"""Flags of a kernel that decide whether it is legal, and what they mean."""
+
+
+def operations(names: Sequence[str]) -> list[str]:
+    """Name operations briefly: a function stands for all of its operations."""
+    left, texts = list(names), []
+    for function in FUNCTIONS.values():
+        owned = [operation.name for operation in function.operations]
+        if len(owned) > 1 and set(owned) <= set(left):
+            texts.append(f"{function.name} (all {len(owned)})")
+            left = [name for name in left if name not in owned]
+    return [*texts, *left]
+
+
+def function_of(operation: str) -> str:
+    """Name the public function that leads to an operation, empty if there is none."""
+    return next((f.name for f in FUNCTIONS.values() if any(each.name == operation for each in f.operations)), "")
+
+
+def platforms(kernel: Kernel) -> tuple[str, ...]:
+    """Platforms that the kernel runs on."""
+    named = [set(limit.names) for limit in kernel.limits if isinstance(limit, Platform)]
+    return tuple(name for name in kernel.backend.platforms if all(name in names for names in named)) or tuple(
+        sorted(set().union(*named))
+    )
+
+
+def dtypes(kernel: Kernel) -> tuple[str, ...]:
+    """Dtypes that the kernel takes; empty if it names none."""
+    return next((limit.names for limit in kernel.limits if isinstance(limit, Dtype)), ())
+
+
+def limits(kernel: Kernel) -> list[str]:
+    """Every limit other than platform and dtype."""
+    return [limit.describe() for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
+
+
+def hard_limits(kernel: Kernel) -> list[str]:
+    """Limits that no adaptation satisfies: no copy, repeated head or folded mask, nor the caller's sdpa_kernel."""
+    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype, *_REPAIRED, SdpaEnabled))]
+    return [limit.describe() for limit in hard if not _foldable(kernel, limit)]
+
+
+def _foldable(kernel: Kernel, limit: Limit) -> bool:
+    if isinstance(limit, SquareCausal):
+        return "causal" in kernel.folds
+    return isinstance(limit, OneOf) and limit.foldable and bool(kernel.folds)
+
+
+def flags(kernel: Kernel) -> list[str]:
+    """Names of the flags that the kernel sets."""
+    return [name for name in FLAGS if getattr(kernel, name)]
+
+
+def library(kernel: Kernel) -> str:
+    """What must be installed: distribution, versions, further demands."""
+    backend = kernel.backend
+    names = " or ".join(name for name in backend.distributions if name)
+    own = f"{names} {backend.versions}".strip()
+    return ", ".join(filter(None, [own, *backend.requires])) or "nothing"
+
+
+def kind(type_: object) -> str:
+    """Name a type as Python writes it in an annotation."""
+    if isinstance(type_, tuple):
+        return " | ".join(kind(each) for each in type_)
+    return type_.__name__ if type(type_) is type else str(type_).replace("typing.", "")
+
+
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    """Name dtypes, widest family last, in a stable order."""
+    return ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))

@@ -1,0 +1,141 @@
+"""What every command shares: an answer as tables or as one JSON document, diagnostics on stderr, one way to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import typer
+from rich.console import Console, RenderableType
+from typer.core import TyperCommand
+
+from layerzero.core.errors import InvalidCallError, LayerZeroError, PolicyError, RegistrationError
+
+WIDTH = 100
+"""Columns where stdout is no terminal and COLUMNS says nothing."""
+
+FINE, NO, INVALID = 0, 1, 2
+"""Exit codes: fine; the answer is no; the question makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command has to say.
+
+    Attributes:
+        data: what ``--json`` prints.
+        show: what a person sees; made only when somebody looks.
+        code: the exit code.
+    """
+
+    data: object
+    show: Callable[[], Iterable[RenderableType]]
+    code: int = FINE
+
+
+class Command(TyperCommand):
+    """A command whose function returns an :class:`Answer`; ``--json`` and errors work the same in all of them."""
+
+    def invoke(self, ctx: typer.Context) -> None:  # type: ignore[override]  # typer.Context is what typer passes
+        as_json = bool(ctx.params.get("json"))
+        with _warnings_on_stderr(), _stdout_kept_for_json(as_json):
+            try:
+                answer: Answer = super().invoke(ctx)
+            except (LayerZeroError, KeyError, ValueError) as error:
+                if not _ours(error):
+                    raise
+                answer = _failure(error, ctx.command_path)
+        if as_json:
+            typer.echo(json.dumps(answer.data, indent=2, default=str))
+        else:
+            console = stdout_console()
+            for part in answer.show():
+                if isinstance(part, str):  # text as it is: neither wrapped nor read as markup
+                    typer.echo(part)
+                else:
+                    console.print(part)
+        raise typer.Exit(answer.code)
+
+
+def stdout_console(file: TextIO | None = None) -> Console:
+    """Make a console that is readable in a terminal, in a pipe and in a file."""
+    stream = file or sys.stdout
+    piped = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(file=stream, width=WIDTH if piped else None, highlight=False)
+
+
+def say(text: str) -> None:
+    """Write a diagnostic, which never mixes with the answer."""
+    typer.echo(text, err=True)
+
+
+def _ours(error: Exception) -> bool:
+    """Whether LayerZero raised this on purpose: a bug's ``KeyError: 'name'`` keeps its traceback."""
+    if isinstance(error, LayerZeroError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.startswith("layerzero.") and " " in _message(error)
+
+
+def _message(error: Exception) -> str:
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)  # str() would quote it
+
+
+def _failure(error: Exception, command: str) -> Answer:
+    """Write the error to stderr; with ``--json``, it is the document, too."""
+    message = _message(error)
+    say(f"error: {message}")
+    usage = isinstance(error, (InvalidCallError, PolicyError, RegistrationError)) or not isinstance(
+        error, LayerZeroError
+    )
+    if usage:
+        say(f"next step: `{command} --help` has examples")
+    data = {"error": {"type": type(error).__name__, "message": message}}
+    return Answer(data, tuple, INVALID if usage else NO)
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Warnings as one line each, without the source line that Python adds."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        say(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_json(active: bool) -> Iterator[None]:
+    """Send what kernel libraries print, from Python or from C, to stderr while a command works."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    try:
+        stdout, stderr = sys.stdout.fileno(), sys.stderr.fileno()
+    except io.UnsupportedOperation:  # streams in memory, as in a test
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    kept = os.dup(stdout)
+    os.dup2(stderr, stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # C buffers its own output and would write it after the switch back
+        os.dup2(kept, stdout)
+        os.close(kept)

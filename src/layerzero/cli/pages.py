@@ -1,0 +1,171 @@
+"""The generated pages: tables that follow from the declarations, and nothing that this machine has."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from layerzero.backends import BUILTIN
+from layerzero.cli import describe
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.operation import Operation
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.schema import TensorSchema
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+
+HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. -->"
+
+
+def builtin_kernels() -> list[Kernel]:
+    """The kernels that LayerZero declares, by priority; plugins are left out, for they differ by machine."""
+    kernels = [kernel for module in BUILTIN.values() for kernel in importlib.import_module(module).KERNELS]
+    return sorted(kernels, key=lambda kernel: (-kernel.priority, kernel.id))
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a Markdown table."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", r"\|").replace("\n", " ")
+
+
+def code(names: Iterable[object]) -> str:
+    """Write names as code, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _page(*blocks: str) -> str:
+    return "\n\n".join([HEADER, *(block for block in blocks if block)]) + "\n"
+
+
+def support() -> str:
+    """The support table of README.md: for each function, the kernels that may run it and what they demand."""
+    blocks = []
+    for function in FUNCTIONS.values():
+        names = [operation.name for operation in function.operations]
+        rows = []
+        for kernel in builtin_kernels():
+            runs = [name for name in names if name in kernel.operations]
+            if runs:
+                limits = describe.hard_limits(kernel)
+                only = f"only {', '.join(runs)}; " if len(runs) < len(names) else ""
+                dtypes = ", ".join(describe.dtypes(kernel)) or "any"
+                platforms = ", ".join(describe.platforms(kernel))
+                rows.append([f"`{kernel.id}`", platforms, dtypes, only + ("; ".join(limits) or "none")])
+        rows.append(["`reference.*`", "all", "any", "none"])
+        heading = f"**`lz.{function.name}`**: {', '.join(names)}"
+        blocks.append(f"{heading}\n\n{table(['kernel', 'platforms', 'dtypes', 'limits'], rows)}")
+    return "\n\n".join(blocks)
+
+
+def operations() -> str:
+    """docs/operations.md."""
+    aliases = table(
+        ["alias", "covers", "where"],
+        (
+            [f"`{alias}`", code(names), ", ".join(f"{fact} = {value}" for fact, value in implied.items())]
+            for alias, (names, implied) in OPERATION_ALIASES.items()
+        ),
+    )
+    intro = (
+        "A function checks a call and routes it to one operation. Kernels implement operations; each operation also "
+        "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may."
+    )
+    return _page(
+        "# Operations", intro, *map(_operation, OPERATIONS.values()), "## Aliases that locks and rules may use", aliases
+    )
+
+
+def _operation(operation: Operation) -> str:
+    schema = operation.schema
+    facts = [f"`lz.{describe.function_of(operation.name)}`"]
+    facts += [f"layouts {', '.join(operation.layouts)}"] if operation.layouts else []
+    facts += [f"generalises `{operation.sibling}`"] if operation.sibling else []
+    facts.append(f"writes into {code(schema.mutated)}" if schema.mutated else "writes into no argument")
+    tensors = [_tensor(each, "required" if each.required else "optional") for each in schema.inputs]
+    tensors += [_tensor(each, "result" if each.required else "result on demand") for each in schema.outputs]
+    params = [
+        [f"`{name}`", f"`{describe.kind(kind)}`", f"`{schema.neutral[name]}`" if name in schema.neutral else "none"]
+        for name, kind in schema.params.items()
+    ]
+    tolerance = [[dtype_name(dtype), each.rtol, each.atol] for dtype, each in operation.tolerance.items()]
+    cases = [[f"`{case.name}`", _values(case.sizes), _values(case.params)] for case in operation.cases]
+    blocks = [
+        f"## {operation.name}",
+        f"{operation.summary}: {'; '.join(facts)}.",
+        table(["tensor", "role", "axes", "dtypes"], tensors),
+        table(["parameter", "type", "neutral value"], params),
+        f"Tolerance against the reference in float64: {operation.tolerance_reason}.",
+        table(["dtype", "relative", "absolute"], tolerance),
+        table(["case", "sizes", "parameters"], cases),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _tensor(tensor: TensorSchema, role: str) -> list[str]:
+    axes = f"({', '.join(tensor.shape_vars)})" if tensor.shape_vars else "see the function"
+    dtypes = tensor.dtype_constraint
+    return [f"`{tensor.name}`", role, axes, describe.dtype_names(dtypes) if dtypes else "that of the inputs"]
+
+
+def _values(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "neutral"
+
+
+def kernels() -> str:
+    """docs/kernels.md."""
+    known = builtin_kernels()
+    intro = (
+        "Each kernel as it is declared. A call is offered to a kernel only if every limit holds and every argument "
+        "that differs from its neutral value is accepted; `layerzero explain` says which limit refused it. Priority "
+        "decides only where nothing was measured."
+    )
+    backends = sorted({kernel.backend: None for kernel in known}, key=lambda each: (each.name, each.import_name))
+    blocks = [_library(backend, [each for each in known if each.backend == backend]) for backend in backends]
+    references = (
+        "## reference\n\nEvery operation has `reference.<operation>`: its definition in plain PyTorch. It takes every "
+        "argument, dtype and platform, gives the same bits each time, has a backward pass and priority 0."
+    )
+    flags = table(["flag", "meaning"], ([f"`{name}`", meaning] for name, meaning in describe.FLAGS.items()))
+    return _page("# Kernels", intro, flags, *blocks, references)
+
+
+def _library(backend: Backend, kernels: Sequence[Kernel]) -> str:
+    names = " or ".join(name for name in backend.distributions if name)
+    heading = f"## {backend.name}" + (f" ({names})" if names else "")
+    lines = [f"{backend.summary}. Needs {describe.library(kernels[0])}."]
+    lines += [f"Install it: `{backend.install}`."] if backend.install else []
+    lines += [f"<{backend.homepage}>"] if backend.homepage else []
+    return "\n\n".join([heading, " ".join(lines), *map(_kernel, kernels)])
+
+
+def _kernel(kernel: Kernel) -> str:
+    rows: list[list[object]] = [
+        ["operations", code(kernel.operations)],
+        ["priority", kernel.priority],
+        ["platforms", ", ".join(describe.platforms(kernel))],
+        ["dtypes", ", ".join(describe.dtypes(kernel)) or "any"],
+        ["layout", kernel.layout or "any"],
+        ["further limits", "; ".join(describe.limits(kernel)) or "none"],
+        ["arguments accepted", code(kernel.accepts) or "none"],
+        ["folded into the mask", code(kernel.folds) or "none"],
+        ["flags", code(describe.flags(kernel)) or "none"],
+    ]
+    rows += [["arguments fixed by a limit", code(kernel.implies)]] if kernel.implies else []
+    rows += [["aliases", code(kernel.aliases)]] if kernel.aliases else []
+    return f"### {kernel.id}\n\n{table(['property', 'value'], rows)}"
+
+
+def reasons() -> str:
+    """docs/reasons.md."""
+    intro = (
+        "Why a kernel is refused: a code, the fact that decided, what was wanted and what was got. `layerzero explain` "
+        "prints them, `Report.reasons(kernel)` returns them."
+    )
+    rows = ([f"`{each}`", Reason(each, "{fact}", "{wanted}", "{got}").message] for each in ReasonCode)
+    return _page("# Reasons", intro, table(["code", "text"], rows))

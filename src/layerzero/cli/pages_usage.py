@@ -1,0 +1,136 @@
+"""The generated pages about using it: settings and their environment variables, and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+
+from layerzero.cli import describe
+from layerzero.cli.pages import HEADER, table
+from layerzero.core.errors import PolicyError
+from layerzero.engine.config import environment_settings, known_variables
+from layerzero.engine.settings import ALIASES, SETTINGS
+
+EXAMPLE = """\
+version: 1
+strict_mode: true
+prefer: [torch]
+deny: ["flash_attn.*"]
+locks:
+  norm.rms: torch.rms_norm
+  attention.causal: {kernel: torch.sdpa.math, otherwise: select}
+rules:
+  - match: {operation: attention, seq_k: ">16384"}
+    avoid: [torch.sdpa.math]
+cache:
+  max_size: 1000"""
+"""A file that `layerzero config check` accepts."""
+
+_ORDER = (
+    "Later wins: defaults, the YAML file, the environment, `lz.configure`, `with` blocks (`lz.scope`, `lz.prefer`, "
+    "`lz.avoid`, `lz.deterministic`, `lz.disabled`). `layerzero config show` prints every effective value and where it "
+    "comes from; `layerzero config check FILE` checks a file."
+)
+_ELSEWHERE = {
+    "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
+}
+
+
+def settings() -> str:
+    """docs/settings.md."""
+    built = [
+        [f"`{key}`", f"`{describe.kind(each.kind)}`", f"`{each.default!r}`", _meaning(key)]
+        for key, each in SETTINGS.items()
+        if each.built
+    ]
+    reserved = [[f"`{key}`", f"`{each.default!r}`", each.meaning] for key, each in SETTINGS.items() if not each.built]
+    blocks = [
+        HEADER,
+        "# Settings",
+        _ORDER,
+        f"```yaml\n{EXAMPLE}\n```",
+        table(["key", "type", "default", "meaning"], built),
+        "Other spellings: " + ", ".join(f"`{alias}` for `{key}`" for alias, key in sorted(ALIASES.items())) + ".",
+        "## Environment variables",
+        table(["variable", "sets", "example"], _variables()),
+        "## Reserved keys",
+        "Their features do not exist yet: the default is accepted, any other value is refused.",
+        table(["key", "default", "meaning"], reserved),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _meaning(key: str) -> str:
+    setting = SETTINGS[key]
+    choices = f"; one of {', '.join(f'`{choice}`' for choice in setting.choices)}" if setting.choices else ""
+    return setting.meaning + choices
+
+
+def _variables() -> Iterator[tuple[str, str, str]]:
+    """Each variable with the key that it sets, found by setting it."""
+    for variable in known_variables():
+        if variable in _ELSEWHERE:
+            meaning, example = _ELSEWHERE[variable]
+            yield f"`{variable}`", meaning, example
+            continue
+        for text in ("1", "torch", "attention=torch"):
+            try:
+                (key, value), *_ = environment_settings({variable: text}).items()
+            except PolicyError:
+                continue
+            if SETTINGS[key].built:
+                yield f"`{variable}`", _effect(key, value), f"`{_example(key, text)}`"
+            break
+    yield "`LAYERZERO_LOCK_<OPERATION>`", "`locks` for one operation", "`LAYERZERO_LOCK_ATTENTION=torch.sdpa.math`"
+
+
+def _effect(key: str, value: Any) -> str:
+    return f"`{key}: {str(value).lower()}` when 1" if isinstance(value, bool) else f"`{key}`"
+
+
+def _example(key: str, text: str) -> str:
+    kind = SETTINGS[key].kind
+    if kind == list[str]:
+        return "torch,flash_attn.v2"
+    if key == "locks":
+        return "attention=torch.sdpa.math,norm.rms=torch.rms_norm"
+    choices = [choice for choice in SETTINGS[key].choices if choice is not None]
+    return str(choices[0]) if choices else str(SETTINGS[key].default) if kind is int else text
+
+
+def commands() -> str:
+    """docs/commands.md."""
+    from layerzero.cli.app import main
+
+    intro = (
+        "Every command takes `--help`. Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense. With "
+        "`--json`, stdout is one JSON document; diagnostics go to stderr."
+    )
+    blocks = [_command(path, command) for path, command in walk(typer.main.get_command(main), "layerzero")]
+    return "\n\n".join([HEADER, "# Commands", intro, *blocks]) + "\n"
+
+
+def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every command below this one, with the words that call it."""
+    children = getattr(command, "commands", {})
+    if not children:
+        yield path, command
+    for name, child in children.items():
+        yield from walk(child, f"{path} {name}")
+
+
+def _command(path: str, command: Any) -> str:
+    rows = []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            spelled = f"`{(parameter.metavar or parameter.name).upper()}`"
+        else:
+            value = f" {parameter.metavar or 'VALUE'}" if not parameter.is_flag else ""
+            spelled = " ".join(f"`{each}{value}`" for each in (*parameter.opts, *parameter.secondary_opts))
+        rows.append([spelled, parameter.help])
+    examples = (command.epilog or "").partition("Examples:\n")[2]
+    lines = "\n".join(line.strip() for line in examples.splitlines() if line.strip())
+    text = " ".join(command.help.split())
+    return f"## {path}\n\n{text}\n\n{table(['argument or option', 'meaning'], rows)}\n\n```console\n{lines}\n```"

@@ -1,0 +1,246 @@
+"""A call without tensors: from ``--shape 1x2048x32x128 --dtype bfloat16`` to what ``lz.explain`` takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import yaml
+
+from layerzero.core.device import KNOWN_DEVICES, Device
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.operation import Case, Function, Operation
+from layerzero.core.plan import Report
+from layerzero.engine.answers import explain
+from layerzero.engine.config import SCOPES
+from layerzero.engine.settings import ALIASES, SETTINGS, nearest
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+
+_SIZES = re.compile(r"\d+(?:[x,]\d+)*")
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """A call as it was typed; the names are those of the flags."""
+
+    name: str
+    shape: str | None = None
+    kv_shape: str | None = None
+    case: str | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    causal: bool | None = None
+    params: Sequence[str] = ()
+    device: str | None = None
+    installed: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    grad: bool = False
+    capturing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: a function's name, its arguments on ``meta``, a device, and libraries (None: those installed)."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    device: Device
+    libraries: Mapping[str, str] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    capturing: bool = False
+
+    def ask(self) -> Report:
+        """Ask it. Raises: what :func:`layerzero.explain` raises."""
+        with SCOPES.scope(self.settings):
+            return explain(
+                self.name,
+                **self.arguments,
+                device=self.device,
+                libraries=self.libraries,
+                capturing=self.capturing,
+            )
+
+
+def question(flags: Flags) -> Question:
+    """Read the flags. Raises: KeyError or ValueError with wanted and got."""
+    function, operations = _named(flags.name)
+    device = device_of(flags.device)
+    dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
+    given = dict(_pair(text, "--param", "name=value") for text in flags.params)
+    shapes, arguments = _shapes(flags, function, operations)
+    for name in ("layout", "causal"):
+        value = getattr(flags, name)
+        if value is not None:
+            _check_parameter(function, name, f"--{name}")
+            arguments[name] = value
+    kinds = {name: kind for operation in function.operations for name, kind in operation.schema.params.items()}
+    for name, text in given.items():
+        _check_parameter(function, name, "--param")
+        if name not in function.tensors:
+            arguments[name] = _value(kinds.get(name, str), text, f"--param {name}")
+    _norm_shapes(function, shapes, arguments)
+    for name, shape in shapes.items():
+        arguments[name] = torch.empty(shape, dtype=dtype, device="meta")
+    for name in function.tensors:
+        if name in given:
+            arguments[name] = _tensor(function, name, given[name], dtype)
+    if flags.grad:
+        for name in set(function.tensors) - set(function.mutates):
+            if isinstance(arguments.get(name), torch.Tensor) and arguments[name].is_floating_point():
+                arguments[name].requires_grad_()
+    libraries = _libraries(flags.installed, flags.missing)
+    return Question(flags.name, arguments, device, libraries, _settings(flags.settings), flags.capturing)
+
+
+def device_of(name: str | None) -> Device:
+    """A device by name: ``cpu``, ``cuda``, ``cuda:1`` mean this machine's; anything else a known device."""
+    if name is None:
+        return Device.detect("cuda" if torch.cuda.is_available() else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        count = torch.cuda.device_count() if name != "cpu" else 1
+        if int(name.partition(":")[2] or 0) >= count:
+            known = ", ".join(KNOWN_DEVICES)
+            raise ValueError(f"--device: wanted cpu or one of {count} CUDA devices, got {name}; named ones: {known}")
+        return Device.detect(name)
+    return Device.named(name)
+
+
+def _named(name: str) -> tuple[Function, Sequence[Operation]]:
+    """The function that a name asks about, and the operations it may mean."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name], FUNCTIONS[name].operations
+    names = OPERATION_ALIASES[name][0] if name in OPERATION_ALIASES else (name,)
+    for function in FUNCTIONS.values():
+        operations = [operation for operation in function.operations if operation.name in names]
+        if operations:
+            return function, operations
+    known = [*FUNCTIONS, *OPERATIONS, *OPERATION_ALIASES]
+    near = nearest(name, known) or f"; known: {', '.join(known)}"
+    raise KeyError(f"unknown operation {name!r}{near}")
+
+
+def _shapes(
+    flags: Flags, function: Function, operations: Sequence[Operation]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Shapes of the implied tensors, and the arguments that a case brings."""
+    attention = "query" in function.tensors
+    if flags.kv_shape is not None and not attention:
+        raise ValueError(f"--kv-shape: wanted attention, got {function.name}, which has no keys")
+    if flags.case is not None:
+        if flags.shape is not None or flags.kv_shape is not None:
+            raise ValueError("--case: wanted either --case or --shape, got both")
+        operation, case = _case(flags.case, operations)
+        sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0), "...": case.sizes.get("rows", 0)}
+        tensors = operation.schema.required
+        shapes = {each.name: tuple(sizes[axis] for axis in each.axes_in(flags.layout)) for each in tensors}
+        layout = {"layout": operation.layouts[0]} if operation.layouts else {}
+        return shapes, {**layout, **case.params}
+    if flags.shape is None:
+        cases = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
+        raise ValueError(f"{flags.name}: wanted --shape (1x2048x32x128) or --case, got neither; cases: {cases}")
+    shape = _sizes(flags.shape, "--shape")
+    if attention:
+        kv_shape = _sizes(flags.kv_shape, "--kv-shape") if flags.kv_shape else shape
+        return {"query": shape, "key": kv_shape, "value": kv_shape}, {}
+    return {name: shape for name in function.tensors if name in ("input", "residual")}, {}
+
+
+def _norm_shapes(function: Function, shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) -> None:
+    """Add what a norm's input implies: the normalised shape, weight and bias."""
+    if "input" not in shapes:
+        return
+    hidden = shapes["input"][-1:]
+    if any(parameter.name == "normalized_shape" for parameter in function.parameters):
+        hidden = arguments["normalized_shape"] = arguments.get("normalized_shape") or hidden
+    shapes |= {name: hidden for name in function.tensors if name in ("weight", "bias")}
+
+
+def _case(name: str, operations: Sequence[Operation]) -> tuple[Operation, Case]:
+    found = [(operation, case) for operation in operations for case in operation.cases if case.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(operation.name for operation, _ in found)
+        raise ValueError(f"--case: {name!r} is a case of {names}; ask about one of them by name")
+    known = dict.fromkeys(case.name for operation in operations for case in operation.cases)
+    raise ValueError(f"--case: wanted one of {', '.join(known)}, got {name!r}")
+
+
+def _check_parameter(function: Function, name: str, flag: str) -> None:
+    known = [parameter.name for parameter in function.parameters]
+    if name not in known:
+        near = nearest(name, known) or f"; it has {', '.join(known)}"
+        raise ValueError(f"{flag}: {function.name} has no argument {name!r}{near}")
+
+
+def _sizes(text: str, flag: str) -> tuple[int, ...]:
+    if not _SIZES.fullmatch(text):
+        raise ValueError(f"{flag}: wanted sizes like 1x2048x32x128, got {text!r}")
+    return tuple(int(size) for size in re.split("[x,]", text))
+
+
+def _tensor(function: Function, name: str, text: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor argument as ``SHAPE[:DTYPE]``; without a dtype, the call's where that is allowed."""
+    if text == "none":
+        return None
+    shape, colon, named = text.partition(":")
+    schema = next(each for op in function.operations for each in op.schema.inputs if each.name == name)
+    allowed = schema.dtype_constraint
+    if colon:
+        dtype = dtype_named(named)
+    elif allowed is not None and dtype not in allowed:
+        dtype = min(allowed, key=dtype_name)
+    return torch.empty(_sizes(shape, f"--param {name}"), dtype=dtype, device="meta")
+
+
+def _value(kind: object, text: str, flag: str) -> object:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if text.lower() == "none":
+        return None
+    if bool in kinds:
+        if text.lower() in _WORDS:
+            return _WORDS[text.lower()]
+        raise ValueError(f"{flag}: wanted true or false, got {text!r}")
+    if tuple in kinds:
+        try:
+            return tuple(int(part) for part in re.split("[x,]", text))
+        except ValueError:
+            raise ValueError(f"{flag}: wanted integers like 128,0, got {text!r}") from None
+    if float in kinds or int in kinds:
+        try:
+            return float(text) if float in kinds else int(text)
+        except ValueError:
+            raise ValueError(f"{flag}: wanted a number, got {text!r}") from None
+    return text
+
+
+def _pair(text: str, flag: str, wanted: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise ValueError(f"{flag}: wanted {wanted}, got {text!r}")
+    return name.strip(), value.strip()
+
+
+def _settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings that hold for the question; a list may be written with commas."""
+    settings = {}
+    for text in texts:
+        key, value = _pair(text, "--set", "key=value")
+        setting = SETTINGS.get(ALIASES.get(key, key))
+        plain = setting is not None and setting.kind == list[str]
+        settings[key] = [part.strip() for part in value.split(",")] if plain else yaml.safe_load(value)
+    return settings
+
+
+def _libraries(installed: Sequence[str], missing: Sequence[str]) -> dict[str, str] | None:
+    """What is installed here, with more or with less; None if nothing is pretended."""
+    if not installed and not missing:
+        return None
+    from layerzero.cli.libraries import pretend
+
+    return pretend(dict(_pair(text, "--with", "NAME=VERSION") for text in installed), missing)

@@ -1,0 +1,182 @@
+"""Answers as tables: 100 columns are enough, and a pipe reads the same words as a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from layerzero.cli import describe
+from layerzero.cli.listing import Listed
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
+from layerzero.core.operation import Operation
+from layerzero.core.plan import Candidate, Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.answers import Diagnosis
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import Setting
+
+
+def _table(*headers: str, **right: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=False)
+    for header in headers:
+        fold = header in ("kernel", "library", "key", "name")  # ids stay whole; prose wraps
+        table.add_column(header, no_wrap=fold, justify="right" if header in right else "left")
+    return table
+
+
+def _row(table: Table, *cells: Text | str) -> None:
+    """Add a row; strings are text, not markup: ``list[str]`` and ``[CODE]`` stay as they are."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def _lines(*lines: Text | str) -> Text:
+    return Text("\n").join([line if isinstance(line, Text) else Text(line) for line in lines])
+
+
+def explained(report: Report) -> Iterator[RenderableType]:
+    """The call, then a row for each candidate: score and its terms, or every reason why it is refused."""
+    title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
+    if report.locked:
+        title.append(f"  ({report.locked})")
+    yield title
+    yield Text(_call(report.facts), style="dim")
+    table = _table("", "kernel", "score", "why", score="right")
+    for candidate in report.candidates:
+        chosen = candidate is report.chosen
+        mark = Text(">", style="bold green") if chosen else Text("")
+        name = Text(candidate.kernel.id, style="bold green" if chosen else "" if candidate.legal else "dim")
+        score = f"{candidate.score:.1f}" if candidate.legal else Text("refused", style="red")
+        _row(table, mark, name, score, _why(candidate))
+    yield table
+    for note in report.notes:
+        yield Text(f"note: {note}")
+    if report.chosen is None and report.locked:
+        yield Text(f"next step: remove the {report.locked}, or let it say `otherwise: select`")
+
+
+def _call(facts: Facts) -> str:
+    """The call in a line: tensors, what differs from neutral, layout, device."""
+    shapes: dict[str, list[str]] = {}
+    for name, tensor in facts.tensors.items():
+        shapes.setdefault(f"{_sizes(tensor.shape)} {dtype_name(tensor.dtype)}", []).append(name)
+    parts = [f"{', '.join(names)} {shape}" for shape, names in shapes.items()]
+    neutral = facts.operation.schema.neutral
+    params = facts.operation.schema.params
+    shown = [name for name in params if name == "causal" or facts[name] != neutral.get(name, facts[name])]
+    parts += [f"{name} {facts[name]}" for name in shown]
+    parts += [name for name in ("requires_grad", "deterministic", "capturing", "autocast") if facts[name]]
+    parts.append(str(facts.layout) if facts.layout else "")
+    return f"{'; '.join(filter(None, parts))}; on {facts.device.name}"
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _why(candidate: Candidate) -> Text:
+    if not candidate.legal:
+        return _lines(*_against(candidate.reasons))
+    terms = ", ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
+    lines = [terms]
+    if candidate.time_us is not None:
+        lines.append(f"{candidate.time_us:.1f} us {candidate.provenance}, confidence {candidate.confidence:.2f}")
+    return _lines(*lines, *(f"adapts: {adaptation.text}" for adaptation in candidate.adaptations))
+
+
+def _against(reasons: Sequence[Reason]) -> Iterator[Text]:
+    """Every reason; beside another platform, which nothing can change, the others by code only."""
+    elsewhere = [reason for reason in reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
+    yield from map(_reason, elsewhere[:1] or reasons)
+    others = list(dict.fromkeys(str(reason.code) for reason in reasons if reason not in elsewhere))
+    if elsewhere and others:
+        yield Text.assemble("also ", (", ".join(others), "yellow"))
+
+
+def _reason(reason: Reason) -> Text:
+    return Text.assemble((str(reason.code), "yellow"), ": ", reason.message)
+
+
+def kernels(found: Sequence[Listed]) -> Iterator[RenderableType]:
+    """A row for each kernel: whether it can run here, priority, what it runs, limits and flags."""
+    table = _table("kernel", "priority", "runs, on, limits, flags", priority="right")
+    references = [listed for listed in found if listed.kernel.is_reference]
+    for listed in found:
+        kernel = listed.kernel
+        if kernel.is_reference:
+            continue
+        name = Text(kernel.id, style="bold" if listed.reason is None else "dim")
+        here = Text(f"installed {listed.version}".strip() if listed.version else "usable here", style="green")
+        if listed.reason is not None:
+            here = Text(str(listed.reason.code), style="yellow")
+        dtypes = ", ".join(describe.dtypes(kernel)) or "any dtype"
+        lines = [
+            f"runs: {', '.join(describe.operations(kernel.operations))}",
+            f"on: {', '.join(describe.platforms(kernel))}; {dtypes}",
+        ]
+        limits = describe.limits(kernel)
+        lines += [f"limits: {'; '.join(limits)}"] if limits else []
+        lines.append(f"flags: {', '.join(describe.flags(kernel)) or 'none'}")
+        _row(table, _lines(name, here), str(kernel.priority), _lines(*lines))
+        table.add_section()
+    if references:
+        runs = f"runs: {', '.join(describe.operations([listed.kernel.operations[0] for listed in references]))}"
+        takes = "takes everything; the operation's own definition in plain PyTorch, the last candidate"
+        _row(table, _lines("reference.<operation>", Text("usable here", style="green")), "0", _lines(runs, takes))
+    yield table
+
+
+def operations(found: Sequence[Operation]) -> Iterator[RenderableType]:
+    """A row for each operation."""
+    table = _table("name", "function", "what it computes, named cases", "kernels", kernels="right")
+    for operation in found:
+        cases = f"cases: {', '.join(case.name for case in operation.cases)}"
+        text = _lines(operation.summary, Text(cases, style="dim"))
+        count = len(REGISTRY.kernels(operation.name))
+        _row(table, operation.name, describe.function_of(operation.name), text, str(count))
+    yield table
+
+
+def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
+    """Versions, devices, libraries, issues."""
+    yield Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    for device in found.devices:
+        sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
+        sets = ", ".join(sorted(device.instruction_sets))
+        yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
+    table = _table("library", "version", "kernels", "state", kernels="right")
+    for library in found.libraries:
+        state = Text("usable", style="green") if library.reason is None else _reason(library.reason)
+        _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
+    yield table
+    for kernel, error in found.resting.items():
+        yield Text(f"resting: {kernel}: {error}", style="red")
+    for name, error in found.plugin_errors.items():
+        yield Text(f"plugin {name} failed: {error}", style="red")
+    for issue in found.issues:
+        yield Text(f"issue: {issue}", style="yellow")
+    if not found.issues:
+        yield Text("no issues found", style="green")
+
+
+def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:
+    """A row for each setting; those that somebody set stand out."""
+    table = _table("key", "value", "origin")
+    for key, (value, origin) in settings.items():
+        style = "" if origin == "default" else "bold green"
+        _row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
+    yield table
+
+
+def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
+    """A row for each key."""
+    table = _table("key", "type", "default", "meaning")
+    for key, setting in settings.items():
+        meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
+        _row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
+    yield table

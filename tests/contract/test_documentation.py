@@ -1,0 +1,155 @@
+"""Everything is documented, the generated pages are current, and what README.md shows works."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli import docs, pages
+from layerzero.cli.app import main
+from layerzero.cli.pages_usage import EXAMPLE, walk
+from layerzero.engine.config import known_variables
+from layerzero.engine.settings import SETTINGS
+from layerzero.ops import OPERATIONS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+def run(line):
+    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_is_documented(key):
+    assert f"| `{key}` |" in page("settings.md")
+    assert SETTINGS[key].meaning in page("settings.md")
+
+
+def test_every_environment_variable_is_documented():
+    reserved = {f"LAYERZERO_{key.upper()}" for key, setting in SETTINGS.items() if not setting.built}
+    assert not [
+        name for name in known_variables() if name not in reserved and f"| `{name}` |" not in page("settings.md")
+    ]
+
+
+@pytest.mark.parametrize("code", list(lz.ReasonCode))
+def test_every_reason_is_documented(code):
+    assert f"| `{code}` |" in page("reasons.md")
+
+
+def test_every_command_is_documented():
+    text = page("commands.md")
+    for path, command in walk(typer.main.get_command(main), "layerzero"):
+        section = text.partition(f"## {path}\n")[2].partition("\n## ")[0]
+        for parameter in command.params:
+            assert parameter.help
+            assert parameter.help.replace("|", r"\|") in section, (path, parameter.name)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_documented(name):
+    assert f"## {name}\n" in page("operations.md")
+    assert name in README
+
+
+def test_every_kernel_is_documented():
+    for kernel in pages.builtin_kernels():
+        assert f"### {kernel.id}\n" in page("kernels.md")
+        assert f"| `{kernel.id}` |" in README
+
+
+def test_generated_files_are_current():
+    result = run("docs --check")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_stale_file_fails_and_is_written(tmp_path):
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    kernels = tmp_path / "docs" / "kernels.md"
+    kernels.write_text(kernels.read_text() + "by hand\n")
+    (tmp_path / "docs" / "reasons.md").unlink()
+    (tmp_path / "README.md").write_text(README.replace("| kernel |", "| cernel |"))
+
+    result = run(f"docs --check --root {tmp_path}")
+    assert result.exit_code == 1
+    stale = ["README.md", "docs/kernels.md", "docs/reasons.md"]
+    assert result.stdout.splitlines() == [
+        *(f"stale: {each}" for each in stale),
+        "next step: `layerzero docs` writes them",
+    ]
+    assert json.loads(run(f"docs --check --root {tmp_path} --json").stdout)["stale"] == stale
+    assert kernels.read_text().endswith("by hand\n")  # checking writes nothing
+
+    assert run(f"docs --root {tmp_path}").stdout.splitlines() == [f"wrote {each}" for each in stale]
+    assert run(f"docs --check --root {tmp_path}").exit_code == 0
+    assert (tmp_path / "README.md").read_text() == README
+
+
+def test_documentation_does_not_depend_on_what_is_installed(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    @lz.register_kernel("norm.rms", "mine.rms_norm")
+    def mine(input, weight):
+        return input
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    texts = docs.wanted(ROOT)
+    assert [path for path, text in texts.items() if (ROOT / path).read_text() != text] == []
+    assert "mine.rms_norm" not in texts["docs/kernels.md"]
+
+
+def test_the_documented_settings_are_accepted(tmp_path):
+    assert f"```yaml\n{EXAMPLE}\n```" in page("settings.md")
+    file = tmp_path / "settings.yaml"
+    file.write_text(EXAMPLE)
+    lz.load_config(file)
+
+
+def test_the_code_in_the_readme_runs(capsys):
+    namespace = {}
+    for block in blocks("python"):
+        if "register_with_transformers" not in block:  # tests/integrations covers it
+            exec(block, namespace)
+    assert namespace["output"].shape == (1, 512, 32, 128)
+    assert "mine.rms_norm" in capsys.readouterr().out
+
+
+def test_the_explanation_in_the_readme_is_real():
+    block = next(block for block in blocks("console") if "layerzero explain" in block)
+    command, _, shown = block.partition("\n")
+    result = run(command.removeprefix("$ layerzero "))
+    assert result.exit_code == 0
+    real = [line.rstrip() for line in result.stdout.splitlines()]
+    assert [line for line in shown.splitlines() if line not in real] == []
+
+
+def test_every_link_in_the_readme_leads_somewhere():
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_changelog_has_a_place_for_what_comes_next():
+    assert "\n## [Unreleased]\n" in (ROOT / "CHANGELOG.md").read_text()

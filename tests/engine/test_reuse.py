@@ -1,0 +1,363 @@
+"""Soundness of reuse: a kept plan serves a call only where choosing anew would allow the same, with the same result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+import layerzero as lz
+from layerzero.core.facts import TensorFacts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Evidence
+from layerzero.engine import legality, planning
+from layerzero.engine.config import current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import USER_BACKEND
+from layerzero.testing import check, expected, random_call
+from layerzero.testing.compare import copied
+from layerzero.testing.generate import FUNCTIONS, RandomCall
+
+pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+
+EXAMPLES = settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def on_tensors(call, change):
+    arguments = {n: change(t) if isinstance(t, torch.Tensor) else t for n, t in call.arguments.items()}
+    return RandomCall(call.function, arguments, call.name)
+
+
+def moved(offset_bytes):
+    """The same strides in a copy of the memory that starts at another address; one element further where None."""
+
+    def change(tensor):
+        step = offset_bytes or tensor.element_size()
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        room = torch.cat((memory.new_zeros(step), memory)).untyped_storage()
+        start = tensor.storage_offset() + step // tensor.element_size()
+        copy = torch.empty(0, dtype=tensor.dtype).set_(room, start, tensor.shape, tensor.stride())
+        return torch._neg_view(copy) if tensor.is_neg() else copy
+
+    return change
+
+
+def loose(tensor):
+    """Other strides where an axis has one element: other numbers, the same memory."""
+    strides = [stride + 3 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, strides, tensor.storage_offset()) if not tensor.is_neg() else tensor
+
+
+def asking_for_gradients(tensor):
+    return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def as_parameter(tensor):
+    return Parameter(tensor, requires_grad=False) if tensor.is_floating_point() and not tensor.is_neg() else tensor
+
+
+CHANGES = {
+    "nothing": lambda call: call,
+    "moved by 16 bytes": lambda call: on_tensors(call, moved(16)),
+    "moved by one element": lambda call: on_tensors(call, moved(None)),
+    "loose strides": lambda call: on_tensors(call, loose),
+    "contiguous": lambda call: on_tensors(call, lambda tensor: tensor.contiguous()),
+    "gradients": lambda call: on_tensors(call, asking_for_gradients),
+    "parameters": lambda call: on_tensors(call, as_parameter),
+    "defaults spelled out": lambda call: RandomCall(
+        call.function, {k: v for k, v in CALLS[call.function].function.bind((), call.arguments).items() if k != "causal"}
+        | ({"causal": call.arguments.get("causal", True)} if call.function == "attention" else {})
+    ),
+}
+
+
+@st.composite
+def pairs(draw):
+    """Two calls: the same one with other data and, mostly, one change; or two that are drawn apart."""
+    function = draw(st.sampled_from(FUNCTIONS))
+    number = draw(st.integers(0, 100_000))
+    first = random_call(2, number, function=function)
+    if draw(st.integers(0, 9)) == 0:
+        return first, random_call(2, draw(st.integers(0, 100_000)), function=function)
+    second = random_call(2, number, function=function, data=draw(st.integers(1, 3)))
+    return first, CHANGES[draw(st.sampled_from(sorted(CHANGES)))](second)
+
+
+def table(call):
+    return CALLS[call.function].dispatcher.cache.table(current_policy())
+
+
+def run(call):
+    """Results, and everything the call wrote into."""
+    mutated = CALLS[call.function].function.mutates
+    arguments = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
+    result = getattr(lz, call.function)(**arguments)
+    return [*(result if isinstance(result, tuple) else (result,)), *(arguments[name] for name in mutated)]
+
+
+def plan_that_served(call):
+    """Run a call; the kept plan that it used, None if it was chosen anew."""
+    for plan in table(call).values():
+        plan.used = False
+    before = set(table(call))
+    results = run(call)
+    used = [plan for key, plan in table(call).items() if plan.used and key in before]
+    assert len(used) <= 1
+    return results, used[0] if used else None
+
+
+def violations(plan, call):
+    """What the plan's kernel finds wrong with the tensors that the plan makes of this call's own."""
+    dispatcher = CALLS[call.function].dispatcher
+    arguments = dispatcher.function.bind((), call.arguments)
+    report, _ = dispatcher.explain(arguments, current_policy())
+    adapted = planning.adapted_tensors(plan, arguments)
+    tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in report.facts.tensors}
+    facts = report.facts.seen_in(plan.kernel.layout).with_tensors(tensors)
+    made_good = {each.argument for each in plan.adaptations if each.kind in ("expand", "fold")}
+    found = legality.limit_findings(plan.kernel, facts)
+    found = [each.reason for each in found if each.repair is None or each.repair.argument not in made_good]
+    candidate = next(each for each in report.candidates if each.kernel is plan.kernel)
+    return [*found, *candidate.reasons, *(["adaptations"] if candidate.adaptations != plan.adaptations else [])]
+
+
+@EXAMPLES
+@given(pairs())
+def test_a_reused_plan_is_legal_for_the_call_that_reuses_it(pair):
+    first, second = pair
+    ENGINE.bump()
+    run(first)
+    results, plan = plan_that_served(second)
+    if plan is None:
+        return
+    assert violations(plan, second) == []
+    ENGINE.bump()
+    again, other = plan_that_served(second)
+    assert other is None
+    chosen = next(iter(table(second).values()))
+    assert chosen.kernel is plan.kernel
+    assert chosen.source == plan.source
+    for hit, miss in zip(results, again, strict=True):
+        assert hit.dtype == miss.dtype
+        assert torch.equal(hit.isnan(), miss.isnan())
+        assert torch.equal(hit.nan_to_num(), miss.nan_to_num())
+
+
+@EXAMPLES
+@given(st.integers(0, 100_000), st.sampled_from(FUNCTIONS))
+def test_the_same_call_with_other_data_hits_and_is_right(number, function):
+    first, second = random_call(4, number, function=function), random_call(4, number, function=function, data=1)
+    ENGINE.bump()
+    run(first)
+    kept = len(table(first))
+    assert check(second) == []
+    assert len(table(second)) == kept
+    listed = isinstance(first.arguments.get("normalized_shape"), list)
+    assert kept == (0 if listed else 1)  # a list makes no key
+
+
+def test_most_changes_of_memory_are_told_apart():
+    """The property above is empty if nothing hits; this counts that both happen."""
+    hits = 0
+    for number in range(60):
+        ENGINE.bump()
+        run(random_call(2, number, function="attention"))
+        _, plan = plan_that_served(random_call(2, number, function="attention", data=1))
+        hits += plan is not None
+    assert hits == 60
+    q = torch.randn(1, 8, 2, 16)
+    lz.attention(q, q, q, layout="BSHD")
+    for other in (q[:, :7], q.bfloat16(), q.transpose(1, 2), moved(None)(q), torch._neg_view(q), q.requires_grad_()):
+        _, plan = plan_that_served(RandomCall("attention", {"query": other, "key": other, "value": other, "layout": "BSHD"}))
+        assert plan is None
+
+
+# Policies: three right kernels that write down that they ran.
+
+
+SPIES = ("spy.first", "spy.second", "spy.third")
+
+
+@pytest.fixture
+def ran():
+    """Ids of the kernels that ran, latest last."""
+    names = []
+
+    def spy(name, deterministic):
+        def load(facts):
+            def kernel(input, weight, *, eps):
+                names.append(name)
+                return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+            return kernel
+
+        backend = dataclasses.replace(USER_BACKEND, name=name.split(".")[1])
+        priority = {"spy.first": 90, "spy.second": 85, "spy.third": 80}[name]
+        return Kernel(
+            id=name, operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=priority,
+            deterministic=deterministic, grad=True,
+        )
+
+    lz.register_backend([spy("spy.first", False), spy("spy.second", True), spy("spy.third", True)])
+    return names
+
+
+X, W = torch.ones(2, 8), torch.ones(8)
+
+STEPS = st.one_of(
+    st.tuples(st.just("configure"), st.sampled_from(["prefer_sources", "avoid_sources", "deny", "allow"]), st.sampled_from([[], ["second"], ["spy.third"], ["spy.f*"], ["spy.*"], ["torch"]])),
+    st.tuples(st.just("lock"), st.sampled_from(["norm.rms", "rms_norm", "norm.*"]), st.sampled_from(SPIES)),
+    st.tuples(st.just("unlock"), st.just(""), st.just("")),
+    st.tuples(st.just("rule"), st.sampled_from([2, 3]), st.sampled_from(SPIES)),
+    st.tuples(st.just("enter"), st.sampled_from(["prefer_sources", "deny", "avoid_sources"]), st.sampled_from([["spy.third"], ["spy.second"], ["spy.first"]])),
+    st.tuples(st.just("enter"), st.just("deterministic"), st.booleans()),
+    st.tuples(st.just("enter"), st.just("enabled"), st.booleans()),
+    st.tuples(st.just("leave"), st.just(""), st.just("")),
+    st.tuples(st.just("torch_deterministic"), st.just(""), st.booleans()),
+    st.tuples(st.just("time"), st.sampled_from(SPIES), st.sampled_from([1.0, 10.0, 100.0])),
+    st.tuples(st.just("fail"), st.sampled_from(SPIES), st.just("")),
+    st.tuples(st.just("recover"), st.just(""), st.just("")),
+    st.tuples(st.just("nothing"), st.just(""), st.just("")),
+)
+
+
+def take(step, scopes, stack):
+    kind, name, value = step
+    if kind == "configure":
+        lz.configure(**{name: value})
+    elif kind == "lock":
+        lz.lock(name, value, otherwise="select")
+    elif kind == "unlock":
+        lz.configure(locks=None)
+    elif kind == "rule":
+        lz.configure(rules=[{"match": {"rows": f"<{name}"}, "prefer": value}])
+    elif kind == "enter":
+        scopes.append(stack.enter_context(contextlib.ExitStack()))
+        scopes[-1].enter_context(lz.scope(**{name: value}))
+    elif kind == "leave" and scopes:
+        scopes.pop().close()
+    elif kind == "torch_deterministic":
+        torch.use_deterministic_algorithms(value)
+    elif kind == "time":
+        ENGINE.ledger.record_time(kernel_named(name), lz.facts("rms_norm", X, W), Evidence(value))
+        ENGINE.bump()  # what a tuning window does when the winner changes
+    elif kind == "fail":
+        ENGINE.health.failed(kernel_named(name), "norm.rms", RuntimeError("planted"))
+    elif kind == "recover":
+        ENGINE.health.reset()
+
+
+def kernel_named(kernel_id):
+    return next(kernel for kernel in lz.list_kernels("norm.rms") if kernel.id == kernel_id)
+
+
+@settings(EXAMPLES, max_examples=250)
+@given(steps=st.lists(STEPS, min_size=3, max_size=15))
+def test_no_change_of_policy_is_served_by_a_stale_choice(ran, steps):
+    forget()
+    try:
+        with contextlib.ExitStack() as stack:
+            scopes = []
+            for step in steps:
+                take(step, scopes, stack)
+                for _ in range(2):  # the second is a hit
+                    ran.clear()
+                    lz.rms_norm(X, W)
+                    wanted = lz.which("rms_norm", X, W)["kernel_id"]
+                    assert ran == ([wanted] if wanted.startswith("spy.") else [])
+            while scopes:
+                scopes.pop().close()
+    finally:
+        forget()
+
+
+def forget():
+    torch.use_deterministic_algorithms(False)
+    ENGINE.ledger = type(ENGINE.ledger)()
+    ENGINE.health.reset()
+    lz.configure(prefer_sources=None, avoid_sources=None, deny=None, allow=None, locks=None, rules=None)
+
+
+def test_registering_and_removing_a_kernel_empties_the_table(ran):
+    lz.rms_norm(X, W)
+    lz.unregister_kernel("spy.first")
+    lz.rms_norm(X, W)
+    lz.register_kernel("norm.rms", "user.best", priority=100)(lambda x, w, *, eps: ran.append("user.best") or x)
+    lz.rms_norm(X, W)
+    assert ran == ["spy.first", "spy.second", "user.best"]
+
+
+def test_a_plan_chosen_before_a_change_is_not_kept_after_it(ran):
+    def load(facts):
+        lz.unregister_kernel("user.slow")  # as another thread may while this one chooses
+        return lambda input, weight: ran.append("user.slow") or input
+
+    slow = {"operations": ("norm.rms",), "backend": USER_BACKEND, "implies": ("eps",), "priority": 100}
+    lz.register_backend([Kernel(id="user.slow", load=load, **slow)])
+    lz.rms_norm(X, W)  # chosen while it was there
+    assert not CALLS["rms_norm"].dispatcher.cache.current
+    lz.rms_norm(X, W)
+    assert ran == ["user.slow", "spy.first"]
+
+
+def test_a_scope_leaves_the_plans_outside_it_alone(ran):
+    lz.rms_norm(X, W)
+    kept = dict(CALLS["rms_norm"].dispatcher.cache.current)
+    with lz.prefer("spy.third"):
+        lz.rms_norm(X, W)
+    with lz.prefer("spy.third"):
+        assert len(table(RandomCall("rms_norm", {}))) == 1  # an equal scope finds its table again
+        lz.rms_norm(X, W)
+    lz.rms_norm(X, W)
+    assert CALLS["rms_norm"].dispatcher.cache.current == kept
+    assert ran == ["spy.first", "spy.third", "spy.third", "spy.first"]
+
+
+# Eviction
+
+
+@settings(EXAMPLES, max_examples=40)
+@given(st.integers(0, 12), st.lists(st.integers(1, 30), min_size=1, max_size=60))
+def test_a_table_never_grows_beyond_its_bound(bound, rows):
+    lz.configure(**{"cache.max_size": bound})
+    for count in rows:
+        result = lz.rms_norm(torch.full((count, 4), 2.0), torch.ones(4))
+        assert result.shape == (count, 4)
+        assert CALLS["rms_norm"].dispatcher.cache.size() <= bound
+    if bound:
+        assert CALLS["rms_norm"].dispatcher.cache.size() >= min(bound, len(set(rows))) // 2
+
+
+def test_what_is_used_outlives_what_is_not():
+    lz.configure(**{"cache.max_size": 16})
+    weight = torch.ones(4)
+    often = torch.ones(1, 4)
+    lz.rms_norm(often, weight)
+    for count in range(2, 100):
+        lz.rms_norm(torch.ones(count, 4), weight)
+        _, plan = plan_that_served(RandomCall("rms_norm", {"input": often, "weight": weight}))
+        assert plan is not None
+
+
+def test_truth_does_not_depend_on_what_is_kept():
+    call = random_call(5, 3, function="attention")
+    first = expected(call)
+    run(call)
+    for mine, theirs in zip(first.results, expected(call).results, strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
