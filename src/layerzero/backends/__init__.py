@@ -8,5 +8,6 @@ from __future__ import annotations
 BUILTIN: dict[str, str] = {
     "flash_attn": "layerzero.backends.flash_attn",
     "torch": "layerzero.backends.torch_aten",
+    "zentorch": "layerzero.backends.zentorch",
 }
 """Name of a backend to the module that declares its kernels."""
