@@ -7,7 +7,9 @@ from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
     "flash_attn": "layerzero.backends.flash_attn",
-    "torch": "layerzero.backends.torch_aten",
+    "torch_attention": "layerzero.backends.torch_attention",
+    "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
+    "torch_norm": "layerzero.backends.torch_norm",
     "zentorch": "layerzero.backends.zentorch",
 }
-"""Name of a backend to the module that declares its kernels."""
+"""A name, sorted, to the module that declares kernels; torch has a file for each family."""

@@ -1,0 +1,162 @@
+"""PyTorch's own attention kernels on the CPU, and its unfused one that runs everywhere, called as aten operators.
+
+``F.scaled_dot_product_attention`` under ``sdpa_kernel`` costs 40 us of host time a call, the operator behind it 15
+(H200, torch 2.11, 2026-11-21); the context manager's decision is respected through the limit ``SdpaEnabled``.
+Limits were found by probing torch 2.13.0 with random calls against float64 (2026-11-21).
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops import attention
+
+TORCH = Backend(
+    name="torch",
+    summary="PyTorch's own attention and normalisation kernels",
+    requires=("torch>=2.10",),
+    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+    homepage="https://pytorch.org",
+)
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    short = _short_mask(facts) if facts.size("seq_k") < 16 else None
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        if short is not None and attn_mask is None:
+            causal, attn_mask = False, short
+        output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
+        if not return_lse:
+            return output
+        if attn_mask is not None:  # the kernel says 0 of a query that sees no key
+            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+        return output, lse.float()
+
+    return flash
+
+
+def _short_mask(facts: Facts) -> Tensor:
+    """A mask for fewer keys than a vector has lanes: without one, scores of NaN pass for hidden there and give 0."""
+    shape = (facts.size("seq_q"), facts.size("seq_k"))
+    mask = torch.zeros(shape, dtype=facts.tensors["query"].dtype)
+    return mask.masked_fill_(torch.ones(shape, dtype=torch.bool).triu(1), -torch.inf) if facts.get("causal") else mask
+
+
+def _positive_scale(facts: Facts) -> Reason | None:
+    """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
+    scale = facts["scale"]
+    if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 beside causal", scale)
+
+
+def _readable_mask(facts: Facts) -> Reason | None:
+    """The kernel reads a float32 mask beside a float64 query as if it were float64, beyond its end."""
+    if facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32":
+        return None
+    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "float64 like the query", "float32")
+
+
+def _load_math(facts: Facts) -> Callable[..., Any]:
+    operator: Callable[..., Any] = torch.ops.aten._scaled_dot_product_attention_math.default
+    enable_gqa = facts["group"] != 1
+
+    def math(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+    return math
+
+
+def _math_workspace(facts: Facts) -> int:
+    """Scores and probabilities in full, in float32 or the inputs' dtype."""
+    scores = facts.size("batch") * facts.size("heads") * facts.size("seq_q") * facts.size("seq_k")
+    return scores * 8
+
+
+SDPA_ARGUMENTS = ("causal", "scale")
+"""What every kernel of torch's attention takes."""
+
+# Not kv_lens: a mask hides a key from the softmax, yet 0 times the NaN of memory nobody wrote is NaN in the output.
+FOLDED = ("causal", "attn_mask", "window", "alibi_slopes")
+"""What those with a float mask may have folded into it."""
+
+KERNELS = (
+    Kernel(
+        id="torch.sdpa.cpu_flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cpu_flash,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
+        folds=FOLDED,
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),
+            limit.Custom("causal: scale > 0", ("causal", "scale"), _positive_scale),
+            limit.SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key", "value"),
+        ),
+        grad=True,
+        deterministic=True,
+        handles_negated=True,
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.math",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_math,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=FOLDED,
+        limits=(
+            limit.dtype(*_FLOATS),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.SdpaEnabled("math"),
+        ),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        workspace_bytes=_math_workspace,
+        priority=20,
+    ),
+)

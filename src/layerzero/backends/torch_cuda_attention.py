@@ -1,0 +1,198 @@
+"""PyTorch's three fused attention kernels on NVIDIA GPUs: flash, cuDNN and memory-efficient, called as aten operators.
+
+The operators check less than ``F.scaled_dot_product_attention`` does: cuDNN's is wrong in silence for float32, and once
+killed the process. Limits were found on an H200 with torch 2.11.0+cu130 and cuDNN 9.19 (2026-11-21): 360 combinations
+of dtype, heads, lengths, causal and head dims for each operator, then 6,000 random calls against float64.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch_attention import FOLDED, SDPA_ARGUMENTS, TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops import attention
+
+
+def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        if not return_lse:
+            return output
+        # The kernel says +inf both of a query that sees no key and of one whose scores are NaN.
+        missing = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
+        return output, torch.where(lse == torch.inf, missing, lse)
+
+    return flash
+
+
+def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+    def efficient(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        if attn_mask is not None:
+            attn_mask = _padded_mask(attn_mask, query, key)
+        return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
+
+    return efficient
+
+
+def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand a mask to (B, H, S_q, S_k) on dense rows that start at multiples of 16 bytes, as the kernel demands."""
+    size, step = key.shape[2], 16 // mask.element_size()
+    dense = mask.shape[-1] == size and mask.stride(-1) == 1
+    if not dense or mask.data_ptr() % 16 or any(stride % step for stride in mask.stride()[:-1]):
+        rows = mask.new_empty((*mask.shape[:-1], size + -size % step))[..., :size]
+        mask = rows.copy_(mask)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
+
+
+def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+    def cudnn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        return operator(query, key, value, None, keep, dropout_p, causal, False, scale=scale)[0]
+
+    return cudnn
+
+
+def _scale_above_zero(facts: Facts) -> Reason | None:
+    """FlashAttention and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN (H200)."""
+    scale = facts["scale"]
+    if scale is None or (isinstance(scale, (int, float)) and scale > 0):
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0", scale)
+
+
+def _cudnn_wide_heads(facts: Facts) -> Reason | None:
+    """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
+    widest = max(facts.size("head_dim"), facts.size("value_dim"))
+    if widest <= 128 or (facts.device.sm is not None and facts.device.sm >= (9, 0) and not facts["requires_grad"]):
+        return None
+    return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
+
+
+_WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
+_SCALE = limit.Custom("scale > 0", ("scale",), _scale_above_zero)
+_DENSE = limit.last_stride_one("query", "key", "value")
+# A row that starts off a 16 byte boundary ended in "misaligned address", which costs the process its context.
+_ALIGNED = limit.aligned(16, "query", "key", "value")
+
+KERNELS = (
+    Kernel(
+        id="torch.sdpa.cudnn",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_cudnn,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "dropout_p"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _WIDE_FACTS, _cudnn_wide_heads),
+            limit.SquareCausal(),
+            limit.SdpaEnabled("cudnn"),
+            _DENSE,
+            _SCALE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=60,
+    ),
+    Kernel(
+        id="torch.sdpa.flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_flash,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "dropout_p", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.SdpaEnabled("flash"),
+            _DENSE,
+            _SCALE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.efficient",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_efficient,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
+        limits=(
+            limit.platform("cuda"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", multiple=8),
+            limit.dim("value_dim", multiple=8),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("mask_dtype", "none", "bool", "query"),
+            limit.SdpaEnabled("efficient"),
+            limit.SameHeads(),
+            _DENSE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=40,
+    ),
+)
