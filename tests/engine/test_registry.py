@@ -136,6 +136,23 @@ def test_a_new_operation_needs_one_block():
         require(lz.explain(facts))
 
 
+def test_operations_name_the_facts_that_they_derive():
+    x, w = torch.zeros(2, 3), torch.zeros(3)
+    query = torch.zeros(2, 4, 2, 8)
+    for facts in (
+        lz.facts("rms_norm", x, w),
+        lz.facts("layer_norm", x, 3),
+        lz.facts("add_rms_norm", x, x.clone(), w),
+        lz.facts("attention", query, query, query, layout="BSHD"),
+        lz.facts("attention", query[:, :1], query, query, layout="BSHD"),
+    ):
+        derived = facts.operation.derive(
+            {"input": x, "normalized_shape": (3,)}, {"heads": 2, "kv_heads": 2, "dtype": x.dtype}
+        )
+        assert set(derived) == set(facts.operation.derived)
+        assert set(derived) <= set(facts)
+
+
 @pytest.mark.parametrize(("question", "text"), [
     (lambda: lz.list_kernels("attention.cusal"), "did you mean 'attention.causal'"),
     (lambda: lz.which("atention", 1, 2, 3), "did you mean 'attention'"),

@@ -81,8 +81,9 @@ CHANGES = {
     "gradients": lambda call: on_tensors(call, asking_for_gradients),
     "parameters": lambda call: on_tensors(call, as_parameter),
     "defaults spelled out": lambda call: RandomCall(
-        call.function, {k: v for k, v in CALLS[call.function].function.bind((), call.arguments).items() if k != "causal"}
-        | ({"causal": call.arguments.get("causal", True)} if call.function == "attention" else {})
+        call.function,
+        {k: v for k, v in CALLS[call.function].function.bind((), call.arguments).items() if k != "causal"}
+        | ({"causal": call.arguments.get("causal", True)} if call.function == "attention" else {}),
     ),
 }
 
@@ -184,7 +185,9 @@ def test_most_changes_of_memory_are_told_apart():
     q = torch.randn(1, 8, 2, 16)
     lz.attention(q, q, q, layout="BSHD")
     for other in (q[:, :7], q.bfloat16(), q.transpose(1, 2), moved(None)(q), torch._neg_view(q), q.requires_grad_()):
-        _, plan = plan_that_served(RandomCall("attention", {"query": other, "key": other, "value": other, "layout": "BSHD"}))
+        _, plan = plan_that_served(
+            RandomCall("attention", {"query": other, "key": other, "value": other, "layout": "BSHD"})
+        )
         assert plan is None
 
 
@@ -210,8 +213,14 @@ def ran():
         backend = dataclasses.replace(USER_BACKEND, name=name.split(".")[1])
         priority = {"spy.first": 90, "spy.second": 85, "spy.third": 80}[name]
         return Kernel(
-            id=name, operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=priority,
-            deterministic=deterministic, grad=True,
+            id=name,
+            operations=("norm.rms",),
+            backend=backend,
+            load=load,
+            accepts=("eps",),
+            priority=priority,
+            deterministic=deterministic,
+            grad=True,
         )
 
     lz.register_backend([spy("spy.first", False), spy("spy.second", True), spy("spy.third", True)])
@@ -221,11 +230,19 @@ def ran():
 X, W = torch.ones(2, 8), torch.ones(8)
 
 STEPS = st.one_of(
-    st.tuples(st.just("configure"), st.sampled_from(["prefer_sources", "avoid_sources", "deny", "allow"]), st.sampled_from([[], ["second"], ["spy.third"], ["spy.f*"], ["spy.*"], ["torch"]])),
+    st.tuples(
+        st.just("configure"),
+        st.sampled_from(["prefer_sources", "avoid_sources", "deny", "allow"]),
+        st.sampled_from([[], ["second"], ["spy.third"], ["spy.f*"], ["spy.*"], ["torch"]]),
+    ),
     st.tuples(st.just("lock"), st.sampled_from(["norm.rms", "rms_norm", "norm.*"]), st.sampled_from(SPIES)),
     st.tuples(st.just("unlock"), st.just(""), st.just("")),
     st.tuples(st.just("rule"), st.sampled_from([2, 3]), st.sampled_from(SPIES)),
-    st.tuples(st.just("enter"), st.sampled_from(["prefer_sources", "deny", "avoid_sources"]), st.sampled_from([["spy.third"], ["spy.second"], ["spy.first"]])),
+    st.tuples(
+        st.just("enter"),
+        st.sampled_from(["prefer_sources", "deny", "avoid_sources"]),
+        st.sampled_from([["spy.third"], ["spy.second"], ["spy.first"]]),
+    ),
     st.tuples(st.just("enter"), st.just("deterministic"), st.booleans()),
     st.tuples(st.just("enter"), st.just("enabled"), st.booleans()),
     st.tuples(st.just("leave"), st.just(""), st.just("")),
@@ -306,7 +323,7 @@ def test_registering_and_removing_a_kernel_empties_the_table(ran):
 def test_a_plan_chosen_before_a_change_is_not_kept_after_it(ran):
     def load(facts):
         lz.unregister_kernel("user.slow")  # as another thread may while this one chooses
-        return lambda input, weight: ran.append("user.slow") or input
+        return lambda x, w: ran.append("user.slow") or x
 
     slow = {"operations": ("norm.rms",), "backend": USER_BACKEND, "implies": ("eps",), "priority": 100}
     lz.register_backend([Kernel(id="user.slow", load=load, **slow)])

@@ -107,8 +107,7 @@ def _math_workspace(facts: Facts) -> int:
 SDPA_ARGUMENTS = ("causal", "scale")
 """What every kernel of torch's attention takes."""
 
-# Not kv_lens: a mask hides a key from the softmax, yet 0 times the NaN of memory nobody wrote is NaN in the output.
-FOLDED = ("causal", "attn_mask", "window", "alibi_slopes")
+FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
 """What those with a float mask may have folded into it."""
 
 KERNELS = (
@@ -124,6 +123,7 @@ KERNELS = (
             limit.platform("cpu"),
             limit.dtype(*_FLOATS),
             limit.equal("value_dim", "head_dim"),
+            limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),

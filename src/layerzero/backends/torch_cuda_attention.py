@@ -94,14 +94,6 @@ def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
     return cudnn
 
 
-def _scale_above_zero(facts: Facts) -> Reason | None:
-    """FlashAttention and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN (H200)."""
-    scale = facts["scale"]
-    if scale is None or (isinstance(scale, (int, float)) and scale > 0):
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0", scale)
-
-
 def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
     widest = max(facts.size("head_dim"), facts.size("value_dim"))
@@ -111,7 +103,8 @@ def _cudnn_wide_heads(facts: Facts) -> Reason | None:
 
 
 _WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
-_SCALE = limit.Custom("scale > 0", ("scale",), _scale_above_zero)
+# Flash and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN.
+_SCALE = limit.positive("scale")
 _DENSE = limit.last_stride_one("query", "key", "value")
 # A row that starts off a 16 byte boundary ended in "misaligned address", which costs the process its context.
 _ALIGNED = limit.aligned(16, "query", "key", "value")
@@ -181,6 +174,7 @@ KERNELS = (
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("head_dim", multiple=8),
             limit.dim("value_dim", multiple=8),
+            limit.one_of("bias_grad", False),
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),

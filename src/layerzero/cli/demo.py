@@ -162,13 +162,15 @@ def _compare(
         got = embed(ours, batch)
     reports = _kernels(calls)
     calls.clear()
-    stock_ms, ours_ms, runs = _alternate(stock, ours, batch, repeat)
+    stock_ms, ours_ms = _alternate(stock, ours, batch, repeat)
+    ratios = [theirs / mine for theirs, mine in zip(stock_ms, ours_ms, strict=True)]
     row = {
         "dtype": dtype,
-        "runs": runs,
-        "stock_ms": round(stock_ms, 3),
-        "layerzero_ms": round(ours_ms, 3),
-        "speedup": round(stock_ms / ours_ms, 3),
+        "runs": len(ratios),
+        "stock_ms": round(statistics.median(stock_ms), 3),
+        "layerzero_ms": round(statistics.median(ours_ms), 3),
+        "speedup": round(statistics.median(ratios), 3),
+        "speedup_middle_half": [round(bound, 3) for bound in _middle_half(ratios)],
         "cosine_min": torch.nn.functional.cosine_similarity(wanted.double(), got.double()).min().item(),
         "max_abs_diff": (wanted - got).abs().max().item(),
         "kernels": [_as_row(report, count) for report, count in reports],
@@ -242,16 +244,24 @@ def _why_not(report: Report) -> dict[str, str]:
 
 def _alternate(
     stock: torch.nn.Module, ours: torch.nn.Module, batch: dict[str, Tensor], repeat: int
-) -> tuple[float, float, int]:
-    """Median times in ms and their number; the models take turns, so what disturbs the machine disturbs both."""
-    times: tuple[list[float], list[float]] = ([], [])
+) -> tuple[list[float], list[float]]:
+    """Times in ms; the models take turns and take turns in being first, so what disturbs one disturbs the other."""
+    times: dict[torch.nn.Module, list[float]] = {stock: [], ours: []}
     end = time.perf_counter() + PATIENCE_S
-    while len(times[0]) < WARMUP + repeat and (len(times[0]) <= WARMUP or time.perf_counter() < end):
-        for model, spent in zip((stock, ours), times, strict=True):
+    for turn in range(WARMUP + repeat):
+        for model in (stock, ours) if turn % 2 else (ours, stock):
             start = time.perf_counter()
             model(**batch)
-            spent.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[0][WARMUP:]), statistics.median(times[1][WARMUP:]), len(times[0]) - WARMUP
+            times[model].append((time.perf_counter() - start) * 1e3)
+        if turn >= WARMUP and time.perf_counter() > end:
+            break
+    return times[stock][WARMUP:], times[ours][WARMUP:]
+
+
+def _middle_half(values: list[float]) -> tuple[float, float]:
+    """The first and third quartile."""
+    first, _, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
+    return first, third
 
 
 def _padding(batch: dict[str, Tensor]) -> float:
@@ -276,11 +286,16 @@ def _show(console: Console, result: dict[str, Any], shown: Report) -> None:
         "dtype", "stock (sdpa)", "LayerZero", "speed-up", "least cosine", "largest difference", title="result"
     )
     for row in result["results"]:
-        times = f"{row['stock_ms']:.2f} ms", f"{row['layerzero_ms']:.2f} ms", f"{row['speedup']:.2f} x"
+        low, high = row["speedup_middle_half"]
+        ratio = f"{row['speedup']:.2f} x ({low:.2f} to {high:.2f})"
+        times = f"{row['stock_ms']:.2f} ms", f"{row['layerzero_ms']:.2f} ms", ratio
         table.add_row(row["dtype"], *times, f"{row['cosine_min']:.7f}", f"{row['max_abs_diff']:.1e}")
     console.print(table)
     runs = " and ".join(str(row["runs"]) for row in result["results"])
-    console.print(f"one forward pass, median of {runs} runs of each model; the models take turns")
+    console.print(
+        f"One forward pass; medians of {runs} runs of each model, which take turns. In brackets the middle half of the "
+        "ratios of neighbouring runs: around 1, no difference was measured.",
+    )
 
 
 def _brief(others: dict[str, str]) -> list[str]:

@@ -154,6 +154,22 @@ class OneOf(Limit):
 
 
 @dataclass(frozen=True, slots=True)
+class Positive(Limit):
+    """A number that, where it is given, is above 0."""
+
+    fact: str
+
+    def check(self, facts: Facts) -> Findings:
+        got = facts[self.fact]
+        if got is None or (isinstance(got, (int, float)) and got > 0):
+            return NOTHING
+        return violated(ReasonCode.CONSTRAINT_FAILED, self.fact, "above 0", got)
+
+    def describe(self) -> str:
+        return f"{self.fact} > 0"
+
+
+@dataclass(frozen=True, slots=True)
 class Equal(Limit):
     """Two sizes are the same (``value_dim`` and ``head_dim``)."""
 

@@ -18,6 +18,7 @@ from layerzero.core.limit_kinds import (
     LastStrideOne,
     OneOf,
     Platform,
+    Positive,
     SameHeads,
     SdpaEnabled,
     SquareCausal,
@@ -45,6 +46,7 @@ __all__ = [
     "last_stride_one",
     "one_of",
     "platform",
+    "positive",
 ]
 
 
@@ -93,6 +95,11 @@ def absent(fact: str) -> Limit:
 def one_of(fact: str, *values: object, foldable: bool = False) -> Limit:
     """Take these values of a fact only; ``foldable`` lets the plan fold others into the mask."""
     return OneOf(fact, values, foldable)
+
+
+def positive(fact: str) -> Limit:
+    """Need a number above 0 where one is given."""
+    return Positive(fact)
 
 
 def equal(left: str, right: str) -> Limit:

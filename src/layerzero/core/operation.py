@@ -71,6 +71,7 @@ class Operation:
         sibling: the operation with equal head counts that this one generalises, if any.
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
+        derived: the names of those facts, so that rules may match them.
         fold: computes the mask that stands in for arguments a kernel lacks.
     """
 
@@ -86,6 +87,7 @@ class Operation:
     sibling: str = ""
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
+    derived: tuple[str, ...] = ()
     fold: Fold | None = None
 
     @property

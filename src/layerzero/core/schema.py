@@ -131,7 +131,7 @@ class OperationSchema:
         problems = []
         for name, kind in self.params.items():
             value = values.get(name, self.neutral.get(name))
-            if value is None and name in self.neutral:
+            if value is None and self.neutral.get(name, ...) is None:
                 continue
             kinds = kind if isinstance(kind, tuple) else (kind,)
             accepted = (*kinds, int) if float in kinds else kinds

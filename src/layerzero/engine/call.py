@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.engine.config import SCOPES
+from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.reference import reference_call
 from layerzero.engine.state import in_dispatch_mode, in_transform
@@ -94,9 +94,10 @@ class Call:
         if has_torch_function(tensors):
             return handle_torch_function(self.fast, tensors, **arguments)
         if in_transform():
-            return reference_call(self.function.route(arguments, None))
+            return reference_call(self.function.route(arguments, current_policy().layout))
         if in_dispatch_mode() or any(_has_torch_dispatch(tensor) for tensor in tensors):
-            self.function.route(dict(arguments), None)  # the same errors as everywhere, before torch sees the call
+            # the same errors as everywhere, before torch sees the call
+            self.function.route(dict(arguments), current_policy().layout)
             return self._operator(*values)
         return self.dispatcher.once(arguments)
 
@@ -121,7 +122,7 @@ def _source(function: Function) -> str:
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
     parts = [_tensor_key(name) for name in required]
-    parts += [f"None if {name} is None else ({_tensor_key(name)})" for name in optional]
+    parts += [f"None if {name} is None else ({_tensor_key(name)}, {name}.requires_grad)" for name in optional]
     parts += [name for name in names if name not in function.tensors]
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
@@ -132,11 +133,11 @@ def _source(function: Function) -> str:
         f"        return _operator({given})",
         f"    if {' or '.join(checks)}:",
         f"        return _unusual({given})",
-        f"    _key = ({', '.join(parts)})",
-        "    _table = _cache.current if not _scopes.active else _scoped()",
         "    try:",
+        f"        _key = ({', '.join(parts)})",
+        "        _table = _cache.current if not _scopes.active else _scoped()",
         "        _plan = _table.get(_key)",
-        "    except TypeError:",  # an argument without a hash: a list, or something wrong
+        "    except (TypeError, RuntimeError):",  # no hash (a list), or no strides and address (sparse, nested)
         f"        return _unusual({given})",
         "    if _plan is None:",
         f"        return _miss(_key, {given})",

@@ -108,7 +108,7 @@ class Dispatcher:
     def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         if _on_meta(arguments):
-            return fake_call(self.function.route(dict(arguments), None))
+            return fake_call(self.function.route(dict(arguments), current_policy().layout))
         policy, epoch = current_policy(), self.cache.epoch
         plan = self.choose(arguments, policy)
         if policy["cache.enabled"]:
@@ -118,7 +118,7 @@ class Dispatcher:
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
         if _on_meta(arguments):
-            return fake_call(self.function.route(dict(arguments), None))
+            return fake_call(self.function.route(dict(arguments), current_policy().layout))
         return self.run(self.choose(arguments, current_policy()), arguments)
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
 
-FOLDABLE = ("causal", "attn_mask", "window", "alibi_slopes")
+FOLDABLE = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
 """Arguments that change scores by position only, so that one additive mask can say them."""
 
 

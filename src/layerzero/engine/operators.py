@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.layouts import CANONICAL
-from layerzero.core.operation import Function, TorchSchema
+from layerzero.core.operation import Function, Routed, TorchSchema
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops import FUNCTIONS
 
@@ -43,6 +44,12 @@ def _complete(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     return defaults | arguments
 
 
+def _routed(function: Function, arguments: dict[str, Any]) -> Routed:
+    from layerzero.engine.config import current_policy
+
+    return function.route(_complete(function, arguments), current_policy().layout)
+
+
 def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def eager(*args: Any, **kwargs: Any) -> Any:
         from layerzero.engine.functions import CALLS
@@ -51,7 +58,7 @@ def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
         result = CALLS[function.name].fast(**arguments)
         layout = arguments.get("layout")
         if layout is None and "layout" in schema.order:
-            layout = function.route(_complete(function, arguments), None).layout
+            layout = _routed(function, arguments).layout
         if isinstance(result, tuple):
             return (_with_promised_strides(result[0], layout), *(each.contiguous() for each in result[1:]))
         return _with_promised_strides(result, layout)
@@ -71,8 +78,7 @@ def _with_promised_strides(result: torch.Tensor, layout: str | None) -> torch.Te
 
 def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = _complete(function, _bound(schema, args, kwargs))
-        return fake_call(function.route(arguments, None))
+        return fake_call(_routed(function, _bound(schema, args, kwargs)))
 
     return fake
 
@@ -85,6 +91,13 @@ def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., A
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         arguments = dict(zip(schema.order, inputs, strict=True))
+        if arguments.get("dropout_p"):  # recomputing would draw another mask than the forward pass did
+            problem = (
+                f"dropout_p: wanted 0 for gradients through torch.ops, got {arguments['dropout_p']}; call lz instead"
+            )
+            raise InvalidCallError(function.name, [problem])
+        if arguments.get("layout", "given") is None:  # backward may run where another layout is configured
+            arguments["layout"] = _routed(function, _bound(schema, inputs, {})).layout
         ctx.names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
         ctx.rest = {name: value for name, value in arguments.items() if name not in ctx.names}
         ctx.save_for_backward(*(arguments[name] for name in ctx.names))
@@ -95,8 +108,7 @@ def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., A
                 name: tensor.detach().requires_grad_(tensor.is_floating_point())
                 for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)
             }
-            arguments = _complete(function, _bound(schema, (), leaves | ctx.rest))
-            result = reference_call(function.route(arguments, None))
+            result = reference_call(_routed(function, _bound(schema, (), leaves | ctx.rest)))
         outputs = result if isinstance(result, tuple) else (result,)
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]

@@ -227,9 +227,8 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
 def known_facts() -> frozenset[str]:
     """Every fact name that a rule may match."""
     names = {"layout", "platform", "sm", "dtype", "requires_grad", "deterministic", "capturing", "autocast"}
-    names |= {"group", "rows", "hidden", "mask_ndim", "mask_dtype", "input_ndim"}
     for operation in OPERATIONS.values():
-        names |= set(operation.schema.arguments)
+        names |= {*operation.schema.arguments, *operation.derived}
         for tensor in operation.schema.inputs:
             names |= {axis for axis in tensor.shape_vars if axis != "..."}
     return frozenset(names | set(FACT_ALIASES))

@@ -75,7 +75,9 @@ def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     mask = arguments.get("attn_mask")
+    biases = [tensor for name in ("attn_mask", "alibi_slopes") if (tensor := arguments.get(name)) is not None]
     return {
+        "bias_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in biases),
         "group": values["heads"] // values["kv_heads"],
         "mask_ndim": 0 if mask is None else mask.ndim,
         "mask_dtype": _mask_dtype(mask, values["dtype"]),
@@ -104,6 +106,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         layouts=LAYOUTS,
         sibling=sibling,
         derive=_derive,
+        derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
         fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import layouts
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed, TorchSchema
 from layerzero.core.reasons import ReasonCode
@@ -19,6 +20,7 @@ from layerzero.ops.attention import (
     STANDARD_DECODE,
     STANDARD_PREFILL,
 )
+from layerzero.ops.checks import check_dense
 
 NAME = "attention"
 
@@ -69,6 +71,7 @@ def attention(
 
 def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """Check a call and choose the operation by head counts and query length."""
+    check_dense(NAME, arguments)
     shapes = _shapes(arguments)
     layout, assumed = _layout(arguments, shapes, default_layout)
     query, key, _ = shapes
@@ -86,7 +89,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     _check_mask(canonical, seq_q, seq_k, query[0], heads)
     _check_values(canonical, query[0], heads)
     scale = canonical["scale"]
-    if scale is not None and math.isclose(scale, query[-1] ** -0.5, rel_tol=1e-7):
+    if isinstance(scale, (int, float)) and math.isclose(scale, query[-1] ** -0.5, rel_tol=1e-7):
         canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
     operation = _operation(heads == kv_heads, seq_q == 1)
     if seq_q == 1:
@@ -154,7 +157,7 @@ def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, h
         )
     if mask.is_floating_point() and mask.dtype not in (torch.float32, canonical["query"].dtype):
         raise _invalid(
-            f"attn_mask: wanted dtype bool, float32 or that of the query, got {mask.dtype}",
+            f"attn_mask: wanted dtype bool, float32 or that of the query, got {dtype_name(mask.dtype)}",
             ReasonCode.ATTN_MASK_INVALID,
         )
 
@@ -167,9 +170,12 @@ def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
         raise _invalid(f"softcap: wanted a finite number above 0 or None, got {softcap}")
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
+    if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
+        raise _invalid(f"causal: wanted bool, got {canonical['causal']!r}")
     window = canonical["window"]
     if window is not None:
-        if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
+        counts = isinstance(window, (tuple, list)) and all(type(side) is int and side >= -1 for side in window)
+        if not counts or len(window) != 2:
             raise _invalid(f"window: wanted (left, right), each -1 (unbounded) or a count of keys, got {window!r}")
         canonical["window"] = None if tuple(window) == (-1, -1) else tuple(window)
     slopes = canonical["alibi_slopes"]

@@ -13,6 +13,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema
 from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.ops.checks import check_dense
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -79,6 +80,7 @@ RMS = Operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     derive=_rows,
+    derived=("hidden", "rows", "input_ndim"),
 )
 
 
@@ -95,6 +97,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noq
 
 
 def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense("rms_norm", arguments)
     return _routed("rms_norm", RMS, arguments)
 
 
@@ -146,6 +149,7 @@ LAYER = Operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     derive=_rows,
+    derived=("hidden", "rows", "input_ndim"),
 )
 
 
@@ -168,6 +172,7 @@ def layer_norm(
 
 
 def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense("layer_norm", arguments)
     given = arguments["normalized_shape"]
     try:
         shape = (given,) if isinstance(given, int) else tuple(int(size) for size in given)
@@ -230,6 +235,7 @@ ADD_RMS = Operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON + "; the rounded sum is what is normalised",
     derive=_rows,
+    derived=("hidden", "rows", "input_ndim"),
 )
 
 
@@ -247,6 +253,7 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
 
 
 def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense("add_rms_norm", arguments)
     input_, residual = arguments["input"], arguments["residual"]
     if isinstance(input_, Tensor) and isinstance(residual, Tensor):
         problems = []
@@ -300,7 +307,8 @@ LAYER_NORM = Function(
     tensors=("input", "weight", "bias"),
     torch_schemas={
         "layer_norm": TorchSchema(
-            "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
+            "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
+            " -> Tensor",
             ("input", "normalized_shape", "weight", "bias", "eps"),
         )
     },

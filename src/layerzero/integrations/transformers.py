@@ -1,0 +1,196 @@
+"""Transformers 5: ``attn_implementation="layerzero"`` sends every attention of a model to ``lz.attention``.
+
+The rules are those of Transformers' own ``sdpa`` integration (transformers 5.23, ``integrations/sdpa_attention.py``):
+BHSD in, BSHD out; a mask, bool or float, says everything by itself; without one the call is causal if the module is and
+there is more than one query. What ``sdpa`` ignores and LayerZero can compute (softcap, sinks, a window without a mask)
+is computed; what neither can is an error. Padding travels in the mask, so the mask function is registered, too: without
+it Transformers would pass no mask at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.core.errors import InvalidCallError
+
+_UNSERVED = {
+    "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
+    "indices": "no sparse selection of keys beside the mask; use attn_implementation='sdpa'",
+    "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='sdpa'",
+    "sinks": "no sinks for each token, only s_aux for each head; use attn_implementation='eager'",
+    "cache": "no paged cache of continuous batching; use attn_implementation='sdpa'",
+    "head_mask": "no mask on whole heads; use attn_implementation='eager'",
+    "layer_head_mask": "no mask on whole heads; use attn_implementation='eager'",
+}
+"""Arguments that would change the result, each with what is wanted in their place. All others are knowingly ignored:
+position_ids (applied before), use_cache, counts for the loss, and FlashAttention's hints about packing, which the mask
+repeats."""
+
+_VERSION = "_layerzero_version"
+_registered: set[str] = set()
+_checked: set[type] = set()
+
+
+def register_with_transformers(name: str = "layerzero") -> None:
+    """Make ``attn_implementation=name`` known to Transformers, for ``from_pretrained`` and ``set_attn_implementation``.
+
+    Registers the attention and the mask function; doing it again changes nothing.
+    Raises: ImportError without Transformers 5; ValueError for a name that Transformers gives a meaning.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        wanted = "register_with_transformers: wanted transformers >= 5, got none that has AttentionMaskInterface"
+        raise ImportError(f"{wanted}; pip install 'transformers>=5'") from error
+    reserved = re.search(r"flash|flex_attention|sdpa|eager|[|/:@]", name)
+    if reserved or (name not in _registered and name in AttentionInterface().valid_keys()):
+        raise ValueError(f"name: wanted one that means nothing to Transformers, such as 'layerzero', got {name!r}")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+    _registered.add(name)
+
+
+def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:
+    """Make the mask of a forward pass: bool (B, 1, S_q, S_k), True attends; None where causality or nothing hides keys.
+
+    This is Transformers' ``sdpa_mask`` with one difference. For a prompt in an empty static cache it also returns None,
+    which its attention reads as "aligned top-left"; a model that cuts queries off afterwards (gemma4 keeping the last
+    logits) would then be wrong. Here that mask is made, and marked so that :func:`attention_forward` may skip it.
+
+    Raises: InvalidCallError for a model that computes attention by itself: it would add the bool mask to its scores.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(call.get("config")) not in _checked:
+        _check_model(call.get("config"))
+    sizes = {"q_length": q_length, "kv_length": kv_length}
+    mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
+    if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
+        mask = sdpa_mask(**sizes, allow_is_causal_skip=False, **call)
+        if mask is not None and not compiling and not mask.is_inference():
+            setattr(mask, _VERSION, mask._version)
+    return mask
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend for a Transformers module; the signature is that of its ``AttentionInterface``.
+
+    Shapes: query (B, H, S_q, D), key and value (B, K, S_k, D), H a multiple of K → (B, S_q, H, D_v)
+    Args:
+        is_causal: the module's own flag where it is None; no effect beside a mask or with one query.
+        sliding_window: keys that a query sees, itself included. A mask says it already and then it is not read.
+        position_bias: added to the scores.
+    Returns: the output, and None for the attention weights.
+    Raises: InvalidCallError for what cannot be honoured, with wanted and got.
+    """
+    _check_served(kwargs, attention_mask)
+    q_length = query.shape[2]
+    if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
+        key, value, attention_mask, is_causal = key[:, :, :q_length], value[:, :, :q_length], None, True
+    kv_length = key.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = q_length > 1 and attention_mask is None and causal
+
+    window = None
+    if attention_mask is None and sliding_window is not None and kv_length > sliding_window:
+        window = (sliding_window - 1, 0 if causal or q_length == 1 else sliding_window - 1)
+    if causal and q_length > kv_length:  # sdpa aligns top-left
+        attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()
+        if window is not None:
+            attention_mask, window = attention_mask.triu(-window[0]), None
+        causal = False
+    if position_bias is not None:
+        from transformers.integrations.sdpa_attention import create_position_bias_mask
+
+        attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
+        causal = False
+    if query.shape[0] != key.shape[0]:  # learned queries, one set for the batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    if torch.is_autocast_enabled(query.device.type):  # as torch does for its own attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+
+    with lz.deterministic() if kwargs.get("deterministic") else nullcontext():
+        output = lz.attention(
+            query,
+            key,
+            value,
+            causal,
+            scaling,
+            layout="BHSD",
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            window=window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
+    for name, got in kwargs.items():
+        if name in _UNSERVED and got is not None and got is not False:
+            text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
+            raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {_UNSERVED[name]}; got {text}"])
+    lengths = kwargs.get("cu_seq_lens_q")
+    if lengths is not None and mask is None and lengths.numel() > 2:
+        problem = (
+            "cu_seq_lens_q: wanted packed sequences to be told apart by position_ids (which make a mask), "
+            f"got {lengths.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
+        )
+        raise InvalidCallError("attn_implementation='layerzero'", [problem])
+
+
+def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
+    """Whether this is, unchanged, the mask of a prompt in an empty cache: causal on the first ``q_length`` keys."""
+    if torch.compiler.is_compiling():
+        return False
+    version = getattr(mask, _VERSION, None)
+    return version is not None and version == mask._version and mask.shape[2] == q_length
+
+
+def _check_model(config: Any) -> None:
+    """Refuse a model whose own attention would get our bool mask; Transformers lets any registered name pass."""
+    models = list(_models_of(type(config)))
+    if models and not any(model._can_set_attn_implementation() for model in models):
+        problem = (
+            f"wanted a model that calls its attention through AttentionInterface, got {models[0].__name__}, which "
+            "computes it by itself; load it with attn_implementation='eager' or 'sdpa'"
+        )
+        raise InvalidCallError("attn_implementation='layerzero'", [problem])
+    _checked.add(type(config))
+
+
+def _models_of(config_type: type) -> Iterator[Any]:
+    """Every loaded model class that is made from this config."""
+    from transformers import PreTrainedModel
+
+    waiting: list[Any] = [PreTrainedModel]
+    model: Any
+    while waiting:
+        for model in waiting.pop().__subclasses__():
+            waiting.append(model)
+            if getattr(model, "config_class", None) is config_type:
+                yield model

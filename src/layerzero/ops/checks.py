@@ -1,0 +1,20 @@
+"""What every route asks first: that the tensors are of the kind whose shapes and strides mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from layerzero.core.errors import InvalidCallError
+
+
+def check_dense(function: str, arguments: Mapping[str, object]) -> None:
+    """Raise InvalidCallError for nested and sparse tensors: they have no strides, and some not even a shape."""
+    problems = []
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
+    if problems:
+        raise InvalidCallError(function, problems)

@@ -1,0 +1,32 @@
+"""The shipped conformance suite: random valid calls, what they should give, and how far a kernel may be from it.
+
+    from layerzero.testing import fuzz, random_call, check
+
+    fuzz.run(1000, seed=0)                          every function, every legal kernel
+    fuzz.run(1000, seed=0, kernels=["mine.*"])      the kernels of a third party
+    check(random_call(0, 17))                       one call; an empty list means that it is right
+
+No test framework is needed, so that a backend's own tests, vetting and ``layerzero fuzz`` share it.
+"""
+
+from __future__ import annotations
+
+from layerzero.testing import compare, fuzz, generate
+from layerzero.testing.compare import Expected, check, difference, expected
+from layerzero.testing.fuzz import Failure, FuzzReport
+from layerzero.testing.generate import RandomCall, case_call, random_call
+
+__all__ = [
+    "Expected",
+    "Failure",
+    "FuzzReport",
+    "RandomCall",
+    "case_call",
+    "check",
+    "compare",
+    "difference",
+    "expected",
+    "fuzz",
+    "generate",
+    "random_call",
+]

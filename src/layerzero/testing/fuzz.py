@@ -1,0 +1,242 @@
+"""Many random calls against float64: the winner, every other legal kernel, and plans that are used again."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Report
+from layerzero.engine.answers import explain
+from layerzero.engine.config import SCOPES
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+from layerzero.engine.policy import names_kernel
+from layerzero.testing.compare import Expected, check, expected
+from layerzero.testing.generate import RandomCall, random_call
+
+EVERY_KERNEL_SHARE = 0.2
+"""Share of calls on which every legal kernel runs, not only the winner."""
+
+REUSE_SHARE = 0.2
+"""Share of calls that are made again with other data, on the kept plan."""
+
+GRAD_SHARE = 0.03
+"""Share of calls whose inputs ask for gradients: other kernels are legal then."""
+
+_THREADS_EVERY = 32
+"""One call in so many runs on all of torch's threads: where something else is busy, each of its loops then costs
+milliseconds, too much for every call and needed for some."""
+
+_FORGET_EVERY = 2000
+"""Calls after which kept plans are dropped, so that a long run does not measure a full table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One wrong result.
+
+    Attributes:
+        seed, number: what draws the call again.
+        kernel_id: the kernel that ran.
+        way: ``chosen``, ``locked`` or ``reused``.
+        problem: what is wrong.
+        call: the call in one line.
+    """
+
+    seed: int
+    number: int
+    kernel_id: str
+    way: str
+    problem: str
+    call: str
+
+    @property
+    def reproducer(self) -> str:
+        """The line of Python that shows it again."""
+        return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}))"
+
+    def __str__(self) -> str:
+        return f"{self.kernel_id} ({self.way}): {self.problem}\n    {self.call}\n    {self.reproducer}"
+
+
+@dataclass(slots=True)
+class FuzzReport:
+    """What a run found so far.
+
+    Attributes:
+        calls: random calls made.
+        comparisons: results compared with float64; more than calls, since some are run by several kernels.
+        reused: comparisons that a kept plan served.
+        kernels: how often each kernel ran.
+        failures: everything that was wrong.
+        seconds: time taken.
+    """
+
+    seed: int
+    calls: int = 0
+    comparisons: int = 0
+    reused: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.failures
+
+    @property
+    def rate(self) -> float:
+        """Calls a second."""
+        return self.calls / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        rate = f"{self.seconds:.1f} s, {self.rate:.0f} calls a second"
+        compared = f"{self.comparisons} comparisons with float64, {self.reused} on kept plans"
+        lines = [f"{self.calls} calls, seed {self.seed}: {compared}, {len(self.failures)} wrong; {rate}"]
+        lines += [f"  {kernel_id}: {count}" for kernel_id, count in self.kernels.most_common()]
+        lines += [str(failure) for failure in self.failures[:20]]
+        if len(self.failures) > 20:
+            lines.append(f"and {len(self.failures) - 20} more")
+        return "\n".join(lines)
+
+
+def run(
+    calls: int,
+    seed: int,
+    *,
+    progress: Callable[[FuzzReport], None] | None = None,
+    kernels: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> FuzzReport:
+    """Make random calls of every public function and compare each result with float64.
+
+    Args:
+        progress: called with the report so far, about once a second.
+        kernels: ids, globs or libraries; each of them then runs on every call where it is legal, and nothing else does.
+        device: where the tensors lie.
+    """
+    return _run(range(calls), FuzzReport(seed), progress, kernels, device, thorough=False)
+
+
+def replay(
+    seed: int, number: int, *, kernels: Sequence[str] | None = None, device: torch.device | str = "cpu"
+) -> FuzzReport:
+    """Make one call of a run again, on every legal kernel and on a kept plan."""
+    return _run([number], FuzzReport(seed), None, kernels, device, thorough=True)
+
+
+def _run(
+    numbers: Sequence[int],
+    report: FuzzReport,
+    progress: Callable[[FuzzReport], None] | None,
+    kernels: Sequence[str] | None,
+    device: torch.device | str,
+    *,
+    thorough: bool,
+) -> FuzzReport:
+    started = told = time.perf_counter()
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings(), _restored_threads():
+        warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
+        for number in numbers:
+            torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
+            _Round(report, number, kernels, device, thorough=thorough).play()
+            report.calls += 1
+            now = time.perf_counter()
+            report.seconds = now - started
+            if progress is not None and now - told > 1.0:
+                progress(report)
+                told = now
+            if report.calls % _FORGET_EVERY == 0:
+                ENGINE.bump()
+    return report
+
+
+@contextmanager
+def _restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Round:
+    """One random call, and the ways in which it is made."""
+
+    def __init__(
+        self,
+        report: FuzzReport,
+        number: int,
+        kernels: Sequence[str] | None,
+        device: torch.device | str,
+        *,
+        thorough: bool,
+    ) -> None:
+        self.report, self.number, self.kernels, self.device = report, number, kernels, device
+        shares = random.Random(f"{report.seed}:{number}:ways")  # noqa: S311  # reproducible, not secret
+        every, reuse, grad = (shares.random() for _ in range(3))
+        self.every = thorough or every < EVERY_KERNEL_SHARE
+        self.reuse = thorough or reuse < REUSE_SHARE
+        self.grad = grad < GRAD_SHARE
+
+    def play(self) -> None:
+        call = self._call(0)
+        truth = expected(call)
+        answer = explain(call.function, **call.arguments)
+        if self.kernels is None:
+            self._compare(call, truth, answer.kernel_id or "nothing", "chosen", nullcontext())
+            if self.reuse:
+                self._again(answer.kernel_id or "nothing")
+        for kernel in self._others(answer):
+            scope = SCOPES.scope({"locks": {answer.operation: kernel.id}, "fallback_enabled": True})
+            self._compare(call, truth, kernel.id, "locked", scope)
+
+    def _call(self, data: int) -> RandomCall:
+        call = random_call(self.report.seed, self.number, data=data, device=self.device)
+        if self.grad and call.function != "add_rms_norm":
+            for name in ("query", "input", "weight", "value"):
+                if name in call.arguments and not call.arguments[name].is_neg():
+                    call.arguments[name].requires_grad_()
+        return call
+
+    def _others(self, answer: Report) -> list[Kernel]:
+        legal = [candidate.kernel for candidate in answer.candidates if candidate.legal]
+        if self.kernels is not None:
+            return [each for each in legal if any(names_kernel(pattern, each) for pattern in self.kernels)]
+        return [each for each in legal if each.id != answer.kernel_id] if self.every else []
+
+    def _again(self, kernel_id: str) -> None:
+        """Other data on the plan that was just kept."""
+        call = self._call(1)
+        cache = CALLS[call.function].dispatcher.cache
+        kept = cache.size()
+        self._compare(call, expected(call), kernel_id, "reused", nullcontext())
+        self.report.reused += cache.size() == kept
+
+    def _compare(
+        self, call: RandomCall, truth: Expected, kernel_id: str, way: str, scope: AbstractContextManager[None]
+    ) -> None:
+        self.report.comparisons += 1
+        self.report.kernels[kernel_id] += 1
+        try:
+            with scope:
+                problems = check(call, truth=truth)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+            problems = [f"raised {type(error).__name__}: {error}"]
+        for (failed, operation), breaker in ENGINE.health.breakers().items():
+            problems.append(f"{failed} failed in {operation} ({breaker.error})")
+            ENGINE.health.reset()
+        for problem in problems:
+            failure = Failure(self.report.seed, self.number, kernel_id, way, problem, call.text)
+            self.report.failures.append(failure)

@@ -1,0 +1,355 @@
+"""Arguments that mean nothing: one text from every entry, nothing kept, no kernel blamed. Empty ones mean something."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+
+NAN, INF = math.nan, math.inf
+
+
+def zeros(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def attention(**changes):
+    query, key, value = zeros(2, 4, 4, 8), zeros(2, 6, 2, 8), zeros(2, 6, 2, 8)
+    return "attention", {"query": query, "key": key, "value": value, "layout": "BSHD", **changes}
+
+
+def masked(mask):
+    return attention(causal=False, attn_mask=mask)
+
+
+def rms(**changes):
+    return "rms_norm", {"input": zeros(3, 8), "weight": zeros(8), **changes}
+
+
+def layer(**changes):
+    return "layer_norm", {
+        "input": zeros(3, 8),
+        "normalized_shape": (8,),
+        "weight": zeros(8),
+        "bias": zeros(8),
+        **changes,
+    }
+
+
+def add_rms(**changes):
+    return "add_rms_norm", {"input": zeros(3, 8), "residual": zeros(3, 8), "weight": zeros(8), **changes}
+
+
+def nested(*shapes, layout=torch.strided):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its nested tensors a prototype
+        return torch.nested.nested_tensor([zeros(shape) for shape in shapes], layout=layout)
+
+
+def all_of(dtype):
+    return attention(**{name: zeros(2, 4, 2, 8).to(dtype) for name in ("query", "key", "value")})
+
+
+ONE = zeros(3, 8)
+HEADS = "query heads must be a multiple of kv heads"
+BAD = {
+    "devices": (
+        attention(key=zeros(2, 6, 2, 8, device="meta")),
+        "key: wanted device cpu like the first tensor, got meta",
+    ),
+    "devices, mask": (
+        masked(zeros(4, 6, device="meta")),
+        "attn_mask: wanted device cpu like the first tensor, got meta",
+    ),
+    "devices, lengths": (attention(kv_lens=zeros(2, dtype=torch.int32, device="meta")), "kv_lens: wanted device cpu"),
+    "dtypes": (attention(value=zeros(2, 6, 2, 8, dtype=torch.bfloat16)), "value: wanted dtype float32 like the first"),
+    "three axes": (attention(query=zeros(2, 4, 8)), "query: Expected 4D tensor (BSHD or BHSD), got 3D (2, 4, 8)"),
+    "five axes": (attention(key=zeros(1, 2, 6, 2, 8)), "key: Expected 4D tensor (BSHD or BHSD), got 5D"),
+    "no axes": (attention(value=zeros(())), "value: Expected 4D tensor (BSHD or BHSD), got 0D ()"),
+    "heads": (attention(query=zeros(2, 4, 3, 8)), f"{HEADS}: got 3 query heads and 2 kv heads in BSHD"),
+    "more kv heads": (attention(query=zeros(2, 4, 1, 8)), f"{HEADS}: got 1 query heads and 2 kv heads in BSHD"),
+    "BSHD read as BHSD": (attention(layout="BHSD"), f"{HEADS}: got 4 query heads and 6 kv heads in BHSD"),
+    "more kv heads, no layout": (
+        attention(query=zeros(2, 2, 2, 8), key=zeros(2, 4, 4, 8), value=zeros(2, 4, 4, 8), layout=None),
+        f"{HEADS}: got 2 query heads and 4 kv heads",
+    ),
+    "no query heads": (attention(query=zeros(2, 4, 0, 8)), "wanted at least one head and a head dim above 0"),
+    "no kv heads": (attention(key=zeros(2, 6, 0, 8), value=zeros(2, 6, 0, 8)), "wanted at least one head"),
+    "no head dim": (
+        attention(query=zeros(2, 4, 4, 0), key=zeros(2, 6, 2, 0)),
+        "a head dim above 0, got query (2, 4, 4, 0)",
+    ),
+    "value heads": (attention(value=zeros(2, 6, 1, 8)), "value: wanted kv_heads 2 as in key, got 1"),
+    "value length": (attention(value=zeros(2, 5, 2, 8)), "value: wanted seq_k 6 as in key, got 5"),
+    "batch": (attention(key=zeros(3, 6, 2, 8)), "key: wanted batch 2 as in query, got 3"),
+    "head dims": (attention(key=zeros(2, 6, 2, 16)), "key: wanted head_dim 8 as in query, got 16"),
+    "mask with causal": (attention(attn_mask=zeros(4, 6)), "wanted one of them, got both; pass causal=False"),
+    "mask shape": (masked(zeros(5, 6)), "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (5, 6)"),
+    "mask axes": (
+        masked(zeros(1, 1, 1, 4, 6)),
+        "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (1, 1, 1, 4, 6)",
+    ),
+    "mask of ints": (masked(zeros(4, 6, dtype=torch.int64)), "attn_mask: wanted dtype bfloat16 or bool or"),
+    "mask dtype": (
+        masked(zeros(4, 6, dtype=torch.float64)),
+        "wanted dtype bool, float32 or that of the query, got float64",
+    ),
+    "mask list": (masked([[True]]), "attn_mask: wanted a tensor, got list"),
+    "complex": (
+        all_of(torch.complex64),
+        "query: wanted dtype bfloat16 or float16 or float32 or float64, got complex64",
+    ),
+    "ints": (all_of(torch.int32), "query: wanted dtype bfloat16 or float16 or float32 or float64, got int32"),
+    "float8": (
+        all_of(torch.float8_e4m3fn),
+        "query: wanted dtype bfloat16 or float16 or float32 or float64, got float8_e4m3",
+    ),
+    "list": (attention(query=[1.0]), "query: wanted a tensor, got list"),
+    "None": (attention(key=None), "key: wanted a tensor, got NoneType"),
+    "nested": (attention(query=nested((4, 4, 8), (4, 4, 8))), "query: wanted a dense tensor, got a nested one"),
+    "jagged": (
+        attention(query=nested((4, 4, 8), (3, 4, 8), layout=torch.jagged)),
+        "query: wanted a dense tensor, got a nested one",
+    ),
+    "sparse": (attention(key=zeros(2, 6, 2, 8).to_sparse()), "key: wanted a dense tensor, got a sparse_coo one"),
+    "sparse mask": (masked(zeros(4, 6).to_sparse()), "attn_mask: wanted a dense tensor, got a sparse_coo one"),
+    "scale NaN": (attention(scale=NAN), "scale: wanted a finite number, got nan"),
+    "scale inf": (attention(scale=-INF), "scale: wanted a finite number, got -inf"),
+    "scale text": (attention(scale="1"), "scale: wanted float, got '1'"),
+    "window number": (
+        attention(window=3),
+        "window: wanted (left, right), each -1 (unbounded) or a count of keys, got 3",
+    ),
+    "window of three": (attention(window=(1, 2, 3)), "a count of keys, got (1, 2, 3)"),
+    "window below -1": (attention(window=(-2, 0)), "a count of keys, got (-2, 0)"),
+    "window of floats": (attention(window=(1.5, 0)), "a count of keys, got (1.5, 0)"),
+    "window text": (attention(window="ab"), "a count of keys, got 'ab'"),
+    "softcap 0": (attention(softcap=0.0), "softcap: wanted a finite number above 0 or None, got 0.0"),
+    "softcap below 0": (attention(softcap=-1.0), "softcap: wanted a finite number above 0 or None, got -1.0"),
+    "softcap NaN": (attention(softcap=NAN), "softcap: wanted a finite number above 0 or None, got nan"),
+    "softcap text": (attention(softcap="x"), "softcap: wanted float, got 'x'"),
+    "dropout 1": (attention(dropout_p=1.0), "dropout_p: wanted 0 <= p < 1, got 1.0"),
+    "dropout below 0": (attention(dropout_p=-0.1), "dropout_p: wanted 0 <= p < 1, got -0.1"),
+    "dropout NaN": (attention(dropout_p=NAN), "dropout_p: wanted 0 <= p < 1, got nan"),
+    "dropout text": (attention(dropout_p="x"), "dropout_p: wanted float, got 'x'"),
+    "dropout None": (attention(dropout_p=None), "dropout_p: wanted float, got None"),
+    "layout": (attention(layout="SBHD"), "layout: wanted BSHD or BHSD, got 'SBHD'"),
+    "layout number": (attention(layout=4), "layout: wanted BSHD or BHSD, got 4"),
+    "causal text": (attention(causal="yes"), "causal: wanted bool, got 'yes'"),
+    "causal text, decode": (attention(query=zeros(2, 1, 4, 8), causal="yes"), "causal: wanted bool, got 'yes'"),
+    "sinks": (attention(sinks=zeros(2)), "sinks: wanted heads 4 as in query, got 2"),
+    "sinks of ints": (attention(sinks=zeros(4, dtype=torch.int32)), "sinks: wanted dtype"),
+    "slopes": (attention(alibi_slopes=zeros(3)), "alibi_slopes: wanted shape (4,) or (2, 4), got (3,)"),
+    "slopes list": (attention(alibi_slopes=[0.5]), "alibi_slopes: wanted a tensor, got list"),
+    "lengths": (attention(kv_lens=zeros(3, dtype=torch.int32)), "kv_lens: wanted batch 2 as in query, got 3"),
+    "lengths of floats": (attention(kv_lens=zeros(2)), "kv_lens: wanted dtype int32 or int64, got float32"),
+    "lengths list": (attention(kv_lens=[1, 2]), "kv_lens: wanted a tensor, got list"),
+    "rms devices": (rms(weight=zeros(8, device="meta")), "weight: wanted device cpu like the first tensor, got meta"),
+    "rms dtypes": (
+        rms(weight=zeros(8, dtype=torch.float16)),
+        "weight: wanted dtype float32 like the first tensor, got float16",
+    ),
+    "rms weight": (rms(weight=zeros(7)), "weight: wanted hidden 8 as in input, got 7"),
+    "rms weight axes": (rms(weight=zeros(1, 8)), "weight: wanted a 1D tensor (hidden), got 2D (1, 8)"),
+    "rms of a scalar": (rms(input=zeros(())), "input: wanted at least a 1D tensor"),
+    "rms of nothing": (rms(input=zeros(3, 0), weight=zeros(0)), "input: wanted a last axis above 0, got shape (3, 0)"),
+    "rms eps below 0": (rms(eps=-1e-6), "eps: wanted a finite number of at least 0, got -1e-06"),
+    "rms eps NaN": (rms(eps=NAN), "eps: wanted a finite number of at least 0, got nan"),
+    "rms eps text": (rms(eps="x"), "eps: wanted float, got 'x'"),
+    "rms eps None": (rms(eps=None), "eps: wanted float, got None"),
+    "rms of ints": (rms(input=zeros(3, 8, dtype=torch.int64)), "input: wanted dtype"),
+    "rms sparse": (rms(input=zeros(3, 8).to_sparse()), "input: wanted a dense tensor, got a sparse_coo one"),
+    "rms list": (rms(input=[1.0]), "input: wanted a tensor, got list"),
+    "rms without weight": (rms(weight=None), "weight: wanted a tensor, got nothing"),
+    "layer shape": (
+        layer(normalized_shape=(7,)),
+        "input: wanted a shape that ends in normalized_shape (7,), got (3, 8)",
+    ),
+    "layer longer shape": (layer(normalized_shape=(2, 3, 8)), "ends in normalized_shape (2, 3, 8), got (3, 8)"),
+    "layer empty shape": (layer(normalized_shape=()), "ends in normalized_shape (), got (3, 8)"),
+    "layer shape text": (layer(normalized_shape=None), "normalized_shape: wanted an int or ints, got None"),
+    "layer weight": (layer(weight=zeros(3, 8)), "weight: wanted shape (8,) like normalized_shape, got (3, 8)"),
+    "layer bias dtype": (layer(bias=zeros(8, dtype=torch.float64)), "bias: wanted dtype float32 like the first tensor"),
+    "layer nested": (layer(input=nested((8,), (8,))), "input: wanted a dense tensor, got a nested one"),
+    "add residual": (add_rms(residual=zeros(2, 8)), "residual: wanted shape (3, 8) like input, got (2, 8)"),
+    "add residual dtype": (add_rms(residual=zeros(3, 8, dtype=torch.bfloat16)), "residual: wanted dtype float32"),
+    "add residual leaf": (add_rms(residual=zeros(3, 8).requires_grad_()), "got a leaf that requires gradients"),
+    "add residual expanded": (
+        add_rms(residual=zeros(1, 8).expand(3, 8)),
+        "residual: wanted memory of its own, got an expanded",
+    ),
+    "add to itself": (add_rms(input=ONE, residual=ONE), "residual: wanted another tensor than input, got the same one"),
+}
+TORCH_REFUSES = (
+    "list",
+    "text",
+    "window number",
+    "window of floats",
+    "layout number",
+    "dropout None",
+    "eps None",
+    "shape text",
+)
+"""What torch's own schema refuses before LayerZero sees it."""
+
+
+def kept():
+    return sum(call.dispatcher.cache.size() for call in CALLS.values())
+
+
+def message_of(entry, arguments):
+    with pytest.raises(lz.InvalidCallError) as caught:
+        entry(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_caller_is_told_what_was_wanted_and_what_came(name):
+    (function, arguments), text = BAD[name]
+    if name in ("dropout None", "rms eps None") and not ENGINE_REFUSES_NONE:
+        pytest.xfail("None passes for any argument with a neutral value")
+    told = message_of(getattr(lz, function), arguments)
+    assert text in told
+    assert f"{function}:" in told
+    assert message_of(lambda **a: lz.explain(function, **a), arguments) == told
+    assert message_of(lambda **a: lz.which(function, **a), arguments) == told
+    if not any(part in name for part in (*TORCH_REFUSES, "nested", "jagged")):
+        assert message_of(getattr(torch.ops.layerzero, function), arguments) == told
+    for policy in ({"enabled": False}, {"strict_mode": True}, {"cache.enabled": False}):
+        with lz.scope(**policy):
+            assert message_of(getattr(lz, function), arguments) == told
+    assert kept() == 0
+    assert ENGINE.health.breakers() == {}
+
+
+def none_is_refused():
+    from layerzero.ops.norm import RMS
+
+    return bool(RMS.schema.validate(zeros(3, 8), zeros(8), eps=None))
+
+
+ENGINE_REFUSES_NONE = none_is_refused()
+
+
+def test_several_problems_are_told_at_once():
+    told = message_of(lz.attention, all_of(torch.complex64)[1])
+    assert [line.split(":")[0].strip() for line in told.splitlines()[1:]] == ["- query", "- key", "- value"]
+
+
+def test_codes():
+    def code(name):
+        with pytest.raises(lz.InvalidCallError) as caught:
+            getattr(lz, BAD[name][0][0])(**BAD[name][0][1])
+        return caught.value.code
+
+    assert code("heads") is code("more kv heads") is lz.ReasonCode.GQA_HEADS_MISMATCH
+    assert code("mask with causal") is code("mask shape") is lz.ReasonCode.ATTN_MASK_INVALID
+    assert code("scale NaN") is None
+
+
+@pytest.mark.parametrize("names", [("query", "key", "value"), ("query",)], ids=str)
+def test_unknown_and_missing_arguments_are_python_errors(names):
+    arguments = {name: value for name, value in attention()[1].items() if name in names}
+    with pytest.raises(TypeError):
+        lz.attention(**arguments, nonsense=1)
+    with pytest.raises(TypeError):
+        lz.attention()
+    assert kept() == 0
+
+
+def test_a_bad_call_does_not_spoil_a_good_one():
+    query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
+    wanted = lz.attention(query, key, value, layout="BSHD")
+    for changes in ({"window": (-2, 0)}, {"scale": NAN}, {"attn_mask": zeros(4, 4)}):
+        with pytest.raises(lz.InvalidCallError):
+            lz.attention(query, key, value, layout="BSHD", **changes)
+    assert torch.equal(lz.attention(query, key, value, layout="BSHD"), wanted)
+    assert kept() == 1
+
+
+LAYOUTS = ["BSHD", "BHSD"]
+EMPTY = {
+    "batch": (0, 4, 6, 8, 8),
+    "queries": (2, 0, 6, 8, 8),
+    "keys": (2, 4, 0, 8, 8),
+    "queries and keys": (2, 0, 0, 8, 8),
+    "value dim": (2, 4, 6, 8, 0),
+    "keys, decode": (2, 1, 0, 8, 8),
+}
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=["gqa", "standard"])
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")
+def test_empty_tensors_have_results(empty, layout, heads):
+    batch, seq_q, seq_k, head_dim, value_dim = EMPTY[empty]
+    query = torch.randn(batch, seq_q, heads[0], head_dim)
+    key, value = torch.randn(batch, seq_k, heads[1], head_dim), torch.randn(batch, seq_k, heads[1], value_dim)
+    if layout == "BHSD":
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    for arguments in ({}, {"causal": False}, {"window": (1, 1)}, {"causal": False, "attn_mask": zeros(seq_q, seq_k)}):
+        for _ in range(2):
+            output, lse = lz.attention(query, key, value, layout=layout, return_lse=True, **arguments)
+            assert output.shape == (*query.shape[:3], value_dim)
+            assert lse.shape == (batch, heads[0], seq_q)
+            if seq_k == 0:
+                assert not output.any()
+                assert (lse == -INF).all()
+            assert lz.attention(query, key, value, layout=layout, **arguments).shape == output.shape
+            operator = torch.ops.layerzero.attention_lse(query, key, value, layout=layout, **arguments)
+            assert (operator[0].shape, operator[1].shape) == (output.shape, lse.shape)
+    assert ENGINE.health.breakers() == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=str)
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")
+def test_norms_of_no_rows(shape):
+    x = zeros(shape)
+    assert lz.rms_norm(x, zeros(8)).shape == shape
+    assert lz.layer_norm(x, 8).shape == shape
+    assert lz.add_rms_norm(x, x.clone(), zeros(8)).shape == shape
+    assert ENGINE.health.breakers() == {}
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")
+def test_a_configured_layout_holds_in_every_eager_state():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 4, 8) for _ in range(3))
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def call(q, k, v):
+        return lz.attention(q, k, v)
+
+    lz.configure(layout="BHSD")
+    torch.testing.assert_close(call(query, key, value), wanted)
+    torch.testing.assert_close(torch.ops.layerzero.attention(query, key, value), wanted)
+    mapped = torch.func.vmap(lambda q, k, v: call(q[None], k[None], v[None])[0])(query, key, value)
+    torch.testing.assert_close(mapped, wanted)
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(query, key, value), wanted)
+    lse = torch.ops.layerzero.attention_lse(
+        *(tensor.to("meta") for tensor in (query[:, :2], key[:, :2], value[:, :2]))
+    )[1]
+    assert lse.shape == (2, 2, 4)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_an_operators_gradient_has_the_layout_of_its_call(leave):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 4, 8) for _ in range(3)]
+    mine, theirs = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+    with lz.scope(layout="BHSD"):
+        output = torch.ops.layerzero.attention(*mine)
+        if not leave:
+            output.square().sum().backward()
+    if leave:
+        output.square().sum().backward()
+    torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True).square().sum().backward()
+    for ours, exact in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, exact.grad)

@@ -1,0 +1,114 @@
+"""The normalisations' references against torch and against formulas over single rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from layerzero.core.operation import Routed
+from layerzero.engine.reference import fake_call, reference_call
+from layerzero.ops import norm
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(7,), (1, 1), (3, 8), (2, 3, 33), (2, 1, 3, 16), (0, 8)]
+
+
+def normal(*shape, dtype=torch.float64):
+    torch.manual_seed(sum(shape))
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+def test_rms_norm_is_torchs(shape, eps):
+    x, w = normal(*shape), normal(shape[-1])
+    torch.testing.assert_close(norm.rms_norm_reference(x, w, eps=eps), functional.rms_norm(x, w.shape, w, eps))
+
+
+def test_rms_norm_by_hand():
+    x, w = normal(3, 5), normal(5)
+    got = norm.rms_norm_reference(x, w, eps=0.1)
+    for row in range(3):
+        root = math.sqrt(sum(float(value) ** 2 for value in x[row]) / 5 + 0.1)
+        torch.testing.assert_close(got[row], x[row] / root * w)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("given", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_layer_norm_is_torchs(shape, axes, given):
+    normalized = shape[-axes:]
+    if 0 in normalized:
+        pytest.skip("nothing to normalise")
+    x = normal(*shape)
+    arguments = {name: normal(*normalized) for name in given}
+    got = norm.layer_norm_reference(x, normalized_shape=normalized, eps=1e-4, **arguments)
+    torch.testing.assert_close(got, functional.layer_norm(x, normalized, **arguments, eps=1e-4))
+
+
+def test_layer_norm_by_hand():
+    x = normal(2, 6)
+    got = norm.layer_norm_reference(x, normalized_shape=(6,), eps=0.2)
+    for row in range(2):
+        mean = sum(float(value) for value in x[row]) / 6
+        variance = sum((float(value) - mean) ** 2 for value in x[row]) / 6  # the biased one
+        torch.testing.assert_close(got[row], (x[row] - mean) / math.sqrt(variance + 0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_updates_the_residual_and_normalises_what_it_holds(dtype):
+    x, residual, w = normal(4, 8, dtype=dtype), normal(2, 4, 8, dtype=dtype)[0], normal(8, dtype=dtype)
+    total = (x.double() + residual.double()).to(dtype)
+    updated = residual.clone()
+    got = norm.add_rms_norm_reference(x, updated, w)
+    torch.testing.assert_close(updated, total, rtol=0, atol=0)
+    torch.testing.assert_close(got, norm.rms_norm_reference(total, w), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_wide(dtype):
+    x, w = normal(4, 512, dtype=dtype) * 300, normal(512, dtype=dtype)  # squares that no float16 holds
+    tolerance = norm.TOLERANCE[dtype]
+    exact = norm.rms_norm_reference(x.double(), w.double())
+    got = norm.rms_norm_reference(x, w)
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.double(), exact, rtol=tolerance.rtol, atol=tolerance.atol)
+    exact = norm.layer_norm_reference(x.double(), w.double(), normalized_shape=(512,))
+    got = norm.layer_norm_reference(x, w, normalized_shape=(512,))
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.double(), exact, rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    x = normal(3, 4)
+    x[0, 1], x[1, 2] = math.nan, math.inf
+    for got in (
+        norm.rms_norm_reference(x, torch.ones(4).double()),
+        norm.layer_norm_reference(x, normalized_shape=(4,)),
+    ):
+        assert got[0].isnan().all()
+        assert got[1, 2].isnan()
+        assert got[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", norm.OPERATIONS, ids=lambda operation: operation.name)
+def test_shapes_alone_are_the_real_shapes(operation, dtype):
+    for shape in SHAPES:
+        x = normal(*shape, dtype=dtype).expand(shape)
+        tensors = {tensor.name: x.clone() if tensor.mutated else x for tensor in operation.schema.inputs}
+        tensors |= {name: x.new_ones(shape[-1:]) for name in ("weight", "bias") if name in tensors}
+        arguments = {**operation.schema.neutral, **tensors}
+        if "normalized_shape" in operation.schema.params:
+            arguments["normalized_shape"] = shape[-1:]
+        strided = {
+            n: t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, torch.Tensor) and t.ndim > 1 else t
+            for n, t in arguments.items()
+        }
+        for each in (arguments, strided):
+            fake = fake_call(Routed(operation, each))
+            real = reference_call(Routed(operation, each))
+            assert (fake.shape, fake.dtype) == (real.shape, real.dtype) == (x.shape, dtype)
