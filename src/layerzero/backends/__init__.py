@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
     "flash_attn": "layerzero.backends.flash_attn",
+    "onnxruntime": "layerzero.backends.onnxruntime",
     "torch_attention": "layerzero.backends.torch_attention",
     "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
     "torch_norm": "layerzero.backends.torch_norm",
