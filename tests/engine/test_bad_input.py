@@ -184,7 +184,10 @@ BAD = {
         add_rms(residual=zeros(1, 8).expand(3, 8)),
         "residual: wanted memory of its own, got an expanded",
     ),
-    "add to itself": (add_rms(input=ONE, residual=ONE), "residual: wanted another tensor than input, got the same one"),
+    "add to itself": (
+        add_rms(input=ONE, residual=ONE),
+        "residual: wanted memory of its own, got memory that it shares with input",
+    ),
 }
 TORCH_REFUSES = (
     "list",

@@ -323,9 +323,9 @@ def test_registering_and_removing_a_kernel_empties_the_table(ran):
 def test_a_plan_chosen_before_a_change_is_not_kept_after_it(ran):
     def load(facts):
         lz.unregister_kernel("user.slow")  # as another thread may while this one chooses
-        return lambda x, w: ran.append("user.slow") or x
+        return lambda x, w, *, eps: ran.append("user.slow") or x
 
-    slow = {"operations": ("norm.rms",), "backend": USER_BACKEND, "implies": ("eps",), "priority": 100}
+    slow = {"operations": ("norm.rms",), "backend": USER_BACKEND, "accepts": ("eps",), "priority": 100}
     lz.register_backend([Kernel(id="user.slow", load=load, **slow)])
     lz.rms_norm(X, W)  # chosen while it was there
     assert not CALLS["rms_norm"].dispatcher.cache.current

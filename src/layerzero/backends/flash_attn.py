@@ -18,6 +18,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops import attention
+from layerzero.ops.attention_math import lse_of_hidden_rows
 
 _HOMEPAGE = "https://github.com/Dao-AILab/flash-attention"
 
@@ -70,10 +71,10 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
             causal=causal,
             window_size=window or (-1, -1),
             softcap=softcap or 0.0,
-            alibi_slopes=alibi_slopes,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
             return_attn_probs=return_lse,
         )
-        return result[:2] if return_lse else result
+        return _with_lse(*result[:2]) if return_lse else result
 
     return v2
 
@@ -103,15 +104,20 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             return_attn_probs=return_lse,
         )
         output, lse = result if isinstance(result, tuple) else (result, None)
-        return (output, lse) if return_lse else output
+        return _with_lse(output, lse) if return_lse else output
 
     return v3
+
+
+def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
 
 
 _SHAPES = (
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", max=256, multiple=8),
     limit.equal("value_dim", "head_dim"),
+    limit.positive("scale"),  # as torch's build of it was measured to need
     limit.last_stride_one("query", "key", "value"),
     limit.aligned(16, "query", "key", "value"),
 )

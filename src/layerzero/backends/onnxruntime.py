@@ -38,9 +38,9 @@ _IR_VERSION = 10  # what onnxruntime 1.23 reads
 _NUMPY = {torch.float32: "float32", torch.float16: "float16"}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _session(node: str, inputs: tuple[tuple[str, int], ...], rank: int, dtype: torch.dtype, **attributes: Any) -> Any:
-    """Make the model of one node with open sizes; sessions are thread safe and kept."""
+    """Make the model of one node with open sizes; sessions are thread safe, and the 64 used last are kept."""
     import onnxruntime
     from onnx import TensorProto, helper
 

@@ -128,6 +128,7 @@ KERNELS = (
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),
             limit.Custom("causal: scale > 0", ("causal", "scale"), _positive_scale),
+            limit.LseWithoutGradient(),
             limit.SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
         ),

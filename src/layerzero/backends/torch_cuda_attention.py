@@ -20,6 +20,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops import attention
+from layerzero.ops.attention_math import lse_of_hidden_rows
 
 
 def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
@@ -38,9 +39,7 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
         output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
         if not return_lse:
             return output
-        # The kernel says +inf both of a query that sees no key and of one whose scores are NaN.
-        missing = torch.where(output[..., 0].isnan(), torch.nan, -torch.inf)
-        return output, torch.where(lse == torch.inf, missing, lse)
+        return output, lse_of_hidden_rows(output, lse)
 
     return flash
 
@@ -149,6 +148,7 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.equal("value_dim", "head_dim"),
+            limit.LseWithoutGradient(),
             limit.SdpaEnabled("flash"),
             _DENSE,
             _SCALE,

@@ -17,14 +17,24 @@ LayerZeroWarning (UserWarning)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerzero.core.reasons import Reason, ReasonCode
 
 
 class LayerZeroError(Exception):
-    """Base of every error that LayerZero raises on purpose."""
+    """Base of every error that LayerZero raises on purpose. Survives pickling, for process pools and data loaders."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[LayerZeroError], args: tuple[Any, ...], state: dict[str, Any]) -> LayerZeroError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidCallError(LayerZeroError, ValueError):

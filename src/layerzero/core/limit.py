@@ -45,6 +45,10 @@ class Limit(ABC):
     def check(self, facts: Facts) -> Findings:
         """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout."""
 
+    def facts_read(self) -> tuple[str, ...]:
+        """Names of the facts and tensors that it asks for; registering refuses a kernel whose operations lack one."""
+        return ()
+
     @abstractmethod
     def describe(self) -> str:
         """Write the limit for a table."""

@@ -123,6 +123,9 @@ class Dim(Limit):
             code = ReasonCode.SEQ_TOO_LONG
         return violated(code, self.name, wanted, got)
 
+    def facts_read(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def describe(self) -> str:
         parts = [
             f"{self.name} >= {self.min}" if self.min is not None else "",
@@ -149,6 +152,9 @@ class OneOf(Limit):
         repair = Repair("fold", self.fact) if self.foldable else None
         return violated(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
 
+    def facts_read(self) -> tuple[str, ...]:
+        return (self.fact,)
+
     def describe(self) -> str:
         return f"{self.fact}: {', '.join(str(value) for value in self.values)}"
 
@@ -164,6 +170,9 @@ class Positive(Limit):
         if got is None or (isinstance(got, (int, float)) and got > 0):
             return NOTHING
         return violated(ReasonCode.CONSTRAINT_FAILED, self.fact, "above 0", got)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return (self.fact,)
 
     def describe(self) -> str:
         return f"{self.fact} > 0"
@@ -183,6 +192,9 @@ class Equal(Limit):
         code = ReasonCode.HEAD_DIM_INVALID if "dim" in self.left else ReasonCode.CONSTRAINT_FAILED
         return violated(code, self.left, f"{right} like {self.right}", left)
 
+    def facts_read(self) -> tuple[str, ...]:
+        return (self.left, self.right)
+
     def describe(self) -> str:
         return f"{self.left} == {self.right}"
 
@@ -197,6 +209,9 @@ class SameHeads(Limit):
             return NOTHING
         return violated(ReasonCode.GQA_UNSUPPORTED, "kv_heads", heads, kv_heads, Repair("expand", "key"))
 
+    def facts_read(self) -> tuple[str, ...]:
+        return ("heads", "kv_heads")
+
     def describe(self) -> str:
         return "kv heads are repeated"
 
@@ -210,6 +225,9 @@ class SquareCausal(Limit):
             return NOTHING
         wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
         return violated(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
+
+    def facts_read(self) -> tuple[str, ...]:
+        return ("seq_q", "seq_k")
 
     def describe(self) -> str:
         return "causal: seq_q == seq_k"
@@ -227,6 +245,9 @@ class LastStrideOne(Limit):
             for name in self.tensors
             if (tensor := facts.tensors.get(name)) is not None and tensor.last_stride != 1
         )
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
 
     def describe(self) -> str:
         return f"dense last axis: {', '.join(self.tensors)}"
@@ -246,6 +267,9 @@ class Contiguous(Limit):
             for name in self.tensors
             if (tensor := facts.tensors.get(name)) is not None and not tensor.contiguous
         )
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
 
     def describe(self) -> str:
         return f"contiguous: {', '.join(self.tensors)}"
@@ -275,8 +299,24 @@ class Aligned(Limit):
             if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
         )
 
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
+
     def describe(self) -> str:
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LseWithoutGradient(Limit):
+    """Its log-sum-exp has no gradient, although its output has: not both where gradients are recorded."""
+
+    def check(self, facts: Facts) -> Findings:
+        if not (facts["return_lse"] and facts["requires_grad"]):
+            return NOTHING
+        return violated(ReasonCode.GRAD_UNSUPPORTED, "return_lse", "False beside gradients", True)
+
+    def describe(self) -> str:
+        return "no gradient through the log-sum-exp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +343,7 @@ class SdpaEnabled(Limit):
 class Custom(Limit):
     """A rule that no other limit can say; ``check_facts`` returns a Reason or None.
 
-    ``reads`` names the facts it depends on; they are always part of the exact key.
+    ``reads`` names the facts it depends on.
     """
 
     text: str
@@ -313,6 +353,9 @@ class Custom(Limit):
     def check(self, facts: Facts) -> Findings:
         reason = self.check_facts(facts)
         return NOTHING if reason is None else (Finding(reason),)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.reads
 
     def describe(self) -> str:
         return self.text

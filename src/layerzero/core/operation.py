@@ -12,6 +12,12 @@ import torch
 
 from layerzero.core.schema import OperationSchema
 
+GENERAL_FACTS = (
+    *("operation", "layout", "platform", "sm", "dtype"),
+    *("requires_grad", "deterministic", "capturing", "autocast", "sdpa_disabled"),
+)
+"""Facts that calls of all operations have."""
+
 
 class OpKind(StrEnum):
     """What an operation works on; it decides which parts a declaration must have."""
@@ -95,6 +101,12 @@ class Operation:
         """The operation's name, ``attention.gqa.prefill``."""
         return self.schema.operation
 
+    @property
+    def facts(self) -> frozenset[str]:
+        """Names of every fact that a call of this operation has."""
+        axes = {axis for tensor in self.schema.inputs for axis in tensor.shape_vars if axis != "..."}
+        return frozenset({*GENERAL_FACTS, *self.schema.arguments, *self.derived, *axes})
+
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -163,8 +175,10 @@ class TorchSchema:
         signature: arguments and returns in torch's schema language.
         order: the function's parameter for each argument of that schema.
         fixed: parameters that this operator pins, because a torch operator's return type may not depend on a flag.
+        lists: parameters that are lists there; a lone number becomes one on the way in, a tuple on the way out.
     """
 
     signature: str
     order: tuple[str, ...]
     fixed: Mapping[str, object] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()

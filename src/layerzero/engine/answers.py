@@ -48,7 +48,7 @@ def explain(
         capturing: ask as if a CUDA graph were being captured.
     Raises: InvalidCallError for a call that means nothing; KeyError for an unknown operation or device.
     """
-    machine = Machine(Device.named(device) if isinstance(device, str) else device, libraries)
+    machine = Machine(described(device) if isinstance(device, str) else device, libraries)
     policy = current_policy()
     if isinstance(operation, Facts):
         if args or kwargs:
@@ -68,6 +68,11 @@ def explain(
         )
     _check_operation(wanted, report)
     return report
+
+
+def described(name: str) -> Device:
+    """A device by name: ``cpu``, ``cuda``, ``cuda:1`` are this machine's, ``H100`` and the like need not be here."""
+    return Device.detect(name) if name.partition(":")[0] in ("cpu", "cuda") else Device.named(name)
 
 
 def which(operation: str | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
@@ -133,7 +138,7 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     ranked = score.rank(judged, call, policy, ENGINE.ledger)
-    return pick(ranked, Routed(call.operation, {}, call.layout), call, policy)
+    return pick(ranked, Routed(call.operation, {}, call.layout), call, REGISTRY.lock_for(policy, call))
 
 
 def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:

@@ -12,6 +12,10 @@ Table = dict[Hashable, Plan]
 """Readers take no lock: a lookup is one dictionary read, and the only write is the plan's reference bit."""
 
 
+MAX_TABLES = 32
+"""Policies whose plans are kept; a program that opens scopes with ever new settings forgets the oldest."""
+
+
 class PlanCache:
     """The tables of one function.
 
@@ -30,8 +34,14 @@ class PlanCache:
         table = self._tables.get(policy)
         if table is None:
             with self._lock:
-                table = self._tables.setdefault(policy, {})
+                table = self._table(policy)
         return table
+
+    def _table(self, policy: Policy) -> Table:
+        if policy not in self._tables and len(self._tables) >= MAX_TABLES:
+            oldest = next(each for each, table in self._tables.items() if table is not self.current)
+            del self._tables[oldest]
+        return self._tables.setdefault(policy, {})
 
     def publish(self, policy: Policy) -> None:
         """Make a policy the process-wide one and empty every table."""
@@ -45,7 +55,7 @@ class PlanCache:
         with self._lock:
             if epoch != self.epoch or max_size == 0:
                 return False
-            table = self._tables.setdefault(policy, {})
+            table = self._table(policy)
             if len(table) >= max_size:
                 _evict(table, max_size)
             table[key] = plan

@@ -47,6 +47,8 @@ class Call:
             "_compiling": torch.compiler.is_compiling,
             "_operator": self._operator,
             "_grad_enabled": torch.is_grad_enabled,
+            "_inference": torch.is_inference_mode_enabled,
+            "_shares_memory": _shares_memory,
             "_deterministic": torch.are_deterministic_algorithms_enabled,
             "_autocast": torch._C._is_any_autocast_enabled,
             "_dispatch_modes": torch._C._len_torch_dispatch_stack,
@@ -81,10 +83,17 @@ class Call:
     def _operator(self, *values: Any) -> Any:
         """Call ``torch.ops.layerzero``: torch's dispatcher knows what to do with modes and wrapper subclasses."""
         arguments = self._arguments(values)
+        wants_gradient = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        if self.function.mutates and wants_gradient and torch.is_grad_enabled():
+            # An operator that writes into its arguments cannot have a gradient of its own; torch's operators can.
+            return reference_call(self.function.route(arguments, current_policy().layout))
         for name, schema in self.function.torch_schemas.items():
             if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):
                 best = name, schema
         name, schema = best
+        for listed in schema.lists:
+            if isinstance(arguments[listed], int):
+                arguments[listed] = [arguments[listed]]
         return getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
 
     def _unusual(self, *values: Any) -> Any:
@@ -94,12 +103,19 @@ class Call:
         if has_torch_function(tensors):
             return handle_torch_function(self.fast, tensors, **arguments)
         if in_transform():
-            return reference_call(self.function.route(arguments, current_policy().layout))
+            return self.dispatcher.reference(arguments)
         if in_dispatch_mode() or any(_has_torch_dispatch(tensor) for tensor in tensors):
             # the same errors as everywhere, before torch sees the call
             self.function.route(dict(arguments), current_policy().layout)
             return self._operator(*values)
         return self.dispatcher.once(arguments)
+
+
+def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    try:
+        return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse, fake: whoever looks closer says what is wrong
+        return True
 
 
 def _has_torch_dispatch(tensor: torch.Tensor) -> bool:
@@ -120,6 +136,10 @@ def _source(function: Function) -> str:
     optional = [name for name in function.tensors if name not in required]
     checks = [f"type({name}) not in _PLAIN" for name in required]
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
+    for name in function.mutates:  # what makes writing into it an error is looked at on every call
+        others = [other for other in required if other != name]
+        checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
+        checks += [f"_shares_memory({name}, {other})" for other in others]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
     parts = [_tensor_key(name) for name in required]
     parts += [f"None if {name} is None else ({_tensor_key(name)}, {name}.requires_grad)" for name in optional]

@@ -30,6 +30,9 @@ _ELSEWHERE = frozenset({"CONFIG"})
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
 
+_MAX_POLICIES = 256
+
+
 class Configuration:
     """The layers of settings of this process and the policies that follow from them."""
 
@@ -78,6 +81,8 @@ class Configuration:
         merged = {name: value for name, (value, _) in self.effective_with_origin(*scopes).items()}
         policy = parse_policy(merged, self.known_operations)
         with self._lock:
+            if len(self._interned) >= _MAX_POLICIES and policy not in self._interned:
+                self._interned.clear()  # scopes with ever new settings: equal policies are made again, nothing breaks
             return self._interned.setdefault(policy, policy)
 
     def effective_with_origin(self, *scopes: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -86,7 +91,8 @@ class Configuration:
         for origin, values in [*self.layers(), *(("scope", dict(scope)) for scope in scopes)]:
             for name, value in values.items():
                 if name == "locks" and name in merged:  # locks add up; the same operation is overridden
-                    merged[name] = ({**merged[name][0], **value}, origin if value else merged[name][1])
+                    earlier = {key: lock for key, lock in merged[name][0].items() if key not in value}
+                    merged[name] = ({**earlier, **value}, origin if value else merged[name][1])
                 elif name in _LISTS.values() and origin == "scope":  # a scope adds to what holds outside it
                     merged[name] = ([*merged[name][0], *value], origin)
                 else:

@@ -97,9 +97,11 @@ def register_operation(operation: Operation) -> None:
 
 
 def register_backend(kernels: Iterable[Kernel]) -> None:
-    """Add the kernels of a backend, as an entry point in ``layerzero.backends`` would."""
-    for kernel in kernels:
-        REGISTRY.register_kernel(kernel)
+    """Add the kernels of a backend, all or none. Whoever calls this vouches for them; an entry point does not.
+
+    Raises: RegistrationError, and then none of them is registered.
+    """
+    REGISTRY.register_kernels(list(kernels))
 
 
 def unregister_kernel(kernel_id: str) -> None:

@@ -6,13 +6,14 @@ A call that was chosen before never gets here past the table lookup that :mod:`l
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
 
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
-from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
+from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function, Routed
@@ -22,9 +23,9 @@ from layerzero.engine import failing, legality, planning, probe, score, state
 from layerzero.engine.cache import PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.health import Health
-from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
-from layerzero.engine.reference import fake_call
+from layerzero.engine.reference import fake_call, reference_call
 from layerzero.engine.registry import REGISTRY, Registry
 
 log = logging.getLogger("layerzero")
@@ -38,14 +39,16 @@ class Engine:
         self.ledger: Ledger = MemoryLedger()
         self.health = Health(self.bump)
         self.caches: list[PlanCache] = []
+        self._lock = threading.RLock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
 
     def bump(self) -> None:
         """Start a new epoch: every plan is chosen anew on its next call."""
-        policy = CONFIGURATION.policy
-        for cache in self.caches:
-            cache.publish(policy)
+        with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
+            policy = CONFIGURATION.policy
+            for cache in self.caches:
+                cache.publish(policy)
 
 
 ENGINE = Engine(REGISTRY)
@@ -82,7 +85,7 @@ class Dispatcher:
         kernels = self.engine.registry.candidates(routed.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed)
         ranked = score.rank(judged, facts, policy, self.engine.ledger)
-        report = pick(ranked, routed, facts, policy)
+        report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
         return report, ranked
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
@@ -97,13 +100,14 @@ class Dispatcher:
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)
-            except Exception as error:  # noqa: BLE001  # the library does not load: it is out for this process, the next one is tried
-                failing.library_broke(chosen.kernel, error, self.engine)
+            except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
+                failing.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
-            self._prove(plan, arguments)
-            self._tell(plan, policy)
-            return plan
+            if self._prove(plan, arguments):
+                self._tell(plan, policy)
+                return plan
+            failed.add(chosen.kernel.id)
 
     def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
@@ -123,15 +127,18 @@ class Dispatcher:
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
-        operation = str(plan.report.operation)
         try:
-            result = plan.run(**arguments)
-            problem = failing.wrong_result(plan, result, arguments)
-        except Exception as error:  # noqa: BLE001
+            return self._checked(plan, arguments)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             return self.failed(plan, error, arguments)
+
+    def _checked(self, plan: Plan, arguments: dict[str, Any]) -> Any:
+        """Run a plan for the first time: its result must be of the kind that the operation defines."""
+        result = plan.run(**arguments)
+        problem = failing.wrong_result(plan, result)
         if problem is not None:
-            return self.failed(plan, problem, arguments)
-        self.engine.health.worked(plan.kernel, operation)
+            raise problem
+        self.engine.health.worked(plan.kernel, plan.report.operation)
         return result
 
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:
@@ -139,16 +146,34 @@ class Dispatcher:
         policy = current_policy()
         if isinstance(error, planning.PlanUnusableError):
             return self.once(arguments)
-        failing.check_retry(plan, error, policy, self.engine)
-        tried = {plan.kernel.id}
+        tried: set[str] = set()
         while True:
-            another = self.choose(arguments, policy, failed=tried)
+            failing.check_retry(plan, error, policy, self.engine)
+            tried.add(plan.kernel.id)
+            try:
+                another = self.choose(arguments, policy, failed=tried)
+            except (NoKernelFoundError, CudaGraphUnsafeError) as nothing_left:
+                raise nothing_left from error
             failing.tell_fallback(plan, another, error)
             try:
-                return another.run(**arguments)
-            except Exception as next_error:  # noqa: BLE001
-                failing.check_retry(another, next_error, policy, self.engine)
-                tried.add(another.kernel.id)
+                return self._checked(another, arguments)
+            except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
+                plan, error = another, next_error
+
+    def reference(self, arguments: dict[str, Any]) -> Any:
+        """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""
+        policy = current_policy()
+        routed = self.function.route(dict(arguments), policy.layout)
+        self._check_layout(routed, policy)
+        if not policy.fallback_enabled:
+            name = f"reference.{routed.operation.name}"
+            reason = Reason(
+                ReasonCode.POLICY_DENIED, "fallback_enabled: false", "no function transform", "one is active"
+            )
+            raise NoKernelFoundError(routed.operation.name, {name: [reason]})
+        device = next(value for value in arguments.values() if isinstance(value, torch.Tensor)).device.type
+        with torch.autocast(device, enabled=False):
+            return reference_call(routed)
 
     def _check_layout(self, routed: Routed, policy: Policy) -> None:
         if not routed.assumed_layout:
@@ -164,7 +189,7 @@ class Dispatcher:
             raise InvalidCallError(self.function.name, [problem])
         warn_assumed(query.shape, key.shape)
 
-    def _prove(self, plan: Plan, arguments: dict[str, Any]) -> None:
+    def _prove(self, plan: Plan, arguments: dict[str, Any]) -> bool:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
         kernel, facts = plan.kernel, plan.report.facts
         adapted = planning.adapted_tensors(plan, arguments)
@@ -173,9 +198,12 @@ class Dispatcher:
         allowed = {adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold")}
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or finding.repair.argument not in allowed:
-                problem = f"the plan does not satisfy its own limits: {finding.reason}"
-                raise AssertionError(f"{kernel.id}: {problem}\n{plan.source}")
+                log.error(
+                    "%s: its plan does not satisfy its own limits: %s\n%s", kernel.id, finding.reason, plan.source
+                )
+                return False
         plan.proved = True
+        return True
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
         if policy.log_selections:
@@ -194,12 +222,11 @@ def _adapts(plan: Plan) -> str:
     return f" ({'; '.join(plan.transforms)})" if plan.transforms else ""
 
 
-def pick(ranked: list[Candidate], routed: Routed, facts: Any, policy: Policy) -> Report:
+def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | None) -> Report:
     """Take the best legal candidate, or the one that a lock names."""
     legal = [candidate for candidate in ranked if candidate.legal]
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
-    lock = policy.lock_for(facts) if policy.enabled else None
     locked = ""
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"

@@ -11,10 +11,12 @@ import torch
 
 from layerzero.core.errors import KernelExecutionError, LayerZeroFallbackWarning
 from layerzero.core.kernel import Kernel
-from layerzero.core.plan import Plan
+from layerzero.core.operation import Routed
+from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import probe
 from layerzero.engine.policy import Policy
+from layerzero.engine.reference import fake_call
 
 if TYPE_CHECKING:
     from layerzero.engine.dispatch import Engine
@@ -29,24 +31,53 @@ class WrongResultError(RuntimeError):
     """A kernel returned something of another shape, dtype or device than its operation defines."""
 
 
-def library_broke(kernel: Kernel, error: Exception, engine: Engine) -> None:
-    """Take a library that does not load out of this process."""
-    reason = probe.mark_broken(kernel.backend, error)
-    log.warning("%s: %s", kernel.id, reason.message)
-    engine.bump()
+def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine) -> None:
+    """Remember a kernel that could not be made ready; raise what is nobody's fault.
+
+    A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
+    """
+    if out_of_memory(error):
+        raise error
+    if isinstance(error, (ImportError, OSError)):
+        reason = probe.mark_broken(kernel.backend, error)
+        log.warning("%s: %s", kernel.id, reason.message)
+        engine.bump()
+    else:
+        log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
+        engine.health.failed(kernel, report.operation, error)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on whatever device; the CPU's allocator has no error type of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _context_is_dead(error: Exception) -> bool:
+    """Whether a device error is one that stays: the next synchronisation raises again."""
+    if not isinstance(error, torch.AcceleratorError):
+        return False
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) -> None:
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
-    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is. A CUDA error leaves
-    a dead context. A kernel that writes into its arguments may have written already. In all other cases the kernel
-    rests (its breaker opens) and, if policy allows a fallback, the next one runs.
+    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, and so is a warning
+    that the user turned into an error. A device error that stays leaves a dead context. A kernel that writes into its
+    arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
+    fallback, the next one runs.
     """
     kernel, operation = plan.kernel, plan.report.operation
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error) or isinstance(error, Warning):
         raise error
-    sticky = isinstance(error, torch.AcceleratorError)
+    sticky = _context_is_dead(error)
+    log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
     engine.health.failed(kernel, operation, error, forever=sticky)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")
     if sticky:
@@ -61,39 +92,33 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
         raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
 
 
-def wrong_result(plan: Plan, result: Any, arguments: dict[str, Any]) -> WrongResultError | None:
+def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:
     """Compare the first result of a plan with what its operation defines; None if it fits."""
     facts = plan.report.facts
     got = result if isinstance(result, tuple) else (result,)
-    wanted = _expected(plan, arguments)
-    for index, (tensor, shape_dtype) in enumerate(zip(got, wanted, strict=False)):
-        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != shape_dtype:
-            found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            return WrongResultError(f"result {index}: wanted {shape_dtype} in layout {facts.layout}, got {found}")
+    wanted = _expected(plan)
+    for index, (tensor, expected) in enumerate(zip(got, wanted, strict=False)):
+        found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if found != expected:
+            return WrongResultError(f"result {index}: wanted {expected} in layout {facts.layout}, got {found}")
+        if tensor.device.type != facts.device.torch_type:
+            return WrongResultError(f"result {index}: wanted it on {facts.device.torch_type}, got {tensor.device}")
     if len(got) != len(wanted):
         return WrongResultError(f"wanted {len(wanted)} results, got {len(got)}")
     return None
 
 
-def _expected(plan: Plan, arguments: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the operation's results in the caller's layout, from its fake function."""
     facts = plan.report.facts
     schema = facts.operation.schema
-    moved = facts.seen_in(facts.operation.layouts[0] if facts.operation.layouts else None)
-    tensors = [
-        torch.empty(moved.tensors[tensor.name].shape, dtype=moved.tensors[tensor.name].dtype, device="meta")
-        for tensor in schema.required
-    ]
-    params = {name: facts[name] for name in schema.params}
-    expected = facts.operation.fake(*tensors, **params)
-    results = expected if isinstance(expected, tuple) else (expected,)
-    shapes = []
-    for result, output in zip(results, schema.outputs, strict=False):
-        shape = tuple(result.shape)
-        if output.has_layout and facts.layout not in (None, facts.operation.layouts[0]):
-            shape = (shape[0], shape[2], shape[1], shape[3])
-        shapes.append((shape, result.dtype))
-    return shapes
+    empty = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in facts.tensors.items()
+    }
+    arguments = {name: facts[name] for name in schema.params} | empty
+    results = fake_call(Routed(facts.operation, arguments, facts.layout))
+    results = results if isinstance(results, tuple) else (results,)
+    return [(tuple(result.shape), result.dtype) for result in results]
 
 
 def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
@@ -101,7 +126,7 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
     _once(
         (plan.kernel.id, plan.report.operation),
         f"{plan.kernel.id} failed in {plan.report.operation} ({type(error).__name__}: {error}); "
-        f"{another.kernel.id} ran in its place. layerzero doctor lists what rests and until when.",
+        f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process.",
     )
 
 

@@ -74,7 +74,9 @@ class Health:
         """Close the breaker after a half-open trial went well."""
         if self._breakers:
             with self._lock:
-                self._breakers.pop((kernel.id, operation), None)
+                breaker = self._breakers.get((kernel.id, operation))
+                if breaker is not None and self._clock() >= breaker.retry_at:  # a late success lifts no newer rest
+                    del self._breakers[kernel.id, operation]
 
     def _start_timer(self, key: tuple[str, str], rest_s: float) -> None:
         previous = self._timers.pop(key, None)

@@ -7,16 +7,13 @@ from collections.abc import Collection, Iterable
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limit import ARGUMENT_CODES, Finding, Repair
+from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
-
-FOLDABLE = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
-"""Arguments that change scores by position only, so that one additive mask can say them."""
 
 
 def judge(
@@ -101,7 +98,12 @@ def trust_reasons(
     if kernel.jit and not policy.allow_jit_compile and not BUILT.ready(kernel, facts):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
-    workspace = kernel.workspace_for(facts)
+    try:
+        workspace = kernel.workspace_for(facts)
+    except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
+        got = f"{type(error).__name__}: {error}"
+        reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
+        workspace = 0
     if workspace > policy.memory_headroom_mb * 2**20:
         limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
         reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
@@ -116,7 +118,7 @@ def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
         return [Finding(reason)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
-        findings += limit.check(facts)
+        findings += _checked(limit, facts)
     findings += _argument_findings(kernel, facts)
     if facts["requires_grad"] and not kernel.grad:
         findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))
@@ -137,6 +139,15 @@ def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
             if tensor.negated
         ]
     return findings
+
+
+def _checked(limit: Limit, facts: Facts) -> Findings:
+    """Evaluate one limit; one that cannot be evaluated refuses its kernel and nothing else."""
+    try:
+        return limit.check(facts)
+    except Exception as error:  # noqa: BLE001  # third parties write limits, too
+        got = f"{type(error).__name__}: {error}"
+        return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
 
 
 def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

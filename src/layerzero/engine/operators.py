@@ -34,9 +34,7 @@ def _register(function: Function, name: str, schema: TorchSchema) -> None:
 
 def _bound(schema: TorchSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(zip(schema.order, args, strict=False)) | dict(kwargs) | dict(schema.fixed)
-    if arguments.get("window") is not None:
-        arguments["window"] = tuple(arguments["window"])
-    return arguments
+    return arguments | {name: tuple(arguments[name]) for name in schema.lists if arguments.get(name) is not None}
 
 
 def _complete(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine.legality import FOLDABLE
 from layerzero.engine.policy import Policy
+from layerzero.ops.attention_math import FOLDABLE
 
 
 class PlanUnusableError(Exception):
@@ -117,8 +117,19 @@ def _folding(facts: Facts) -> str:
         if name in facts.tensors:
             arguments.append(f"{name}={name}")
         elif name in facts.operation.schema.params and facts[name] != facts.operation.schema.neutral.get(name):
-            arguments.append(f"{name}={facts[name]!r}")
+            arguments.append(f"{name}={_literal(facts[name])}")
     return f"attn_mask = fold(query{view}, key{view}, {', '.join(arguments)})"
+
+
+def _literal(value: object) -> str:
+    """Write a value as Python; subclasses (a NumPy float) as what they stand for."""
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_literal(each)}, " for each in value) + ")"
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, (int, float)):
+        return repr(int(value) if isinstance(value, int) else float(value))
+    raise TypeError(f"cannot write {type(value).__name__} {value!r} into a plan")
 
 
 def _guards(kernel: Kernel, facts: Facts) -> list[str]:
@@ -139,7 +150,7 @@ def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
     for name in schema.params:
         if name in kernel.accepts:
             value = schema.neutral.get(name) if folded and name in FOLDABLE else facts[name]
-            arguments.append(f"{kernel.renames.get(name, name)}={value!r}")
+            arguments.append(f"{kernel.renames.get(name, name)}={_literal(value)}")
     lines = [f"output = kernel({', '.join(arguments)})"]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import PolicyError
 from layerzero.core.facts import FACT_ALIASES, Facts
 from layerzero.core.kernel import Kernel
@@ -31,25 +31,41 @@ _COMPARISON = re.compile(r"^\s*(>=|<=|!=|==|>|<)\s*(-?\d+(?:\.\d+)?)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A fact and what it must be: a comparison (``>=90``), a glob, or a plain value."""
+    """A fact and what it must be: any of some texts, each a comparison (``>=90``), a glob, or a plain value."""
 
     fact: str
-    text: str
+    texts: tuple[str, ...]
 
     def holds(self, facts: Facts) -> bool:
         """Whether the call satisfies it; a fact that the call lacks satisfies nothing."""
-        got = facts.get(self.fact)
-        if self.fact == "layout":
-            got = facts.layout
-        if got is None:
-            return False
-        comparison = _COMPARISON.match(self.text)
-        if comparison:
-            if not isinstance(got, (int, float)):
-                return False
-            return _COMPARISONS[comparison[1]](got, float(comparison[2]))
-        text = dtype_name(got) if isinstance(got, torch.dtype) else str(got)
-        return fnmatch.fnmatchcase(text.lower(), self.text.lower())
+        got = facts.layout if self.fact == "layout" else facts.get(self.fact)
+        return got is not None and any(_holds(text, got) for text in self.texts)
+
+
+def _holds(text: str, got: object) -> bool:
+    comparison = _COMPARISON.match(text)
+    if comparison:
+        return isinstance(got, (int, float)) and _COMPARISONS[comparison[1]](got, float(comparison[2]))
+    plain = dtype_name(got) if isinstance(got, torch.dtype) else str(got)
+    return fnmatch.fnmatchcase(plain.lower(), text.lower())
+
+
+def _condition(fact: str, wanted: object, where: str) -> Condition:
+    """Parse what a rule says about a fact. Raises: PolicyError for what could never match."""
+    texts = []
+    for each in wanted if isinstance(wanted, list) else [wanted]:
+        if not isinstance(each, (str, int, float)):
+            raise PolicyError(f"{where}: {fact}: wanted a value, a comparison or a glob, got {each!r}")
+        text = str(each).strip()
+        if text[:1] in "<>=!" and not _COMPARISON.match(text):
+            raise PolicyError(f"{where}: {fact}: wanted a comparison with a number such as '>=90', got {each!r}")
+        if fact == "dtype" and not any(mark in text for mark in "*?["):
+            try:
+                text = dtype_name(dtype_named(text))
+            except ValueError as error:
+                raise PolicyError(f"{where}: {error}") from None
+        texts.append(text)
+    return Condition(fact, tuple(texts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +223,12 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
         raise PolicyError(f"{where}: wanted `match:` with at least one fact, got {match!r}")
     actions: dict[str, tuple[str, ...]] = {}
     for key, value in rule.items():
-        if key != "match":
-            actions[_RULE_ACTIONS[key]] = (value,) if isinstance(value, str) else tuple(value)
+        if key == "match":
+            continue
+        named = [value] if isinstance(value, str) else value
+        if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+            raise PolicyError(f"{where}: {key}: wanted libraries or kernel globs, got {value!r}")
+        actions[_RULE_ACTIONS[key]] = tuple(named)
     if not actions:
         raise PolicyError(f"{where}: wanted prefer, avoid or deny, got only `match:`")
     operation = "*"
@@ -220,15 +240,10 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
             continue
         if fact not in known_facts():
             raise PolicyError(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")
-        conditions.append(Condition(fact, str(wanted)))
+        conditions.append(_condition(fact, wanted, where))
     return Rule(tuple(conditions), operation, **actions)
 
 
 def known_facts() -> frozenset[str]:
     """Every fact name that a rule may match."""
-    names = {"layout", "platform", "sm", "dtype", "requires_grad", "deterministic", "capturing", "autocast"}
-    for operation in OPERATIONS.values():
-        names |= {*operation.schema.arguments, *operation.derived}
-        for tensor in operation.schema.inputs:
-            names |= {axis for axis in tensor.shape_vars if axis != "..."}
-    return frozenset(names | set(FACT_ALIASES))
+    return frozenset(FACT_ALIASES).union(*(operation.facts for operation in OPERATIONS.values()))

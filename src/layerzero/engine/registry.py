@@ -22,10 +22,13 @@ from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
 from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import OneOf
 from layerzero.core.operation import Operation
 from layerzero.core.schema import OperationSchema
+from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+from layerzero.ops.attention_math import FOLDABLE
 
 ENTRY_POINTS = "layerzero.backends"
 USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
@@ -39,7 +42,7 @@ class Registry:
         self._operations: dict[str, Operation] = {}
         self._kernels: dict[str, list[Kernel]] = {}
         self._by_id: dict[str, Kernel] = {}
-        self._loaded = False
+        self._loading = self._loaded = False
         self._entry_points = entry_points
         self._listeners: list[Callable[[], None]] = []
         self.plugin_errors: dict[str, str] = {}
@@ -70,18 +73,35 @@ class Registry:
 
         Raises: RegistrationError for an unknown operation, argument or fact, or an id that is taken.
         """
+        self.register_kernels([kernel])
+
+    def register_kernels(self, kernels: Sequence[Kernel]) -> None:
+        """Add several kernels, all or none. Raises: as :meth:`register_kernel`."""
         with self._lock:
             self._load()
-            self._add(kernel)
+            self._add_all(kernels)
         self._changed()
+
+    def _add_all(self, kernels: Sequence[Kernel]) -> None:
+        added: list[Kernel] = []
+        try:
+            for kernel in kernels:
+                self._add(kernel)
+                added.append(kernel)
+        except Exception:
+            for kernel in added:
+                self._remove(kernel)
+            raise
+
+    def _remove(self, kernel: Kernel) -> None:
+        del self._by_id[kernel.id]
+        for operation in kernel.operations:
+            self._kernels[operation].remove(kernel)
 
     def unregister_kernel(self, kernel_id: str) -> None:
         """Remove a kernel."""
         with self._lock:
-            kernel = self.kernel(kernel_id)
-            del self._by_id[kernel.id]
-            for operation in kernel.operations:
-                self._kernels[operation].remove(kernel)
+            self._remove(self.kernel(kernel_id))
         self._changed()
 
     def _add(self, kernel: Kernel) -> None:
@@ -96,27 +116,48 @@ class Registry:
             raise RegistrationError(
                 f"{kernel.id}: accepts {sorted(unknown)}, which {', '.join(kernel.operations)} does not have"
             )
+        foreign = sorted(set(kernel.folds) - set(FOLDABLE))
+        if foreign:
+            raise RegistrationError(f"{kernel.id}: folds {foreign}; only {', '.join(FOLDABLE)} can be folded")
+        for name in kernel.implies:
+            if not any(
+                isinstance(each, OneOf) and each.fact == name and len(each.values) == 1 for each in kernel.limits
+            ):
+                raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
+        known = {fact for name in kernel.operations for fact in self._operations[name].facts}
+        tensors = {each.name for operation in self._operations.values() for each in operation.schema.inputs}
+        for fact in (fact for each in kernel.limits for fact in each.facts_read()):
+            if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
+                raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
         self._by_id[kernel.id] = kernel
         for name in kernel.operations:
             self._kernels[name].append(kernel)
 
     def _load(self) -> None:
         """Read the declarations of built-in and plugin backends, once."""
-        if self._loaded:
+        if self._loading:  # done, or asked for by a plugin while it is being loaded
             return
-        self._loaded = True
+        self._loading = True
         for module in backends.BUILTIN.values():
             for kernel in importlib.import_module(module).KERNELS:
                 self._add(kernel)
         if self._entry_points:
             for entry_point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
                 self._load_plugin(entry_point)
+        self._loaded = True  # last: other threads read it without the lock
+        self._changed()
 
     def _load_plugin(self, entry_point: importlib.metadata.EntryPoint) -> None:
         try:
-            for kernel in plugin_kernels(entry_point.load()):
-                backend = dataclasses.replace(kernel.backend, origin="entry_point")
-                self._add(dataclasses.replace(kernel, backend=backend, trust=Trust.PLUGIN))
+            kernels = [
+                dataclasses.replace(
+                    kernel,
+                    backend=dataclasses.replace(kernel.backend, origin="entry_point"),
+                    trust=Trust.PLUGIN,
+                )
+                for kernel in plugin_kernels(entry_point.load())
+            ]
+            self._add_all(kernels)
         except Exception as error:  # noqa: BLE001  # a plugin may fail in any way; it must not take LayerZero with it
             self.plugin_errors[entry_point.name] = f"{type(error).__name__}: {error}"
             warnings.warn(
@@ -146,6 +187,16 @@ class Registry:
             with self._lock:
                 self._load()
         return self._kernels[operation]
+
+    def lock_for(self, policy: Policy, facts: Facts) -> Lock | None:
+        """The lock that decides a call: one on a kernel that only other operations have does not reach this one.
+
+        A lock on a kernel that nobody has stays in force, so that a misspelt one is an error and no silence.
+        """
+        lock = policy.lock_for(facts) if policy.enabled else None
+        if lock is None or any(names_kernel(lock.kernel, each) for each in self.candidates(str(facts["operation"]))):
+            return lock
+        return None if any(names_kernel(lock.kernel, each) for each in self._by_id.values()) else lock
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
@@ -280,7 +331,14 @@ def kernel_of_function(
 
 
 def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
-    fields = {each.name for each in dataclasses.fields(Kernel)} - {"id", "operations", "backend", "load", "accepts"}
+    fields = {each.name for each in dataclasses.fields(Kernel)} - {
+        "id",
+        "operations",
+        "backend",
+        "load",
+        "accepts",
+        "implies",
+    }
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
             raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")

@@ -65,7 +65,8 @@ def warmup(
         if not _covered(operation, name):
             continue
         for tensors, case_params in _calls(chosen, shapes, dtype_named(dtype), target):
-            arguments = {**case_params, **implied, **params, **tensors}
+            canonical = {"layout": CANONICAL} if chosen.layouts else {}
+            arguments = {**canonical, **case_params, **implied, **params, **tensors}
             results += _warm(chosen, arguments)
     if results:
         ENGINE.bump()
@@ -122,7 +123,7 @@ def _calls(
     cases = operation.cases if shapes is None else tuple(_case_of(operation, tuple(shape)) for shape in shapes)
     for case in cases:
         if case is not None:
-            yield case_tensors(operation, case, dtype, device), dict(case.params)
+            yield case_tensors(operation, case, dtype, device), dict(case.params) | _derived(operation, case)
 
 
 def _case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:

@@ -126,11 +126,11 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 def _layout(
     arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], default_layout: str | None
 ) -> tuple[str, bool]:
-    layout = arguments["layout"] or default_layout
+    layout = default_layout if arguments["layout"] is None else arguments["layout"]
     if layout is None:
         query, key, value = shapes
         return layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
-    if layout not in layouts.LAYOUTS:
+    if not isinstance(layout, str) or layout not in layouts.LAYOUTS:
         raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {layout!r}")
     return layout, False
 
@@ -200,8 +200,10 @@ ATTENTION = Function(
     operations=OPERATIONS,
     tensors=("query", "key", "value", "attn_mask", "sinks", "alibi_slopes", "kv_lens"),
     torch_schemas={
-        "attention": TorchSchema(f"({_HEAD}{_TAIL}) -> Tensor", _ORDER),
-        "attention_lse": TorchSchema(f"({_HEAD}{_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}),
+        "attention": TorchSchema(f"({_HEAD}{_TAIL}) -> Tensor", _ORDER, lists=("window",)),
+        "attention_lse": TorchSchema(
+            f"({_HEAD}{_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}, lists=("window",)
+        ),
     },
     state=frozenset({"sdpa"}),
 )

@@ -8,6 +8,9 @@ import torch
 
 NEGATIVE_INFINITY = -math.inf
 
+FOLDABLE = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
+"""Arguments that change scores by position only, so that :func:`attention_bias` can say them in one mask."""
+
 
 def attention_bias(
     query: torch.Tensor,
@@ -145,6 +148,15 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     weights = scores.masked_fill(empty.unsqueeze(-1), 0.0).softmax(-1).masked_fill(empty.unsqueeze(-1), 0.0)
     lse = torch.logsumexp(scores, -1).masked_fill(empty, NEGATIVE_INFINITY)
     return (weights[..., :-1] if sinks is not None else weights), lse
+
+
+def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Mend a log-sum-exp of FlashAttention: it says +inf both of a query that sees no key and of NaN scores.
+
+    Shapes: output (B, H, S_q, D_v), lse (B, H, S_q) → (B, H, S_q)
+    """
+    missing = torch.where(output[..., 0].isnan(), torch.nan, NEGATIVE_INFINITY)
+    return torch.where(lse == torch.inf, missing, lse)
 
 
 def attention_fake(

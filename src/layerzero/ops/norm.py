@@ -13,7 +13,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema
 from layerzero.core.schema import OperationSchema, TensorSchema
-from layerzero.ops.checks import check_dense
+from layerzero.ops.checks import check_dense, overlaps
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -174,10 +174,10 @@ def layer_norm(
 def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("layer_norm", arguments)
     given = arguments["normalized_shape"]
-    try:
-        shape = (given,) if isinstance(given, int) else tuple(int(size) for size in given)
-    except TypeError:
-        raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {given!r}"]) from None
+    sizes = (given,) if isinstance(given, (int, torch.SymInt)) else given
+    if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {given!r}"])
+    shape = tuple(int(size) for size in sizes)
     arguments["normalized_shape"] = shape
     input_ = arguments["input"]
     if isinstance(input_, Tensor):
@@ -268,8 +268,10 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
             problems.append(
                 f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
             )
-        if residual is input_:
-            problems.append("residual: wanted another tensor than input, got the same one")
+        if residual.is_inference() and not torch.is_inference_mode_enabled():
+            problems.append("residual: wanted a tensor that may be updated in place, got one made in inference mode")
+        if residual is input_ or overlaps(residual, input_):
+            problems.append("residual: wanted memory of its own, got memory that it shares with input")
         if problems:
             raise InvalidCallError("add_rms_norm", problems)
     return _routed("add_rms_norm", ADD_RMS, arguments)
@@ -310,6 +312,7 @@ LAYER_NORM = Function(
             "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
             " -> Tensor",
             ("input", "normalized_shape", "weight", "bias", "eps"),
+            lists=("normalized_shape",),
         )
     },
 )
