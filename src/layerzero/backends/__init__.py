@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
     "flash_attn": "layerzero.backends.flash_attn",
+    "inductor": "layerzero.backends.inductor",
     "onnxruntime": "layerzero.backends.onnxruntime",
     "torch_attention": "layerzero.backends.torch_attention",
     "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
