@@ -96,7 +96,20 @@ def test_running_out_of_memory_is_nobodys_fault(norm):
     assert lz.which("rms_norm", *norm)["kernel_id"] == "user.planted"
 
 
-def test_a_dead_context_is_not_papered_over(norm):
+def test_a_device_error_that_does_not_stay_is_an_ordinary_failure(norm, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    register(breaks(torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")))
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="no kernel image"):
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+
+
+def test_a_dead_context_is_not_papered_over(norm, monkeypatch):
+    def still_broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", still_broken)
     register(breaks(torch.AcceleratorError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(lz.KernelExecutionError, match="restart the process"):
         lz.rms_norm(*norm)

@@ -1,0 +1,51 @@
+"""References compiled ahead of time: refused until built, then right for every size of their class, without compiling."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import layerzero as lz
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build with")
+
+SHAPES = [(64, 512), (100, 600), (127, 1023)]
+"""All of one class: rows from 64 to 127, row lengths from 512 to 1023."""
+
+
+def calls(function, rows, hidden):
+    x, w, b = torch.randn(rows, hidden), torch.randn(hidden), torch.randn(hidden)
+    normed = torch.nn.functional.rms_norm
+    if function == "rms_norm":
+        return (x, w), normed(x, (hidden,), w, 1e-6)
+    if function == "layer_norm":
+        return (x, hidden, w, b), torch.nn.functional.layer_norm(x, (hidden,), w, b)
+    residual = torch.randn(rows, hidden)
+    return (x, residual.clone(), w), normed(x + residual, (hidden,), w, 1e-6)
+
+
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm"])
+def test_it_is_refused_until_built_and_then_serves_its_class(function):
+    kernel = f"inductor.{function}"
+    arguments, _ = calls(function, *SHAPES[0])
+    assert [str(reason.code) for reason in lz.explain(function, *arguments).reasons(kernel)] == ["JIT_DISABLED"]
+    built = [each for each in lz.warmup(function, shapes=[SHAPES[0]]) if each.kernel_id == kernel]
+    assert [each.error for each in built] == [""]
+    with lz.scope(locks={function: kernel}):
+        for shape in SHAPES:
+            arguments, wanted = calls(function, *shape)
+            torch.testing.assert_close(getattr(lz, function)(*arguments), wanted, rtol=1e-5, atol=1e-5)
+    arguments, _ = calls(function, 128, 512)
+    assert [str(reason.code) for reason in lz.explain(function, *arguments).reasons(kernel)] == ["JIT_DISABLED"]
+    assert lz.warmup(function, shapes=[SHAPES[0]]) == [], "what is built is not built again"
+
+
+def test_one_build_serves_any_eps():
+    (x, w), _ = calls("rms_norm", *SHAPES[0])
+    assert [each.error for each in lz.warmup("rms_norm", shapes=[SHAPES[0]])] == [""]
+    with lz.scope(locks={"rms_norm": "inductor.rms_norm"}):
+        for eps in (1e-6, 0.5):
+            wanted = torch.nn.functional.rms_norm(x, w.shape, w, eps)
+            torch.testing.assert_close(lz.rms_norm(x, w, eps), wanted, rtol=1e-5, atol=1e-5)
