@@ -93,6 +93,14 @@ def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
     return cudnn
 
 
+def _cudnn_expanded(facts: Facts) -> Reason | None:
+    """It gives the output the query's strides, and refuses its own output where one of them is 0."""
+    query = facts.tensors["query"]
+    if not any(stride == 0 and size > 1 for size, stride in zip(query.shape, query.strides, strict=True)):
+        return None
+    return Reason(ReasonCode.NOT_CONTIGUOUS, "query", "no expanded axis", f"strides {query.strides}")
+
+
 def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
     widest = max(facts.size("head_dim"), facts.size("value_dim"))
@@ -123,6 +131,7 @@ KERNELS = (
             limit.dim("head_dim", max=256, multiple=8),
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _WIDE_FACTS, _cudnn_wide_heads),
+            limit.Custom("query: no expanded axis", ("query",), _cudnn_expanded),
             limit.SquareCausal(),
             limit.SdpaEnabled("cudnn"),
             _DENSE,

@@ -161,10 +161,15 @@ def fuzz(
     from layerzero.testing import fuzz as fuzzing
 
     check.kernels_exist(kernel or [])
-    logging.getLogger("layerzero").setLevel(logging.ERROR)  # fallbacks are expected here, and counted
-    report = fuzzing.run(
-        calls, seed, progress=lambda so_far: say(listing.progress(so_far, calls)), kernels=kernel, device=device
-    )
+    log = logging.getLogger("layerzero")
+    level = log.level
+    log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
+    try:
+        report = fuzzing.run(
+            calls, seed, progress=lambda so_far: say(listing.progress(so_far, calls)), kernels=kernel, device=device
+        )
+    finally:
+        log.setLevel(level)
     proved = report.ok and report.comparisons > 0
     if report.comparisons == 0:
         say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
