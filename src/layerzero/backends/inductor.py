@@ -4,8 +4,9 @@
 of a tensor, two sizes stop being equal, or the thread count, grad mode or default dtype changes. Here the reference is
 exported with its sizes as ranges, those of the class; nothing is guarded, nothing compiles again, and a call costs 3 us
 (1 x 4096 float32 on a Xeon, torch 2.13.0, 2026-11-21; torch's own rms_norm 10 us). A build takes 6 to 20 s of a C++
-compiler or of Triton and is kept in Inductor's cache for the next process.
-Library: torch >= 2.10, BSD-3-Clause.
+compiler and is kept in Inductor's cache for the next process. Not on GPUs, nor with other versions of torch: with torch
+2.11.0 on an H200 host (2026-11-21) artefacts were seen to kill the process that loaded them.
+Library: torch 2.13, BSD-3-Clause.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from layerzero.ops import norm
 INDUCTOR = Backend(
     name="inductor",
     summary="The references of norms, compiled by torch's Inductor",
-    requires=("torch>=2.10",),
-    platforms=("cpu", "cuda"),
+    requires=("torch>=2.13,<2.14",),  # the version whose artefacts were compared with float64
+    platforms=("cpu",),
     homepage="https://pytorch.org",
 )
 
