@@ -48,6 +48,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.schema": ("OperationSchema", "TensorSchema"),
     "layerzero.core.plan": ("Plan", "Report"),
     "layerzero.core.reasons": ("Reason", "ReasonCode"),
+    "layerzero.core.step": ("StepMetadata",),
     "layerzero.core.errors": (
         "CudaGraphUnsafeError",
         "InvalidCallError",
@@ -63,7 +64,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "VersionMismatchError",
     ),
 }
-_FUNCTIONS = ("add_rms_norm", "attention", "layer_norm", "rms_norm")
+_FUNCTIONS = ("add_rms_norm", "append_paged_kv", "attention", "layer_norm", "paged_attention", "rms_norm")
 _MODULES = {"limits": "layerzero.core.limits", "testing": "layerzero.testing"}
 _ALIASES = {  # the specification's longer names
     "DeviceSpec": "Device",

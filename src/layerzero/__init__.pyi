@@ -27,6 +27,7 @@ from layerzero.core.operation import Case, Function, Operation, OpKind, Toleranc
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.core.step import StepMetadata
 from layerzero.engine.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
 from layerzero.engine.control import (
     avoid,
@@ -80,11 +81,13 @@ __all__ = [
     "SelectionContext",
     "SelectionContextBuilder",
     "SelectionReport",
+    "StepMetadata",
     "TensorSchema",
     "Tolerance",
     "VersionMismatchError",
     "__version__",
     "add_rms_norm",
+    "append_paged_kv",
     "attention",
     "avoid",
     "configure",
@@ -99,6 +102,7 @@ __all__ = [
     "list_operations",
     "load_config",
     "lock",
+    "paged_attention",
     "prefer",
     "register_backend",
     "register_kernel",
@@ -177,6 +181,63 @@ def attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def append_paged_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None: ...
 def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor: ...
 def layer_norm(
     input: Tensor,

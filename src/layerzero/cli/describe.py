@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from layerzero import ops
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
@@ -46,7 +47,8 @@ def operations(names: Sequence[str]) -> list[str]:
 
 def function_of(operation: str) -> str:
     """Name the public function that leads to an operation, empty if there is none."""
-    return next((f.name for f in FUNCTIONS.values() if any(each.name == operation for each in f.operations)), "")
+    function = ops.function_of(operation)
+    return function.name if function else ""
 
 
 def platforms(kernel: Kernel) -> tuple[str, ...]:

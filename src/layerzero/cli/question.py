@@ -17,7 +17,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.answers import explain
 from layerzero.engine.config import SCOPES
 from layerzero.engine.settings import ALIASES, SETTINGS, nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, function_of
 
 _SIZES = re.compile(r"\d+(?:[x,]\d+)*")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -72,7 +72,11 @@ def question(flags: Flags) -> Question:
     device = device_of(flags.device)
     dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
     given = dict(_pair(text, "--param", "name=value") for text in flags.params)
-    shapes, arguments = _shapes(flags, function, operations)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if operations[0].examples is None:
+        shapes, arguments = _shapes(flags, function, operations)
+    else:
+        arguments = _example(flags, operations, dtype)
     for name in ("layout", "causal"):
         value = getattr(flags, name)
         if value is not None:
@@ -115,13 +119,27 @@ def _named(name: str) -> tuple[Function, Sequence[Operation]]:
     if name in FUNCTIONS:
         return FUNCTIONS[name], FUNCTIONS[name].operations
     names = OPERATION_ALIASES[name][0] if name in OPERATION_ALIASES else (name,)
-    for function in FUNCTIONS.values():
-        operations = [operation for operation in function.operations if operation.name in names]
-        if operations:
-            return function, operations
+    function = function_of(names[0])
+    if function is not None:
+        return function, [operation for operation in function.operations if operation.name in names]
     known = [*FUNCTIONS, *OPERATIONS, *OPERATION_ALIASES]
     near = nearest(name, known) or f"; known: {', '.join(known)}"
     raise KeyError(f"unknown operation {name!r}{near}")
+
+
+def _example(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a named case whose tensors are more than shapes."""
+    names = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
+    if flags.case is None or flags.shape is not None or flags.kv_shape is not None:
+        got = "--shape or --kv-shape" if flags.shape or flags.kv_shape else "nothing"
+        raise ValueError(f"{flags.name}: wanted --case and one of {names}, got {got}")
+    operation, case = _case(flags.case, operations)
+    assert operation.examples is not None
+    tensors: dict[str, Any] = dict(operation.examples(case, dtype, torch.device("meta"), None))
+    if flags.layout not in (None, operation.layouts[0]):
+        moving = [schema.name for schema in operation.schema.inputs if schema.has_layout]
+        tensors |= {name: tensors[name].transpose(1, 2) for name in moving}
+    return {**case.params, **tensors}
 
 
 def _shapes(

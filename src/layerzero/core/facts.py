@@ -11,7 +11,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.layouts import CANONICAL, permutation
+from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
 
 FACT_ALIASES = {
@@ -251,7 +251,7 @@ class FactsBuilder:
         """Name everything about arguments that were validated before."""
         schema = self.operation.schema
         if self.operation.layouts and layout is None:
-            layout = CANONICAL
+            layout = self.operation.layouts[0]
         tensors: dict[str, TensorFacts] = {}
         values: dict[str, object] = {"operation": schema.operation}
         first: torch.Tensor | None = None
@@ -271,6 +271,12 @@ class FactsBuilder:
             values.update(zip(named, facts.shape[len(facts.shape) - len(named) :], strict=True))
         for name in schema.params:
             values[name] = arguments.get(name, schema.neutral.get(name))
+        for name in schema.bounds:
+            bound = arguments.get(name)
+            values[name] = None if bound is None else 1 << (bound - 1).bit_length()
+        for name in schema.handles:
+            handle = arguments.get(name)
+            values[name] = "none" if handle is None else handle.kind
         assert first is not None, f"{schema.operation} has no tensors"
         device = device or Device.detect(first.device)
         values |= {"dtype": first.dtype, "platform": device.platform, "sm": device.sm_number}

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
-from layerzero.core.layouts import LAYOUTS
+from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
 
 
@@ -71,7 +71,8 @@ class Kernel:
             The callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword,
             in the kernel's layout, and returns the operation's results.
         layout: layout of its tensors, None where the operation has none or it takes any.
-        accepts: optional tensors and parameters that it honours; what it does not accept it is never offered.
+        accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
+            and handles that it names are passed on, those that it does not name are promises it has no use for.
         implies: arguments that a limit pins to the one value the callable computes; they are not passed.
         renames: canonical argument name to the callable's name for it.
         folds: arguments that the plan may fold into its attention mask.
@@ -117,8 +118,9 @@ class Kernel:
             raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
         if not self.operations:
             raise RegistrationError(f"{self.id}: declares no operation")
-        if self.layout is not None and self.layout not in LAYOUTS:
-            raise RegistrationError(f"{self.id}: layout must be one of {', '.join(LAYOUTS)}, is {self.layout!r}")
+        known = [layout for family in FAMILIES for layout in family]
+        if self.layout is not None and self.layout not in known:
+            raise RegistrationError(f"{self.id}: layout must be one of {', '.join(known)}, is {self.layout!r}")
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")

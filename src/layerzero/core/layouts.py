@@ -1,6 +1,7 @@
 """Axis letters, permutations between layouts, and the rules that decide a layout nobody named.
 
-Letters: B batch, S sequence, H heads, D head dim. ``BSHD`` is the canonical layout of attention's schemas.
+Letters: B batch, S sequence, H heads, D head dim. ``BSHD`` is the canonical layout of attention's schemas. A paged
+cache has its pages first, and is named by the rest: ``NHD`` (tokens of a page, kv heads, head dim) or ``HND``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from layerzero.core.errors import LayerZeroLayoutWarning
 
 CANONICAL = "BSHD"
 LAYOUTS = ("BSHD", "BHSD")
+CACHE_LAYOUTS = ("NHD", "HND")
+FAMILIES = (LAYOUTS, CACHE_LAYOUTS)
+"""Layouts that are views of each other; the first of a family is the one that schemas are written in."""
 
 MAX_PLAUSIBLE_HEADS = 256
 """More heads than any published model has; a larger axis has to be the sequence."""
@@ -23,9 +27,18 @@ _last_warning: dict[tuple[tuple[int, ...], ...], float] = {}
 _warning_lock = threading.Lock()
 
 
+def canonical(layout: str) -> str:
+    """The layout of the same family that schemas are written in. Raises: KeyError for an unknown layout."""
+    for family in FAMILIES:
+        if layout in family:
+            return family[0]
+    raise KeyError(layout)
+
+
 def permutation(source: str, target: str) -> tuple[int, ...]:
-    """Say which source axis goes where: ``tensor.permute(permutation("BSHD", "BHSD"))``."""
-    return tuple(source.index(letter) for letter in target)
+    """Say which source axis goes where: ``tensor.permute(permutation("BSHD", "BHSD"))``; the page axis stays."""
+    pages = 4 - len(source)
+    return (*range(pages), *(pages + source.index(letter) for letter in target))
 
 
 def heads_axis(layout: str) -> int:

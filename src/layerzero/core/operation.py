@@ -79,6 +79,9 @@ class Operation:
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
         derived: the names of those facts, so that rules may match them.
         fold: computes the mask that stands in for arguments a kernel lacks.
+        check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
+            mode, because reading them waits for the device.
+        examples: tensors of a case where plain normal numbers will not do; the generator draws them.
     """
 
     schema: OperationSchema
@@ -95,6 +98,8 @@ class Operation:
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
     derived: tuple[str, ...] = ()
     fold: Fold | None = None
+    check_values: Callable[..., list[str]] | None = None
+    examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, torch.Tensor]] | None = None
 
     @property
     def name(self) -> str:
@@ -144,6 +149,8 @@ class Function:
         mutates: names of the tensors that are written into.
         torch_schemas: name of a ``torch.ops.layerzero`` operator to its schema.
         state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
+        handles: names of the parameters that are handles, each with the tensors that it must have been made of.
+        may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
     """
 
     name: str
@@ -154,6 +161,13 @@ class Function:
     mutates: tuple[str, ...] = ()
     torch_schemas: Mapping[str, TorchSchema] = field(default_factory=dict)
     state: frozenset[str] = frozenset()
+    handles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    may_share_storage: frozenset[frozenset[str]] = frozenset()
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The parameters that are upper bounds."""
+        return self.operations[0].schema.bounds
 
     @property
     def parameters(self) -> Sequence[inspect.Parameter]:

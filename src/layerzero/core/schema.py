@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from layerzero.core.dtypes import dtype_name, names_of
-from layerzero.core.layouts import CANONICAL, permutation
+from layerzero.core.layouts import canonical, permutation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class TensorSchema:
         mutated: whether the operation writes into it.
         has_layout: whether its axes move with the call's layout.
         same_dtype: whether it must have the dtype of the first tensor.
+        resident: whether it lives longer than the call and is large (a KV cache); a plan never copies it.
         ndim: number of axes; derived from ``shape_vars``, None where it is open.
     """
 
@@ -35,6 +36,7 @@ class TensorSchema:
     mutated: bool = False
     has_layout: bool = False
     same_dtype: bool = True
+    resident: bool = False
 
     @property
     def ndim(self) -> int | None:
@@ -43,9 +45,9 @@ class TensorSchema:
 
     def axes_in(self, layout: str | None) -> tuple[str, ...]:
         """Names of the axes in the order of a layout."""
-        if not self.has_layout or layout in (None, CANONICAL):
+        if not self.has_layout or layout is None:
             return self.shape_vars
-        return tuple(self.shape_vars[axis] for axis in permutation(CANONICAL, layout))
+        return tuple(self.shape_vars[axis] for axis in permutation(canonical(layout), layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class OperationSchema:
         params: its scalar parameters and their types.
         neutral: the values at which an optional argument does nothing; a kernel that does not know the argument may
             run when it has this value. Tensors that are not required are neutral when absent.
+        bounds: parameters that promise an upper bound of values on the device. They change no result; a choice depends
+            on the power of two above them, and a kernel that accepts one gets the number itself.
+        handles: objects that a call may bring for a kernel's use (a StepMetadata), and their types. They change no
+            result; a choice depends on their ``kind``, and a kernel that accepts one gets the object itself.
     """
 
     operation: str
@@ -66,10 +72,12 @@ class OperationSchema:
     outputs: tuple[TensorSchema, ...]
     params: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     neutral: Mapping[str, object] = field(default_factory=dict)
+    bounds: tuple[str, ...] = ()
+    handles: Mapping[str, type] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "params", MappingProxyType(dict(self.params)))
-        object.__setattr__(self, "neutral", MappingProxyType(dict(self.neutral)))
+        for name in ("params", "neutral", "handles"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def required(self) -> tuple[TensorSchema, ...]:
@@ -89,7 +97,12 @@ class OperationSchema:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Every argument, tensors first."""
-        return (*(tensor.name for tensor in self.inputs), *self.params)
+        return (*(tensor.name for tensor in self.inputs), *self.params, *self.passed)
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles."""
+        return (*self.bounds, *self.handles)
 
     def validate(self, *args: object, layout: str | None = None, **kwargs: object) -> list[str]:
         """List what is wrong with a call, with wanted and got; an empty list means nothing.
@@ -138,6 +151,14 @@ class OperationSchema:
             if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join(each.__name__ for each in kinds)
                 problems.append(f"{name}: wanted {wanted}, got {value!r}")
+        for name in self.bounds:
+            bound = values.get(name)
+            if bound is not None and (type(bound) is not int or bound < 1):
+                problems.append(f"{name}: wanted a number of at least 1 or None, got {bound!r}")
+        for name, handle in self.handles.items():
+            value = values.get(name)
+            if value is not None and not isinstance(value, handle):
+                problems.append(f"{name}: wanted a {handle.__name__} or None, got {type(value).__name__}")
         return problems
 
 

@@ -26,7 +26,7 @@ from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 
 
 def explain(
@@ -151,17 +151,15 @@ def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, ca
 
 def _question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
     """The dispatcher, bound arguments and wanted operation of a question."""
-    function = name
+    operation = name
     if name in OPERATION_ALIASES:
-        kwargs = {**OPERATION_ALIASES[name][1], **kwargs}
-        function = "attention"
-    elif name not in FUNCTIONS:
-        owners = [each.name for each in FUNCTIONS.values() if any(op.name == name for op in each.operations)]
-        if not owners:
-            known = [*FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
-            raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
-        function = owners[0]
-    call = CALLS[function]
+        operations, implied = OPERATION_ALIASES[name]
+        operation, kwargs = operations[0], {**implied, **kwargs}
+    function = FUNCTIONS.get(name) or function_of(operation)
+    if function is None:
+        known = [*FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+        raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
+    call = CALLS[function.name]
     return call.dispatcher, call.function.bind(args, kwargs), name
 
 
@@ -172,8 +170,9 @@ def _check_operation(wanted: str, report: Report) -> None:
 
 
 def _function_of(kernel: Kernel) -> str:
-    for function in FUNCTIONS.values():
-        if any(operation.name in kernel.operations for operation in function.operations):
+    for operation in kernel.operations:
+        function = function_of(operation)
+        if function is not None:
             return function.name
     raise KeyError(f"{kernel.id} belongs to no public function; its operations: {', '.join(kernel.operations)}")
 

@@ -137,13 +137,13 @@ def _source(function: Function) -> str:
     checks = [f"type({name}) not in _PLAIN" for name in required]
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
     for name in function.mutates:  # what makes writing into it an error is looked at on every call
-        others = [other for other in required if other != name]
+        others = [other for other in required if _apart(function, name, other)]
         checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
         checks += [f"_shares_memory({name}, {other})" for other in others]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
     parts = [_tensor_key(name) for name in required]
     parts += [f"None if {name} is None else ({_tensor_key(name)}, {name}.requires_grad)" for name in optional]
-    parts += [name for name in names if name not in function.tensors]
+    parts += [_value_key(function, name) for name in names if name not in function.tensors]
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
         parts.append(_SDPA_STATE)
@@ -157,7 +157,8 @@ def _source(function: Function) -> str:
         f"        _key = ({', '.join(parts)})",
         "        _table = _cache.current if not _scopes.active else _scoped()",
         "        _plan = _table.get(_key)",
-        "    except (TypeError, RuntimeError):",  # no hash (a list), or no strides and address (sparse, nested)
+        # no hash (a list), no strides and address (sparse, nested), or no handle where one belongs
+        "    except (TypeError, RuntimeError, AttributeError):",
         f"        return _unusual({given})",
         "    if _plan is None:",
         f"        return _miss(_key, {given})",
@@ -172,6 +173,20 @@ def _source(function: Function) -> str:
 
 def _tensor_key(name: str) -> str:
     return f"{name}.dtype, {name}.device, {name}.shape, {name}.stride(), {name}.data_ptr() & 15, {name}.is_neg()"
+
+
+def _value_key(function: Function, name: str) -> str:
+    """An argument by value; a bound by the power of two above it; a handle by its kind and whether it belongs here."""
+    if name in function.bounds:
+        return f"None if {name} is None else ({name} - 1).bit_length()"
+    if name in function.handles:
+        return f"None if {name} is None else {name}.kind_for({', '.join(function.handles[name])})"
+    return name
+
+
+def _apart(function: Function, mutated: str, other: str) -> bool:
+    """Whether a tensor that is written into must not share memory with another one."""
+    return mutated != other and frozenset({mutated, other}) not in function.may_share_storage
 
 
 def _any_grad(required: list[str], optional: list[str]) -> str:

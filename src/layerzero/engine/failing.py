@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.core.errors import KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.errors import InvalidCallError, KernelExecutionError, LayerZeroFallbackWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
@@ -68,13 +68,13 @@ def _context_is_dead(error: Exception) -> bool:
 def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) -> None:
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
-    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, and so is a warning
-    that the user turned into an error. A device error that stays leaves a dead context. A kernel that writes into its
-    arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
-    fallback, the next one runs.
+    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, so are a warning
+    that the user turned into an error and values on the device that debug mode found wrong. A device error that stays
+    leaves a dead context. A kernel that writes into its arguments may have written already. In all other cases the
+    kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
     kernel, operation = plan.kernel, plan.report.operation
-    if out_of_memory(error) or isinstance(error, Warning):
+    if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
     sticky = _context_is_dead(error)
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
@@ -95,7 +95,7 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
 def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:
     """Compare the first result of a plan with what its operation defines; None if it fits."""
     facts = plan.report.facts
-    got = result if isinstance(result, tuple) else (result,)
+    got = result if isinstance(result, tuple) else () if result is None else (result,)
     wanted = _expected(plan)
     for index, (tensor, expected) in enumerate(zip(got, wanted, strict=False)):
         found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -115,9 +115,9 @@ def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in facts.tensors.items()
     }
-    arguments = {name: facts[name] for name in schema.params} | empty
+    arguments = {name: facts[name] for name in (*schema.params, *schema.bounds)} | empty
     results = fake_call(Routed(facts.operation, arguments, facts.layout))
-    results = results if isinstance(results, tuple) else (results,)
+    results = results if isinstance(results, tuple) else () if results is None else (results,)
     return [(tuple(result.shape), result.dtype) for result in results]
 
 

@@ -191,8 +191,10 @@ def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Polic
     """The adaptation that makes a violation good, None if there is none or it is not allowed."""
     if repair is None or policy.strict_mode or not policy.allow_adaptation:
         return None
-    if repair.kind in ("copy", "negate") and repair.argument in facts.operation.schema.mutated:
-        return None  # the caller's tensor must change, not a copy of it
+    if repair.kind in ("copy", "negate"):
+        schema = next(each for each in facts.operation.schema.inputs if each.name == repair.argument)
+        if schema.mutated or schema.resident:
+            return None  # the caller's tensor must change, not a copy of it; a cache is too large for one
     if repair.kind == "fold" and (not kernel.folds or facts.operation.fold is None):
         return None
     return Adaptation(repair.kind, repair.argument, _REPAIR_TEXT[repair.kind].format(argument=repair.argument))

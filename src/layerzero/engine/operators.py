@@ -54,8 +54,11 @@ def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
 
         arguments = _bound(schema, args, kwargs)
         result = CALLS[function.name].fast(**arguments)
-        layout = arguments.get("layout")
-        if layout is None and "layout" in schema.order:
+        outputs = function.operations[0].schema.outputs
+        if not outputs:
+            return None
+        layout = arguments.get("layout") if outputs[0].has_layout else None
+        if layout is None and outputs[0].has_layout:
             layout = _routed(function, arguments).layout
         if isinstance(result, tuple):
             return (_with_promised_strides(result[0], layout), *(each.contiguous() for each in result[1:]))

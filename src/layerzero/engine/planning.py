@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from layerzero.core import layouts
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Function
+from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine.policy import Policy
 from layerzero.ops.attention_math import FOLDABLE
@@ -35,13 +36,14 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     names = tuple(parameter.name for parameter in function.parameters)
     lines = _adapting(candidate, facts)
     adapting = [*lines, "return " + _dict_of(function, facts)]
-    running = [*_guards(kernel, facts), *lines, *_calling(candidate, facts, policy)]
+    running = [*_guards(kernel, facts), *_checks(facts, policy), *lines, *_calling(candidate, facts, policy)]
     source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     namespace: dict[str, Any] = {
         "kernel": target,
         "fold": facts.operation.fold,
         "blank": _blank,
-        "capturing": torch.cuda.is_current_stream_capturing,
+        "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
+        "check_values": functools.partial(_check_values, function.name, facts.operation),
         "PlanUnusableError": PlanUnusableError,
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
@@ -57,6 +59,17 @@ def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tens
     columns = torch.arange(tensor.shape[axis], device=tensor.device)
     columns = columns.view([-1 if each == axis else 1 for each in range(4)])
     return tensor.masked_fill(columns >= lengths.view(-1, 1, 1, 1), 0.0)
+
+
+def _never() -> bool:
+    return False
+
+
+def _check_values(function: str, operation: Operation, **arguments: Any) -> None:
+    assert operation.check_values is not None
+    problems = operation.check_values(**arguments)
+    if problems:
+        raise InvalidCallError(function, problems)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,6 +151,16 @@ def _guards(kernel: Kernel, facts: Facts) -> list[str]:
     return []
 
 
+def _checks(facts: Facts, policy: Policy) -> list[str]:
+    """Look at values that lie on the device, in debug mode: it waits for them, which a capture does not allow."""
+    if not policy.debug or facts.operation.check_values is None or facts["capturing"]:
+        return []
+    schema = facts.operation.schema
+    names = [*facts.tensors, *schema.passed]
+    layout = [f"layout={facts.layout!r}"] if facts.layout else []
+    return ["if not capturing():", f"    check_values({', '.join([f'{name}={name}' for name in names] + layout)})"]
+
+
 def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
     """Statements that call the kernel and give its results the caller's layout."""
     kernel, schema = candidate.kernel, facts.operation.schema
@@ -151,6 +174,7 @@ def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
         if name in kernel.accepts:
             value = schema.neutral.get(name) if folded and name in FOLDABLE else facts[name]
             arguments.append(f"{kernel.renames.get(name, name)}={_literal(value)}")
+    arguments += [f"{kernel.renames.get(name, name)}={name}" for name in schema.passed if name in kernel.accepts]
     lines = [f"output = kernel({', '.join(arguments)})"]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
@@ -158,7 +182,9 @@ def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
         lines = ["with on_device():", *(f"    {line}" for line in lines)]
     if policy.debug and facts.device.torch_type == "cuda":
         lines.append("synchronize()")
-    move = ".transpose(1, 2)" if _moved(kernel, facts) else ""
+    if not schema.outputs:
+        return lines
+    move = ".transpose(1, 2)" if schema.outputs[0].has_layout and _moved(kernel, facts) else ""
     if facts.get("return_lse"):
         return [*lines, f"return output[0]{move}, output[1]"]
     return [*lines, f"return output{move}"]

@@ -34,8 +34,9 @@ def _in_layout(
         else:
             named[tensor.name] = value
     named |= {name: arguments[name] for name in schema.params}
+    named |= {name: arguments.get(name) for name in schema.bounds}
     result = compute(*tensors, **named)
-    if not move:
+    if not move or not schema.outputs or not schema.outputs[0].has_layout:
         return result
     if isinstance(result, tuple):
         return (result[0].transpose(1, 2), *result[1:])

@@ -246,7 +246,7 @@ def reference_kernel(operation: Operation) -> Kernel:
         backend=REFERENCE_BACKEND,
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
-        accepts=(*(tensor.name for tensor in schema.optional), *schema.params),
+        accepts=(*(tensor.name for tensor in schema.optional), *schema.params, *schema.bounds),
         grad=True,
         deterministic=True,
         graph_safe=True,

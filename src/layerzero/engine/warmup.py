@@ -15,7 +15,6 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.kernel import Kernel
-from layerzero.core.layouts import CANONICAL
 from layerzero.core.operation import Case, Operation
 from layerzero.engine import legality, planning
 from layerzero.engine.config import SCOPES, current_policy
@@ -23,7 +22,7 @@ from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 
 log = logging.getLogger("layerzero")
 
@@ -65,7 +64,7 @@ def warmup(
         if not _covered(operation, name):
             continue
         for tensors, case_params in _calls(chosen, shapes, dtype_named(dtype), target):
-            canonical = {"layout": CANONICAL} if chosen.layouts else {}
+            canonical = {"layout": chosen.layouts[0]} if chosen.layouts else {}
             arguments = {**canonical, **case_params, **implied, **params, **tensors}
             results += _warm(chosen, arguments)
     if results:
@@ -111,10 +110,10 @@ def _copies(arguments: Mapping[str, Any], operation: Operation) -> dict[str, Any
 
 
 def _dispatcher(operation: Operation) -> Dispatcher:
-    for name, function in FUNCTIONS.items():
-        if any(each.name == operation.name for each in function.operations):
-            return CALLS[name].dispatcher
-    raise KeyError(f"{operation.name} belongs to no public function")
+    function = function_of(operation.name)
+    if function is None:
+        raise KeyError(f"{operation.name} belongs to no public function")
+    return CALLS[function.name].dispatcher
 
 
 def _calls(
@@ -128,6 +127,8 @@ def _calls(
 
 def _case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
     """A case from the shape of the first tensor; None if the operation cannot have it."""
+    if operation.examples is not None:
+        raise ValueError(f"{operation.name}: wanted one of its cases, got a shape; one shape does not say it all")
     if operation.layouts:
         batch, seq, heads, head_dim = shape
         if operation.sibling or (seq == 1) != operation.name.endswith("decode"):
@@ -140,7 +141,9 @@ def _case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
 def case_tensors(
     operation: Operation, case: Case, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """Random tensors of a case, the required ones and, for norms, weight and bias; in the canonical layout."""
+    """Random tensors of a case, the required ones and, for norms, weight and bias; in the first of its layouts."""
+    if operation.examples is not None:
+        return operation.examples(case, dtype, torch.device(device), None)
     sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0)}
     tensors = {}
     for schema in operation.schema.inputs:
@@ -169,7 +172,7 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
             case = operation.cases[0]
             tensors = case_tensors(operation, case, dtype, "meta")
             arguments = {**operation.schema.neutral, **case.params, **_derived(operation, case), **tensors}
-            layout = CANONICAL if operation.layouts else None
+            layout = operation.layouts[0] if operation.layouts else None
             facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
             if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
                 yield facts

@@ -7,16 +7,27 @@ file's ``OPERATIONS``; a new family adds one line to each tuple below.
 from __future__ import annotations
 
 from layerzero.core.operation import Function, Operation
-from layerzero.ops import attention, norm
+from layerzero.ops import attention, norm, paged, paged_call
 from layerzero.ops.attention_call import ATTENTION
 
 OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for operation in (*attention.OPERATIONS, *norm.OPERATIONS)
+    operation.name: operation for operation in (*attention.OPERATIONS, *paged.OPERATIONS, *norm.OPERATIONS)
 }
-FUNCTIONS: dict[str, Function] = {function.name: function for function in (ATTENTION, *norm.FUNCTIONS)}
+FUNCTIONS: dict[str, Function] = {
+    function.name: function for function in (ATTENTION, *paged_call.FUNCTIONS, *norm.FUNCTIONS)
+}
 
 OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "attention.causal": (attention.PREFILL, {"causal": True}),
     "attention.full": (attention.PREFILL, {"causal": False}),
+    "attention.paged": (paged.DECODE_PAGED, {}),
 }
 """The specification's flat names: the operations they cover and the facts they imply."""
+
+
+def function_of(operation: str) -> Function | None:
+    """The public function whose calls may be routed to an operation, None where there is none."""
+    for function in FUNCTIONS.values():
+        if any(each.name == operation for each in function.operations):
+            return function
+    return None

@@ -20,7 +20,7 @@ from layerzero.ops.attention import (
     STANDARD_DECODE,
     STANDARD_PREFILL,
 )
-from layerzero.ops.checks import check_dense
+from layerzero.ops.checks import check_dense, score_problems
 
 NAME = "attention"
 
@@ -163,20 +163,16 @@ def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, h
 
 
 def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
-    scale, softcap, dropout_p = canonical["scale"], canonical["softcap"], canonical["dropout_p"]
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
-        raise _invalid(f"scale: wanted a finite number, got {scale}")
-    if isinstance(softcap, (int, float)) and not (math.isfinite(softcap) and softcap > 0):
-        raise _invalid(f"softcap: wanted a finite number above 0 or None, got {softcap}")
+    problems = score_problems(canonical)
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    dropout_p = canonical["dropout_p"]
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
     if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
         raise _invalid(f"causal: wanted bool, got {canonical['causal']!r}")
     window = canonical["window"]
     if window is not None:
-        counts = isinstance(window, (tuple, list)) and all(type(side) is int and side >= -1 for side in window)
-        if not counts or len(window) != 2:
-            raise _invalid(f"window: wanted (left, right), each -1 (unbounded) or a count of keys, got {window!r}")
         canonical["window"] = None if tuple(window) == (-1, -1) else tuple(window)
     slopes = canonical["alibi_slopes"]
     if isinstance(slopes, Tensor) and tuple(slopes.shape) not in ((heads,), (batch, heads)):

@@ -49,10 +49,15 @@ def expected(call: RandomCall) -> Expected:
     wide = {name: widened(value) for name, value in routed.arguments.items()}
     with torch.no_grad():
         result = reference_call(replace(routed, arguments=wide))
-    results = result if isinstance(result, tuple) else (result,)
+    results = as_tuple(result)
     dtypes = tuple(each.dtype if each.dtype != torch.float64 else dtype for each in results)
     mutated = {name: wide[name] for name in schema.mutated}
     return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype])
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Results as a tuple; a function that only writes into its arguments has none."""
+    return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def route(call: RandomCall) -> Routed:
@@ -115,7 +120,7 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     arguments = {name: copied(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments) if name not in truth.mutated}
     result = (run or CALLS[call.function].fast)(**arguments)
-    results = result if isinstance(result, tuple) else (result,)
+    results = as_tuple(result)
     if len(results) != len(truth.results):
         return [f"wanted {len(truth.results)} results, got {len(results)}"]
     problems = []

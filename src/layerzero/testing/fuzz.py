@@ -204,7 +204,7 @@ class _Round:
 
     def _call(self, data: int) -> RandomCall:
         call = random_call(self.report.seed, self.number, data=data, device=self.device)
-        if self.grad and call.function != "add_rms_norm":
+        if self.grad and not CALLS[call.function].function.mutates:
             for name in ("query", "input", "weight", "value"):
                 if name in call.arguments and not call.arguments[name].is_neg():
                     call.arguments[name].requires_grad_()

@@ -19,9 +19,11 @@ from torch import Tensor
 from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Case, Operation
+from layerzero.ops import function_of
 from layerzero.testing.draw import Draw
 from layerzero.testing.draw_attention import attention
 from layerzero.testing.draw_norm import add_rms_norm, layer_norm, rms_norm
+from layerzero.testing.draw_paged import append_paged_kv, paged_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_WEIGHTS = (4, 3, 3, 1)
@@ -60,6 +62,8 @@ def _shown(value: object) -> str:
 
 _FUNCTIONS: dict[str, Callable[[Draw, torch.dtype], dict[str, Any]]] = {
     "attention": attention,
+    "paged_attention": paged_attention,
+    "append_paged_kv": append_paged_kv,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "add_rms_norm": add_rms_norm,
@@ -86,7 +90,7 @@ def random_call(
         device: where the tensors lie; the values are the same everywhere.
     """
     draw = Draw(f"{seed}:{number}", data, device)
-    drawn = draw.of(tuple(_FUNCTIONS), (6, 2, 2, 2))
+    drawn = draw.of(tuple(_FUNCTIONS), (6, 2, 1, 2, 2, 2))
     drawn_dtype = draw.of(DTYPES, _DTYPE_WEIGHTS)
     function, dtype = function or drawn, dtype or drawn_dtype
     arguments = _FUNCTIONS[function](draw, dtype)
@@ -98,12 +102,22 @@ def case_call(
     case: Case,
     dtype: torch.dtype,
     *,
-    layout: str = layouts.CANONICAL,
+    layout: str | None = None,
     device: torch.device | str = "cpu",
 ) -> RandomCall:
     """The call that one of an operation's own cases describes, with random data."""
     draw, sizes = Draw(f"{operation.name}:{case.name}", 0, device), case.sizes
+    function = function_of(operation.name)
+    assert function is not None, f"{operation.name} has no public function"
+    if operation.examples is not None:
+        made = operation.examples(case, dtype, torch.device(device), draw.data)
+        if layout not in (None, operation.layouts[0]):
+            moving = [schema.name for schema in operation.schema.inputs if schema.has_layout]
+            made |= {name: made[name].transpose(1, 2).contiguous() for name in moving}
+        given = {"layout": layout or operation.layouts[0]} if operation.layouts else {}
+        return RandomCall(function.name, {**made, **case.params, **given}, f"{operation.name} {case.name}")
     if operation.layouts:
+        layout = layout or operation.layouts[0]
         query = draw.normal((sizes["batch"], sizes["seq_q"], sizes["heads"], sizes["head_dim"]), dtype)
         key = draw.normal((sizes["batch"], sizes["seq_k"], sizes["kv_heads"], sizes["head_dim"]), dtype)
         value = draw.normal((sizes["batch"], sizes["seq_k"], sizes["kv_heads"], sizes["value_dim"]), dtype)
@@ -112,12 +126,11 @@ def case_call(
             for tensor in (query, key, value)
         ]
         arguments = dict(zip(("query", "key", "value"), tensors, strict=True)) | dict(case.params) | {"layout": layout}
-        return RandomCall("attention", arguments, f"{operation.name} {case.name}")
+        return RandomCall(function.name, arguments, f"{operation.name} {case.name}")
     shape, weight = (sizes["rows"], sizes["hidden"]), draw.normal((sizes["hidden"],), dtype)
     arguments = {"input": draw.normal(shape, dtype), "weight": weight, **case.params}
     if operation.name == "norm.layer":
         arguments |= {"normalized_shape": (sizes["hidden"],), "bias": draw.normal((sizes["hidden"],), dtype)}
     if operation.name == "norm.add_rms":
         arguments["residual"] = draw.normal(shape, dtype)
-    function = {"norm.rms": "rms_norm", "norm.layer": "layer_norm", "norm.add_rms": "add_rms_norm"}[operation.name]
-    return RandomCall(function, arguments, f"{operation.name} {case.name}")
+    return RandomCall(function.name, arguments, f"{operation.name} {case.name}")

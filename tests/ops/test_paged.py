@@ -1,0 +1,361 @@
+"""Attention over a paged cache and appending to it: the references against loops, steps, and what calls refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+from layerzero.ops.paged import append_paged_kv_reference, paged_attention_reference
+from layerzero.testing import case_call, check
+
+PAGE = 4
+
+
+def paged(lens=(5, 1, 8), heads=4, kv_heads=2, head_dim=8, blocks=2, dtype=torch.float64, garbage=-1):
+    """Query, caches full of NaN beyond what was written, tables with garbage beyond the last page, lengths."""
+    torch.manual_seed(0)
+    batch, pages = len(lens), len(lens) * blocks + 1
+    keys, values = (torch.full((pages, PAGE, kv_heads, head_dim), math.nan, dtype=dtype) for _ in range(2))
+    table = torch.randperm(pages)[: batch * blocks].view(batch, blocks).int()
+    for sequence, length in enumerate(lens):
+        for position in range(length):
+            page = table[sequence, position // PAGE]
+            keys[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
+            values[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
+        table[sequence, -(-length // PAGE) :] = garbage
+    query = torch.randn(batch, 1, heads, head_dim, dtype=dtype)
+    return query, keys, values, table, torch.tensor(lens, dtype=torch.int32)
+
+
+def by_hand(query, keys, values, table, lens, scale=None, left=None):
+    """One score after the other."""
+    batch, _, heads, head_dim = query.shape
+    scale, group = scale or head_dim**-0.5, heads // keys.shape[2]
+    output = torch.zeros(batch, 1, heads, values.shape[-1], dtype=query.dtype)
+    for b in range(batch):
+        length = int(lens[b])
+        first = 0 if left is None else max(0, length - 1 - left)
+        for h in range(heads):
+            rows = [(int(table[b, p // PAGE]), p % PAGE, h // group) for p in range(first, length)]
+            weights = [math.exp(float(query[b, 0, h] @ keys[row]) * scale) for row in rows]
+            for weight, row in zip(weights, rows, strict=True):
+                output[b, 0, h] += weight / sum(weights) * values[row]
+    return output
+
+
+@pytest.mark.parametrize("garbage", [-1, 2**30])
+@pytest.mark.parametrize("lens", [(5, 1, 8), (0, 3, 4)], ids=str)
+def test_the_reference_is_attention_by_hand(lens, garbage):
+    call = paged(lens, garbage=garbage)
+    torch.testing.assert_close(paged_attention_reference(*call), by_hand(*call))
+    torch.testing.assert_close(
+        paged_attention_reference(*call, scale=0.3, window=(2, 0)), by_hand(*call, scale=0.3, left=2)
+    )
+    torch.testing.assert_close(paged_attention_reference(*call, max_context_len=max(lens)), by_hand(*call))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_the_public_function_routes_by_head_counts_and_takes_both_layouts(kv_heads):
+    query, keys, values, table, lens = call = paged(kv_heads=kv_heads)
+    kind = "standard" if kv_heads == 4 else "gqa"
+    assert lz.explain("paged_attention", *call).operation == f"attention.{kind}.decode.paged"
+    wanted = by_hand(*call)
+    torch.testing.assert_close(lz.paged_attention(*call), wanted)
+    moved = [cache.transpose(1, 2).contiguous() for cache in (keys, values)]
+    torch.testing.assert_close(lz.paged_attention(query, *moved, table, lens, layout="HND"), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # only the reference has the log-sum-exp here
+def test_an_empty_sequence_gives_zero_and_minus_infinity():
+    output, lse = lz.paged_attention(*paged((0, 3)), return_lse=True)
+    assert output[0].abs().max() == 0
+    assert torch.equal(lse[0], torch.full((4, 1), -math.inf))
+    assert lse.dtype is torch.float32
+    assert lse[1].isfinite().all()
+
+
+def test_lengths_that_grow_within_the_bound_stay_on_one_plan():
+    query, keys, values, table, lens = paged((5, 3))
+    lz.paged_attention(query, keys, values, table, lens, max_context_len=5)
+    kept = CALLS["paged_attention"].dispatcher.cache.size()
+    lens += 1
+    keys.nan_to_num_(0.5)
+    values.nan_to_num_(0.25)
+    table.clamp_(min=0)
+    got = lz.paged_attention(query, keys, values, table, lens, max_context_len=6)
+    torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
+    assert CALLS["paged_attention"].dispatcher.cache.size() == kept
+
+
+# append
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_append_writes_its_slots_and_nothing_else(layout):
+    torch.manual_seed(0)
+    keys, values = torch.randn(3, PAGE, 2, 8), torch.randn(3, PAGE, 2, 6)
+    new_keys, new_values = torch.randn(4, 2, 8), torch.randn(4, 2, 6)
+    slots = torch.tensor([11, -1, 0, 6])
+    wanted = [keys.clone(), values.clone()]
+    for token, slot in ((0, 11), (2, 0), (3, 6)):
+        wanted[0][slot // PAGE, slot % PAGE] = new_keys[token]
+        wanted[1][slot // PAGE, slot % PAGE] = new_values[token]
+    given = [cache if layout == "NHD" else cache.transpose(1, 2).contiguous() for cache in (keys, values)]
+    assert lz.append_paged_kv(new_keys, new_values, *given, slots, layout=layout) is None
+    got = [cache if layout == "NHD" else cache.transpose(1, 2) for cache in given]
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+
+
+def test_padding_alone_writes_nothing():
+    keys, values = torch.randn(2, PAGE, 1, 4), torch.randn(2, PAGE, 1, 4)
+    before = keys.clone(), values.clone()
+    append_paged_kv_reference(torch.randn(2, 1, 4), torch.randn(2, 1, 4), keys, values, torch.tensor([-1, -1]))
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+
+
+def test_caches_may_be_two_views_of_one_tensor():
+    both = torch.zeros(3, 2, PAGE, 1, 4)
+    for _ in range(2):  # the second call is a hit
+        lz.append_paged_kv(torch.ones(1, 1, 4), torch.ones(1, 1, 4) * 2, both[:, 0], both[:, 1], torch.tensor([5]))
+    assert both[1, 0, 1].tolist() == [[1.0] * 4]
+    assert both[1, 1, 1].tolist() == [[2.0] * 4]
+    assert both.sum() == 12
+
+
+# steps
+
+
+def counting_kernel(counts):
+    """A kernel that plans on values, as FlashInfer does, and counts how often."""
+
+    class Lengths:
+        def __init__(self, step):
+            self.update(step)
+
+        def update(self, step):
+            counts.append(step.context_lens.tolist())
+            self.lens = step.context_lens.clone()
+
+    def run(query, key_cache, value_cache, block_tables, context_lens, *, step=None, max_context_len=None):
+        if step is None:
+            step = lz.StepMetadata(block_tables, context_lens)
+        slot = step.slot("user.planning", Lengths)
+        return paged_attention_reference(query, key_cache, value_cache, block_tables, slot.lens)
+
+    lz.register_kernel("attention.gqa.decode.paged", "user.planning", layout="NHD", priority=100)(run)
+
+
+def test_layers_that_share_a_step_plan_once_and_again_when_it_advances():
+    counts = []
+    counting_kernel(counts)
+    call = paged((5, 3))
+    table, lens = call[3:]
+    step = lz.StepMetadata(table, lens)
+    for _layer in range(32):
+        got = lz.paged_attention(*call, step=step)
+    torch.testing.assert_close(got, by_hand(*call))
+    assert counts == [[5, 3]]
+    lens -= 1
+    step.advance()
+    torch.testing.assert_close(lz.paged_attention(*call, step=step), by_hand(*call))
+    assert counts == [[5, 3], [4, 2]]
+    lz.paged_attention(*call)
+    lz.paged_attention(*call)
+    assert len(counts) == 4  # without a step, every call
+
+
+def test_a_step_of_other_tables_is_refused_on_a_kept_plan_too():
+    query, keys, values, table, lens = call = paged((5, 3))
+    step = lz.StepMetadata(table, lens)
+    lz.paged_attention(*call, step=step)
+    with pytest.raises(lz.InvalidCallError, match="step: wanted the StepMetadata of these block_tables"):
+        lz.paged_attention(query, keys, values, table.clone(), lens, step=step)
+
+
+def test_slot_mapping_is_where_the_newest_tokens_belong_and_keeps_its_buffer():
+    table = torch.tensor([[7, 2], [5, 9]], dtype=torch.int32)
+    lens = torch.tensor([5, 1], dtype=torch.int32)
+    step = lz.StepMetadata(table, lens)
+    slots = step.slot_mapping(PAGE)
+    assert slots.tolist() == [2 * PAGE + 0, 5 * PAGE]
+    assert step.slot_mapping(PAGE, tokens=2).tolist() == [7 * PAGE + 3, 2 * PAGE, -1, 5 * PAGE]
+    lens += 1
+    step.advance()
+    assert slots.tolist() == [2 * PAGE + 1, 5 * PAGE + 1]
+    assert step.slot_mapping(PAGE) is slots
+
+
+def test_append_then_attend_as_a_model_does():
+    query, keys, values, table, lens = paged((5, 3), dtype=torch.float32)
+    table.clamp_(min=0)
+    table[1, 1] = 6 - int(table.sum() - table[1, 1]) % 5  # any page of its own will do
+    pages = set(table[0].tolist()) | {int(table[1, 0])}
+    table[1, 1] = next(page for page in range(5) if page not in pages)
+    lens += 1
+    step = lz.StepMetadata(table, lens)
+    k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8)
+    lz.append_paged_kv(k, v, keys, values, step.slot_mapping(PAGE))
+    got = lz.paged_attention(query, keys, values, table, lens, step=step)
+    torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
+
+
+# what a call refuses
+
+
+def changed(**changes):
+    names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
+    return dict(zip(names, paged(), strict=True)) | changes
+
+
+WRONG = [
+    (lambda c: {"block_tables": c["block_tables"].long()}, "block_tables: wanted an int32 tensor"),
+    (lambda c: {"block_tables": c["block_tables"].float()}, "block_tables: wanted an int32 tensor"),
+    (lambda c: {"block_tables": c["block_tables"][0]}, r"wanted an int32 tensor \(B, max_blocks\), got int32 \(2,\)"),
+    (lambda c: {"block_tables": c["block_tables"].to("meta")}, "context_lens: wanted device meta, got cpu"),
+    (lambda c: {"block_tables": c["block_tables"].tolist()}, "got list"),
+    (lambda c: {"context_lens": c["context_lens"][:2]}, "wanted 3 lengths as in block_tables, got 2"),
+    (lambda c: {"context_lens": c["context_lens"].long()}, "context_lens: wanted an int32 tensor"),
+    (lambda c: {"query": c["query"][:2]}, "wanted batch"),
+    (lambda c: {"query": c["query"].expand(3, 2, 4, 8)}, "one token a sequence"),
+    (lambda c: {"query": c["query"][:, 0]}, "query: wanted a 4D tensor, got 3D"),
+    (lambda c: {"query": c["query"].float()}, "key_cache: wanted dtype float32 like the first tensor, got float64"),
+    (lambda c: {"query": c["query"][..., :4]}, "key_cache: wanted head_dim 4"),
+    (lambda c: {"query": c["query"][:, :, :3]}, "query heads must be a multiple of kv heads"),
+    (lambda c: {"value_cache": c["value_cache"][:3]}, "value_cache: wanted pages"),
+    (lambda c: {"layout": "BSHD"}, "layout: wanted NHD or HND, got 'BSHD'"),
+    (lambda c: {"max_context_len": 0}, "max_context_len: wanted a number of at least 1 or None, got 0"),
+    (lambda c: {"max_context_len": 2.0}, "max_context_len: wanted a number"),
+    (lambda c: {"step": "now"}, "step: wanted a StepMetadata or None, got str"),
+    (lambda c: {"scale": math.inf}, "scale: wanted a finite number"),
+    (lambda c: {"window": (1,)}, "window: wanted"),
+    (lambda c: {"softcap": -1.0}, "softcap: wanted"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_what_means_nothing_is_refused_before_anything_is_read(change, text):
+    arguments = changed()
+    lz.paged_attention(**arguments)
+    with pytest.raises(lz.InvalidCallError, match=text):
+        lz.paged_attention(**arguments | change(arguments))
+    assert not ENGINE.health.breakers()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "text"),
+    [
+        (lambda c: c["context_lens"].fill_(9), r"context_lens\[0\]: wanted 0 to 8, got 9"),
+        (lambda c: c["context_lens"].fill_(-1), r"context_lens\[0\]: wanted 0 to 8, got -1"),
+        (lambda c: c["block_tables"].fill_(7), r"block_tables\[0, 0\]: wanted a page from 0 to 6, got 7"),
+        (lambda c: c["block_tables"].fill_(-1), r"block_tables\[0, 0\]: wanted a page from 0 to 6, got -1"),
+        (lambda c: c.update(max_context_len=7), r"context_lens\[2\]: wanted 0 to 7, got 8"),
+    ],
+)
+def test_debug_mode_looks_at_the_values_on_kept_plans_too(break_it, text):
+    arguments = changed()
+    with lz.scope(debug=True):
+        lz.paged_attention(**arguments)
+        break_it(arguments)
+        for _ in range(2):
+            with pytest.raises(lz.InvalidCallError, match=text):
+                lz.paged_attention(**arguments)
+    assert not ENGINE.health.breakers()
+
+
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [
+        ([0, 12], r"slot_mapping\[1\]: wanted -1 or a slot below 12, got 12"),
+        ([-2, 0], r"slot_mapping\[0\]: wanted -1"),
+        ([3, 3], "each slot once"),
+    ],
+)
+def test_debug_mode_looks_at_slots_before_anything_is_written(slots, text):
+    keys, values, new = torch.zeros(3, PAGE, 1, 4), torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
+    with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match=text):
+        lz.append_paged_kv(new, new.clone(), keys, values, torch.tensor(slots))
+    assert not keys.any()
+    assert not values.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, "slot_mapping: wanted dtype int64, got int32"),
+        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "slot_mapping: wanted tokens 2"),
+        ({"key": torch.ones(2, 4)}, "key: wanted a 3D tensor"),
+        ({"value": torch.ones(2, 2, 4)}, "wanted kv_heads 1"),
+        ({"layout": "HND"}, "key_cache: wanted kv_heads 1"),
+    ],
+)
+def test_append_refuses_what_does_not_fit(changes, text):
+    arguments = {"key": torch.ones(2, 1, 4), "value": torch.ones(2, 1, 4), "slot_mapping": torch.tensor([0, 1])}
+    arguments |= {"key_cache": torch.zeros(3, PAGE, 1, 4), "value_cache": torch.zeros(3, PAGE, 1, 4)}
+    with pytest.raises(lz.InvalidCallError, match=text):
+        lz.append_paged_kv(**arguments | changes)
+
+
+def test_append_refuses_memory_that_is_shared():
+    cache, new = torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
+    slots = torch.tensor([0, 1])
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own, got that of key_cache"):
+        lz.append_paged_kv(new, new.clone(), cache, cache, slots)
+    with pytest.raises(lz.InvalidCallError, match="shares with key"):
+        lz.append_paged_kv(cache[0, :2], new, cache, cache.clone(), slots)
+    with pytest.raises(lz.InvalidCallError, match="expanded view"):
+        lz.append_paged_kv(new, new.clone(), cache[:1].expand(3, PAGE, 1, 4), cache, slots)
+
+
+def test_a_cache_is_never_copied_for_a_kernel():
+    def dense(query, key_cache, value_cache, block_tables, context_lens):
+        return paged_attention_reference(query, key_cache, value_cache, block_tables, context_lens)
+
+    limits = [lz.limits.contiguous("key_cache", "query")]
+    lz.register_kernel("attention.gqa.decode.paged", "user.dense", layout="NHD", limits=limits)(dense)
+    query, keys, values, table, lens = paged()
+    strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(*query.shape[:-1], 16, dtype=query.dtype)[..., ::2].copy_(query)
+    reasons = lz.explain("paged_attention", wide, strided, values, table, lens).reasons("user.dense")
+    assert [(reason.code, reason.fact) for reason in reasons] == [("NOT_CONTIGUOUS", "key_cache")]
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "append_paged_kv"])
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # only the reference has the log-sum-exp here
+def test_operators_pass_torchs_own_check(name):
+    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
+    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    arguments = (query, keys, values, table, lens, 0.3, "NHD", [2, 0])
+    if name == "append_paged_kv":
+        arguments = (torch.randn(2, 2, 8), torch.randn(2, 2, 8), keys, values, torch.tensor([3, 9]))
+    torch.library.opcheck(getattr(torch.ops.layerzero, name).default, arguments)
+
+
+def test_compiled_code_sees_one_operator_for_each():
+    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
+    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    step = lz.StepMetadata(table, lens)
+
+    def layer(query, new, slots):
+        lz.append_paged_kv(new, new * 2, keys, values, slots)
+        return lz.paged_attention(query, keys, values, table, lens, max_context_len=8)
+
+    new, slots = torch.randn(3, 2, 8), step.slot_mapping(PAGE)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(query, new, slots)
+    torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
+
+
+@pytest.mark.parametrize(
+    "operation", ["attention.standard.decode.paged", "attention.gqa.decode.paged", "kv.append.paged"]
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_smallest_case_of_each_operation_is_right(operation, layout):
+    declared = next(each for each in lz.list_operations() if each.name == operation)
+    call = case_call(declared, declared.cases[0], torch.bfloat16, layout=layout)
+    assert check(call) == []
