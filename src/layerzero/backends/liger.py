@@ -97,6 +97,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS = (
+    limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
     limit.dtype("float32", "float16", "bfloat16"),
     limit.contiguous("input", "residual", "weight", "bias"),
 )
