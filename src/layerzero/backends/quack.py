@@ -2,11 +2,11 @@
 
 ``quack.rmsnorm`` costs 78 us of host time a call (H200, 2026-11-21): autograd, an operator or its bypass, a lookup of
 the compiled function. What compiles is one function for each dtype, row length and set of tensors, in 1 to 3 s; the
-library keeps it on disk. Its arguments may be None where it was compiled without them. One kernel does both norms, with weight
-and bias of any dtype, and the addition too: it may write the sum over the residual, since it reads that once, into
-shared memory, and every thread writes back what it has read itself (quack/rmsnorm.py with the launch settings of
-quack/rmsnorm_config.py, which never read again from global memory). It normalises the sum as it was before rounding.
-Rows of odd lengths would need asynchronous copies of 2 bytes, which no GPU has.
+library keeps it on disk. Its arguments may be None where it was compiled without them. One kernel does both norms,
+with weight and bias of any dtype, and the addition too: it may write the sum over the residual, since it reads that
+once, into shared memory, and every thread writes back what it has read itself (quack/rmsnorm.py with the launch
+settings of quack/rmsnorm_config.py, which never read again from global memory). It normalises the sum as it was
+before rounding. Rows of odd lengths would need asynchronous copies of 2 bytes, which no GPU has.
 Library: quack-kernels 0.6.5, Apache-2.0; a private function is called, hence one version only.
 """
 
