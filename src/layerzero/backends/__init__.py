@@ -6,13 +6,18 @@ Add a backend: write its file and its line here, in alphabetical order.
 from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
+    "apex": "layerzero.backends.apex",
     "flash_attn": "layerzero.backends.flash_attn",
+    "flashinfer_norm": "layerzero.backends.flashinfer_norm",
     "inductor": "layerzero.backends.inductor",
+    "liger": "layerzero.backends.liger",
     "onnxruntime": "layerzero.backends.onnxruntime",
+    "quack": "layerzero.backends.quack",
     "torch_attention": "layerzero.backends.torch_attention",
     "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
     "torch_norm": "layerzero.backends.torch_norm",
     "torch_paged": "layerzero.backends.torch_paged",
+    "vllm_norm": "layerzero.backends.vllm_norm",
     "zentorch": "layerzero.backends.zentorch",
 }
 """A name, sorted, to the module that declares kernels; torch has a file for each family."""
