@@ -9,6 +9,7 @@ BUILTIN: dict[str, str] = {
     "apex": "layerzero.backends.apex",
     "flash_attn": "layerzero.backends.flash_attn",
     "flashinfer_norm": "layerzero.backends.flashinfer_norm",
+    "flashinfer_paged": "layerzero.backends.flashinfer_paged",
     "inductor": "layerzero.backends.inductor",
     "liger": "layerzero.backends.liger",
     "onnxruntime": "layerzero.backends.onnxruntime",
@@ -18,6 +19,7 @@ BUILTIN: dict[str, str] = {
     "torch_norm": "layerzero.backends.torch_norm",
     "torch_paged": "layerzero.backends.torch_paged",
     "vllm_norm": "layerzero.backends.vllm_norm",
+    "vllm_paged": "layerzero.backends.vllm_paged",
     "zentorch": "layerzero.backends.zentorch",
 }
 """A name, sorted, to the module that declares kernels; torch has a file for each family."""

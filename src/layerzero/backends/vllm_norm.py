@@ -11,58 +11,25 @@ Library: vllm 0.20, Apache-2.0.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned
+from layerzero.backends.vllm_library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
-
-VLLM = Backend(
-    name="vllm",
-    summary="The CUDA operators of the vLLM server",
-    import_name="vllm",
-    distribution="vllm",
-    versions="==0.20.*",
-    requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
-    platforms=("cuda",),
-    install="pip install vllm==0.20.0",
-    homepage="https://github.com/vllm-project/vllm",
-)
-
-_NAME = "_C::rms_norm"
-
-
-@functools.cache
-def _operator() -> Callable[..., None]:
-    """``torch.ops._C.rms_norm`` on CUDA.
-
-    vLLM's build for CPUs owns the same name space. Loading a second owner ends the process from a static initialiser,
-    so who is there is asked first.
-    """
-    if not torch._C._dispatch_has_kernel(_NAME):
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:
-            raise ImportError("vllm is not installed")
-        library = Path(spec.origin).parent / "_C.abi3.so"
-        if not library.exists():
-            raise ImportError(f"wanted {library.name} beside {spec.origin}, got none: a vllm without CUDA kernels")
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NAME, "CUDA"):
-        raise ImportError(f"{_NAME} is another library's, without CUDA kernels (vLLM's for CPUs); a process holds one")
-    operator: Callable[..., None] = torch.ops._C.rms_norm.default
-    return operator
+from layerzero.core.kernel import Kernel
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator, empty_like, hidden = _operator(), torch.empty_like, facts.size("hidden")
+    operator, empty_like, hidden = (
+        operators("_C.abi3.so", "_C").rms_norm.default,
+        torch.empty_like,
+        facts.size("hidden"),
+    )
     contiguous = torch.contiguous_format
 
     def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -81,6 +81,8 @@ class Kernel:
         deterministic: whether repeated calls give the same bits.
         graph_safe: whether it may run under CUDA graph capture.
         jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
+        artefact: for a kernel that compiles: what of a call its artefact is made for, so that calls which share one are
+            built once; the class of the call (sizes by powers of two) where None.
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
@@ -104,6 +106,7 @@ class Kernel:
     deterministic: bool = False
     graph_safe: bool = False
     jit: bool = False
+    artefact: Callable[[Facts], Hashable] | None = None
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False

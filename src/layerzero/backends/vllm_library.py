@@ -1,0 +1,51 @@
+"""vLLM's compiled operators on CUDA, loaded as libraries beside an installed vllm, which is never imported.
+
+``import vllm`` takes seconds and sets up logging, plugins and a platform. Each library is built for one torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerzero.core.kernel import Backend
+
+VLLM = Backend(
+    name="vllm",
+    summary="The CUDA operators of the vLLM server",
+    import_name="vllm",
+    distribution="vllm",
+    versions="==0.20.*",
+    requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
+    platforms=("cuda",),
+    install="pip install vllm==0.20.0",
+    homepage="https://github.com/vllm-project/vllm",
+)
+
+_MARKS = {"_C": "_C::rms_norm"}
+"""An operator of each name space that vLLM's build for CPUs owns as well."""
+
+
+@functools.cache
+def operators(library: str, namespace: str, owner: str = "") -> Any:
+    """``torch.ops.<namespace>`` of a library, named by its path within the package.
+
+    vLLM's build for CPUs owns ``torch.ops._C``, too. Loading a second owner ends the process from a static initialiser,
+    so who is there is asked first. Raises: ImportError if the library is absent, or the name space another one's.
+    """
+    mark = _MARKS.get(owner or namespace)
+    if mark is None or not torch._C._dispatch_has_kernel(mark):
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise ImportError("vllm is not installed")
+        path = Path(spec.origin).parent / library
+        if not path.exists():
+            raise ImportError(f"wanted {library} beside {spec.origin}, got none: a vllm without CUDA kernels")
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    if mark is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(mark, "CUDA"):
+        raise ImportError(f"{mark} is another library's, without CUDA kernels (vLLM's for CPUs); a process holds one")
+    return getattr(torch.ops, namespace)
