@@ -18,6 +18,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.ops.attention_math import FOLDABLE
 
@@ -146,9 +147,13 @@ def _literal(value: object) -> str:
 
 
 def _guards(kernel: Kernel, facts: Facts) -> list[str]:
-    if facts.device.supports_graphs and not kernel.graph_safe and not facts["capturing"]:
-        return ["if capturing():", "    raise PlanUnusableError"]
-    return []
+    """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open."""
+    if not facts.device.supports_graphs or facts["capturing"]:
+        return []
+    captured = facts.on(facts.device, capturing=True).seen_in(kernel.layout)
+    if all(finding.repair for finding in limit_findings(kernel, captured)):
+        return []
+    return ["if capturing():", "    raise PlanUnusableError"]
 
 
 def _checks(facts: Facts, policy: Policy) -> list[str]:
