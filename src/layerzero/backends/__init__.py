@@ -6,12 +6,19 @@ Add a backend: write its file and its line here, in alphabetical order.
 from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
+    "aiter": "layerzero.backends.aiter",
+    "cudnn_frontend": "layerzero.backends.cudnn_frontend",
     "flash_attn": "layerzero.backends.flash_attn",
+    "flash_attn_cute": "layerzero.backends.flash_attn_cute",
+    "flashinfer": "layerzero.backends.flashinfer",
+    "habana": "layerzero.backends.habana",
     "inductor": "layerzero.backends.inductor",
     "onnxruntime": "layerzero.backends.onnxruntime",
     "torch_attention": "layerzero.backends.torch_attention",
     "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
     "torch_norm": "layerzero.backends.torch_norm",
+    "vllm_flash_attn": "layerzero.backends.vllm_flash_attn",
+    "xformers": "layerzero.backends.xformers",
     "zentorch": "layerzero.backends.zentorch",
 }
 """A name, sorted, to the module that declares kernels; torch has a file for each family."""
