@@ -13,39 +13,27 @@ Library: flashinfer-python 0.7.2, Apache-2.0.
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
+from layerzero.backends.flashinfer import FLASHINFER
+from layerzero.backends.flashinfer_modules import is_shipped
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
-
-FLASHINFER = Backend(
-    name="flashinfer",
-    summary="FlashInfer's kernels, compiled on first use",
-    import_name="flashinfer",
-    distribution="flashinfer-python",
-    versions=">=0.7.2,<0.8",
-    requires=("cuda>=12.0",),
-    platforms=("cuda",),
-    install="pip install flashinfer-python",
-    homepage="https://github.com/flashinfer-ai/flashinfer",
-)
+from layerzero.core.kernel import Kernel
 
 
-def _prebuilt() -> bool:
-    """Whether flashinfer-jit-cache brings the compiled modules; FlashInfer ignores one of another version."""
-    try:
-        cache, library = (importlib.metadata.version(name) for name in ("flashinfer-jit-cache", "flashinfer-python"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return Version(cache).public == Version(library).public
+def _module(facts: Facts) -> Hashable:
+    """One module holds the norms of every dtype and size."""
+    return "norm"
+
+
+def _prebuilt(facts: Facts) -> bool:
+    return is_shipped("norm", facts)
 
 
 def _rmsnorm(facts: Facts) -> tuple[Callable[..., None], bool]:
@@ -91,7 +79,6 @@ _LIMITS = (
     limit.dim("hidden", min=2),
     ElementsBelow(2**32),
 )
-_JIT = not _prebuilt()
 
 KERNELS = (
     Kernel(
@@ -103,7 +90,9 @@ KERNELS = (
         limits=(*_LIMITS, limit.contiguous("input", "weight"), RowsAligned(("input", "weight"))),
         deterministic=True,
         graph_safe=True,
-        jit=_JIT,
+        jit=True,
+        build_key=_module,
+        prebuilt=_prebuilt,
         device_guard=True,
         priority=95,
     ),
@@ -116,7 +105,9 @@ KERNELS = (
         limits=(*_LIMITS, limit.contiguous("residual", "weight"), RowsAligned(("residual", "weight"))),
         deterministic=True,
         graph_safe=True,
-        jit=_JIT,
+        jit=True,
+        build_key=_module,
+        prebuilt=_prebuilt,
         device_guard=True,
         priority=85,
     ),

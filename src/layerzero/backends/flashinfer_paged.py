@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer_norm import FLASHINFER
+from layerzero.backends.flashinfer import FLASHINFER
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -129,7 +129,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     return decode
 
 
-def _artefact(facts: Facts) -> Hashable:
+def _build_key(facts: Facts) -> Hashable:
     """FlashInfer compiles a module for each dtype, head dim, and use of a window or a cap."""
     return facts["dtype"], facts["head_dim"], facts["window"] is not None, facts["softcap"] is not None
 
@@ -187,7 +187,7 @@ def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limi
         limits=(*_LIMITS, *more),
         graph_safe=True,
         jit=True,
-        artefact=_artefact,
+        build_key=_build_key,
         workspace_bytes=lambda _facts: WORKSPACE_BYTES,
         priority=priority,
     )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.norm_limits import specialised
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -116,6 +117,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        build_key=specialised,
         priority=60,
     ),
     Kernel(
@@ -128,6 +130,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        build_key=specialised,
         priority=65,
     ),
     Kernel(
@@ -145,6 +148,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        build_key=specialised,
         priority=45,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from layerzero.core import limits as limit
@@ -56,3 +57,16 @@ class ElementsBelow(limit.Limit):
 
     def describe(self) -> str:
         return f"rows * hidden < {self.bound}"
+
+
+def row_length(facts: Facts) -> Hashable:
+    """What a norm compiled for one length of rows is made for."""
+    given = tuple(name for name in ("weight", "bias") if name in facts.tensors)
+    return facts.device.sm, facts["dtype"], facts.size("hidden"), given
+
+
+def specialised(facts: Facts) -> Hashable:
+    """What Triton makes a variant for beside the length of rows: numbers that are 1 or multiples of 16, aligned data."""
+    rows = facts.size("rows")
+    aligned = tuple(tensor.alignment_bytes == MAX_ALIGNMENT_BYTES for tensor in facts.tensors.values())
+    return row_length(facts), rows == 1, rows % 16 == 0, aligned

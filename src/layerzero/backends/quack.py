@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.norm_limits import RowsAligned
+from layerzero.backends.norm_limits import RowsAligned, row_length
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -129,6 +129,7 @@ KERNELS = tuple(
         deterministic=True,
         graph_safe=True,
         jit=True,
+        build_key=row_length,
         priority=priority,
     )
     # rows and, where it adds, the residual's too must fit shared memory, 227 KiB on Hopper, in float32

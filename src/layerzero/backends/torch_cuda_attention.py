@@ -59,13 +59,13 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         if attn_mask is not None:
-            attn_mask = _padded_mask(attn_mask, query, key)
+            attn_mask = padded_mask(attn_mask, query, key)
         return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
 
     return efficient
 
 
-def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand a mask to (B, H, S_q, S_k) on dense rows that start at multiples of 16 bytes, as the kernel demands."""
     size, step = key.shape[2], 16 // mask.element_size()
     dense = mask.shape[-1] == size and mask.stride(-1) == 1

@@ -226,6 +226,7 @@ def _amd(name: str, architecture: str, gib: int) -> Device:
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         total_bytes=gib * 2**30,
         max_grid=(2**31 - 1, 65535, 65535),
+        runtime="6.4",
     )
 
 

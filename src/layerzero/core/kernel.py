@@ -81,8 +81,8 @@ class Kernel:
         deterministic: whether repeated calls give the same bits.
         graph_safe: whether it may run under CUDA graph capture.
         jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
-        artefact: for a kernel that compiles: what of a call its artefact is made for, so that calls which share one are
-            built once; the class of the call (sizes by powers of two) where None.
+        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
+        prebuilt: whether the artefact for a call came with an installed package, so that nothing compiles.
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
@@ -106,7 +106,8 @@ class Kernel:
     deterministic: bool = False
     graph_safe: bool = False
     jit: bool = False
-    artefact: Callable[[Facts], Hashable] | None = None
+    build_key: Callable[[Facts], Hashable] | None = None
+    prebuilt: Callable[[Facts], bool] | None = None
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False

@@ -1,4 +1,7 @@
-"""Which compiled artefacts exist: a JIT kernel is refused until it was built for the class of the call."""
+"""Which compiled artefacts exist: a JIT kernel is refused until it was built for calls like this one.
+
+Which calls are alike the kernel says (``build_key``); where it says nothing, those of one class are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from layerzero.core.ledger import call_class
 
 
 class Built:
-    """What was compiled in this process: (kernel, what its artefact is made for) pairs."""
+    """The (kernel, build key) pairs that were compiled in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,12 +22,14 @@ class Built:
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether the kernel was built for calls like this one."""
-        return bool(self._pairs) and (kernel.id, _artefact(kernel, facts)) in self._pairs
+        if self._pairs and (kernel.id, _key(kernel, facts)) in self._pairs:
+            return True
+        return kernel.prebuilt is not None and kernel.prebuilt(facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
         with self._lock:
-            self._pairs.add((kernel.id, _artefact(kernel, facts)))
+            self._pairs.add((kernel.id, _key(kernel, facts)))
 
     def clear(self) -> None:
         """Forget all artefacts."""
@@ -32,8 +37,8 @@ class Built:
             self._pairs.clear()
 
 
-def _artefact(kernel: Kernel, facts: Facts) -> Hashable:
-    return call_class(facts) if kernel.artefact is None else kernel.artefact(facts)
+def _key(kernel: Kernel, facts: Facts) -> Hashable:
+    return kernel.build_key(facts.seen_in(kernel.layout)) if kernel.build_key else call_class(facts)
 
 
 BUILT = Built()
