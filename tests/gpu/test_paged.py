@@ -8,7 +8,11 @@ import torch
 import layerzero as lz
 from layerzero.testing import fuzz
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # libraries warn of each other when they are imported
+]
 
 PAGE, BLOCKS, HEADS, KV_HEADS, DIM = 16, 8, 8, 2, 128
 KERNELS = [
@@ -72,7 +76,7 @@ def test_a_captured_step_replays_with_other_lengths_tables_and_ids(kernel):
             hidden = lz.paged_attention(query, keys, values, tables, lens, step=step).view(batch, -1)
         return hidden
 
-    with lz.scope(locks={"attention": kernel}, allow_jit_compile=True), torch.no_grad():
+    with lz.scope(locks={"attention.paged": kernel}, allow_jit_compile=True), torch.no_grad():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -119,7 +123,7 @@ def test_32_layers_that_share_a_step_pay_for_flashinfers_plan_once(kernel, monke
     lens = torch.tensor([20, 128], dtype=torch.int32, device="cuda")
     step = lz.StepMetadata(tables, lens)
     query = torch.randn(2, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    with lz.scope(locks={"attention": kernel}, allow_jit_compile=True), torch.no_grad():
+    with lz.scope(locks={"attention.paged": kernel}, allow_jit_compile=True), torch.no_grad():
         for _ in range(3):
             for keys, values in caches:
                 lz.paged_attention(query, keys, values, tables, lens, step=step)

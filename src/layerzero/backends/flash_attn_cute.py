@@ -31,7 +31,7 @@ from layerzero.ops import attention
 FLASH_ATTN_4 = Backend(
     name="flash_attn",
     summary="FlashAttention 4: Hopper and Blackwell, compiled on first use",
-    import_name="flash_attn",  # a namespace package; FlashAttention 2 has the same name, so the distribution counts
+    import_name="flash_attn.cute",  # in a namespace that FlashAttention 2 has, too
     distribution="flash-attn-4",
     versions=">=4.0.0b36,<4.1",
     requires=("cuda>=12.8",),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn import ALIBI_WITHOUT_LSE
 from layerzero.backends.prepared import Prepared
-from layerzero.backends.vllm_library import VLLM, operators
+from layerzero.backends.vllm_library import VLLM, has_machine_code_of_v2, operators, variant_of_v2
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -207,6 +207,9 @@ KERNELS = (
             ALIBI_WITHOUT_LSE,
         ),
         graph_safe=True,
+        jit=True,
+        build_key=variant_of_v2,
+        prebuilt=has_machine_code_of_v2,
         device_guard=True,
         priority=88,
     ),

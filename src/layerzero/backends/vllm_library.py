@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
 
 VLLM = Backend(
@@ -25,6 +27,23 @@ VLLM = Backend(
     install="pip install vllm==0.20.0",
     homepage="https://github.com/vllm-project/vllm",
 )
+
+
+def has_machine_code_of_v2(facts: Facts) -> bool:
+    """Whether FlashAttention 2 came compiled for this device.
+
+    The wheel holds machine code for sm_8x and PTX beyond it, which the driver compiles on first use: 58 s for one
+    variant on an H200 (2026-11-21), kept in its cache for the next process.
+    """
+    return facts.device.sm is not None and facts.device.sm[0] == 8
+
+
+def variant_of_v2(facts: Facts) -> Hashable:
+    """Which instantiation of FlashAttention 2 a call takes."""
+    window, long = facts["window"] is not None, facts.size("seq_q") > 1
+    dims = -(-facts.size("head_dim") // 32)
+    return facts.device.sm, facts["dtype"], dims, facts.get("causal"), window, long, facts["softcap"] is not None
+
 
 _MARKS = {"_C": "_C::rms_norm"}
 """An operator of each name space that vLLM's build for CPUs owns as well."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.vllm_library import VLLM, operators
+from layerzero.backends.vllm_library import VLLM, has_machine_code_of_v2, operators, variant_of_v2
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -170,6 +170,9 @@ KERNELS = (
         accepts=_ACCEPTS,
         limits=(limit.arch(min=(8, 0)), limit.dim("page_size", multiple=16), *_SHAPES),
         graph_safe=True,
+        jit=True,
+        build_key=variant_of_v2,
+        prebuilt=has_machine_code_of_v2,
         priority=70,
     ),
     Kernel(
@@ -184,6 +187,7 @@ KERNELS = (
             limit.dtype("float32", "float16", "bfloat16"),
             limit.equal("value_dim", "head_dim"),
             limit.contiguous("slot_mapping"),
+            limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
         deterministic=True,
         graph_safe=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
@@ -311,13 +312,24 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 
 
+def _import(backend: Backend) -> None:
+    if backend.import_name:
+        try:
+            importlib.import_module(backend.import_name)
+        except Exception as error:  # noqa: BLE001  # any failure to load is what this looks for
+            probe.mark_broken(backend, error)
+
+
 def _load_everything(device: Device) -> None:
     """Load one kernel of every usable library on small calls; what fails is marked broken."""
     from layerzero.engine.warmup import example_calls
 
     machine = probe.this_machine()
     for kernel in REGISTRY.kernels():
-        if machine.state(kernel.backend, device).reason is not None or kernel.jit:
+        if machine.state(kernel.backend, device).reason is not None:
+            continue
+        if kernel.jit:  # compiling takes long; importing shows what is broken
+            _import(kernel.backend)
             continue
         for call in example_calls(kernel, device):
             try:

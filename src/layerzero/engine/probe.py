@@ -80,7 +80,7 @@ class Machine:
             found = self._distribution_version(name)
             if found is not None:
                 return found
-        if self.libraries is None and backend.import_name and importlib.util.find_spec(backend.import_name):
+        if self.libraries is None and backend.import_name and _importable(backend.import_name):
             return ""  # importable, yet no distribution tells its version: fails a version range, as it should
         return None
 
@@ -108,6 +108,13 @@ class Machine:
         if version and _fits(version, specifier):
             return None
         return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent")
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False
 
 
 def _fits(version: str, specifier: str) -> bool:
