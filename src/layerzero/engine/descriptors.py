@@ -55,15 +55,7 @@ class LoadedDescriptor:
 
 def understood(source: Source, known: Mapping[str, Operation]) -> LoadedDescriptor:
     """Read a descriptor; whether its kernels exist is not asked. Raises: DescriptorError with every problem."""
-    if isinstance(source, Mapping):
-        name, data = f"{source.get('backend')}@{sha256(source)[:12]}", dict(source)
-    else:
-        name = os.fspath(source)
-        try:
-            data = parse(Path(name).read_bytes())  # type: ignore[assignment]  # decode says if it is no object
-        except (OSError, ValueError) as error:
-            said = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
-            raise DescriptorError(name, [f"wanted a JSON file, got {said}"]) from error
+    name, data = _content(source)
     read, problems = decode(data)
     if isinstance(read, Descriptor1):
         read, problems = translated(read, known)
@@ -74,8 +66,24 @@ def understood(source: Source, known: Mapping[str, Operation]) -> LoadedDescript
     for kernel_id, (entry, operations) in entries.items():
         problems += [f"{kernel_id}: {each}" for each in problems_of(entry, operations, read.platforms)]
     if problems:
-        raise DescriptorError(name, problems)
+        raise DescriptorError(name, list(dict.fromkeys(problems)))  # several operations may lack the same
     return LoadedDescriptor(name, sha256(data), tuple(entries), read, entries)
+
+
+def _content(source: Source) -> tuple[str, object]:
+    """Name and plain values of what was given."""
+    if isinstance(source, Mapping):
+        try:
+            data = parse(msgspec.json.encode(source))
+        except TypeError as error:  # torch.float16 in place of its name
+            raise DescriptorError(str(source.get("backend")), [f"wanted values that JSON has: {error}"]) from None
+        return f"{source.get('backend')}@{sha256(data)[:12]}", data
+    name = os.fspath(source)
+    try:
+        return name, parse(Path(name).read_bytes())
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
+        raise DescriptorError(name, [f"wanted a JSON file, got {said}"]) from error
 
 
 def _gathered(
