@@ -7,6 +7,7 @@ import pytest
 from layerzero.core import layouts
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import config, failing, probe
+from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
@@ -18,10 +19,13 @@ def fresh_process(monkeypatch):
         monkeypatch.delenv(variable)
     before = {kernel.id for kernel in REGISTRY.kernels()}
     yield
+    for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
+        monkeypatch.delenv(variable)
+    config.CONFIGURATION.reset()
+    DESCRIPTORS.clear()
     for kernel in REGISTRY.kernels():
         if kernel.id not in before:
             REGISTRY.unregister_kernel(kernel.id)
-    config.CONFIGURATION.reset()
     ENGINE.ledger = MemoryLedger()
     ENGINE.health.reset()
     BUILT.clear()

@@ -38,6 +38,12 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unlock",
         "unregister_kernel",
     ),
+    "layerzero.engine.descriptors": (
+        "descriptor",
+        "kernels_from_descriptor",
+        "load_descriptor",
+        "unload_descriptor",
+    ),
     "layerzero.engine.warmup": ("warmup",),
     "layerzero.engine.probe": ("Machine",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
@@ -51,6 +57,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.step": ("StepMetadata",),
     "layerzero.core.errors": (
         "CudaGraphUnsafeError",
+        "DescriptorError",
         "InvalidCallError",
         "KernelExecutionError",
         "LayerZeroError",

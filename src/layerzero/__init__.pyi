@@ -9,6 +9,7 @@ from layerzero.core import limits
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
+    DescriptorError,
     InvalidCallError,
     KernelExecutionError,
     LayerZeroError,
@@ -44,6 +45,7 @@ from layerzero.engine.control import (
     unlock,
     unregister_kernel,
 )
+from layerzero.engine.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
@@ -52,6 +54,7 @@ __all__ = [
     "Backend",
     "Case",
     "CudaGraphUnsafeError",
+    "DescriptorError",
     "Device",
     "DeviceSpec",
     "ExecutionPlan",
@@ -91,16 +94,19 @@ __all__ = [
     "attention",
     "avoid",
     "configure",
+    "descriptor",
     "deterministic",
     "disabled",
     "doctor",
     "explain",
     "facts",
+    "kernels_from_descriptor",
     "layer_norm",
     "limits",
     "list_kernels",
     "list_operations",
     "load_config",
+    "load_descriptor",
     "lock",
     "paged_attention",
     "prefer",
@@ -111,6 +117,7 @@ __all__ = [
     "rms_norm",
     "scope",
     "testing",
+    "unload_descriptor",
     "unlock",
     "unregister_kernel",
     "validate",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli import demo as demonstration
+from layerzero.cli import pages_descriptors
 from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.testing import fuzz
@@ -62,6 +63,7 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     assert line.startswith(path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layerzero.yaml").write_text(EXAMPLE)
+    (tmp_path / "torch.json").write_text(json.dumps(pages_descriptors.example()))
     result = run(line.removeprefix("layerzero "))
     assert result.exit_code == (1 if "--strict" in line and lz.doctor().issues else 0), result.output
 

@@ -29,6 +29,11 @@ config.info.epilog = "\b\nExamples:\n  layerzero config show\n  layerzero config
 main.add_typer(config, name="config", rich_help_panel=None)
 
 
+descriptor = typer.Typer(help="Check files that narrow kernels without code.", no_args_is_help=True)
+descriptor.info.epilog = "\b\nExamples:\n  layerzero descriptor check torch.json"
+main.add_typer(descriptor, name="descriptor", rich_help_panel=None)
+
+
 def _examples(*lines: str) -> dict[str, Any]:
     return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
 
@@ -112,16 +117,29 @@ def doctor(
     return Answer(diagnosis.to_dict(), lambda: tables.diagnosis(diagnosis), code)
 
 
-@main.command(**_examples("kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json'))
+@main.command(
+    **_examples(
+        "kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json', "kernels --descriptor --backend torch"
+    )
+)
 def kernels(
     operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")] = "*",
+    descriptor: Annotated[
+        bool, typer.Option("--descriptor", help="Print what is declared as capability descriptors, in JSON.")
+    ] = False,
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="NAME", help="Only kernels of this library.")
+    ] = None,
     json: AsJson = False,
 ) -> Answer:
     """List kernels, their limits, and what is installed."""
-    from layerzero.cli import listing, tables
+    from layerzero.cli import capabilities, listing, tables
     from layerzero.engine.registry import REGISTRY
 
-    found = listing.on_this_machine(REGISTRY.kernels(operation))
+    if descriptor:
+        return capabilities.declared(operation, backend)
+    kernels = REGISTRY.kernels(operation)
+    found = listing.on_this_machine(capabilities.of_backend(kernels, backend) if backend else kernels)
     return Answer([listing.kernel_data(each) for each in found], lambda: tables.kernels(found))
 
 
@@ -233,3 +251,17 @@ def config_check(
     found = problems(file)
     data = {"file": str(file), "valid": not found, "problems": found}
     return Answer(data, lambda: found or [f"{file}: fine"], NO if found else FINE)
+
+
+@descriptor.command("check", **_examples("descriptor check torch.json"))
+def descriptor_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file with a capability descriptor.")],
+    json: AsJson = False,
+) -> Answer:
+    """Check a capability descriptor.
+
+    Exits with 1 if a field, a value, or the name of a kernel or operation in it is wrong; every problem is listed.
+    """
+    from layerzero.cli import capabilities
+
+    return capabilities.checked(file)

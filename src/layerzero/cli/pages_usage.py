@@ -92,6 +92,8 @@ def _effect(key: str, value: Any) -> str:
 
 def _example(key: str, text: str) -> str:
     kind = SETTINGS[key].kind
+    if key == "descriptors":
+        return "flash_attn.json:torch.json"
     if kind == list[str]:
         return "torch,flash_attn.v2"
     if key == "locks":

@@ -59,6 +59,24 @@ class Backend:
         return (self.distribution,)
 
 
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A capability descriptor that changed a kernel.
+
+    Attributes:
+        name: the file, or what stands for it.
+        sha256: hash of its content.
+        before: the kernel without it.
+    """
+
+    name: str
+    sha256: str
+    before: Kernel
+
+    def __str__(self) -> str:
+        return f"{self.name} (sha256 {self.sha256[:12]})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One implementation; everything that choosing needs to know about it.
@@ -90,6 +108,7 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured.
         trust: why it may run here.
         aliases: other names that locks and rules may use.
+        revision: the capability descriptor that changed it, if one did; declarations leave it out.
     """
 
     id: str
@@ -115,6 +134,7 @@ class Kernel:
     priority: int = 50
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
+    revision: Revision | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
@@ -130,6 +150,11 @@ class Kernel:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
         if self.folds and "attn_mask" not in self.accepts:
             raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
+
+    @property
+    def declared(self) -> Kernel:
+        """The kernel as its backend declares it, without descriptors."""
+        return self if self.revision is None else self.revision.before.declared
 
     @property
     def source(self) -> str:

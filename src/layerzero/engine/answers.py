@@ -21,6 +21,7 @@ from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
 from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import covers
@@ -207,6 +208,7 @@ class Diagnosis:
         libraries: every library that LayerZero knows.
         resting: kernels that failed and rest, with the error.
         plugin_errors: plugins that did not load.
+        descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
     """
 
@@ -215,6 +217,7 @@ class Diagnosis:
     libraries: tuple[LibraryFinding, ...]
     resting: dict[str, str]
     plugin_errors: dict[str, str]
+    descriptors: tuple[dict[str, object], ...]
     issues: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -235,6 +238,7 @@ class Diagnosis:
             ],
             "resting": self.resting,
             "plugin_errors": self.plugin_errors,
+            "descriptors": list(self.descriptors),
             "issues": list(self.issues),
         }
 
@@ -246,6 +250,7 @@ class Diagnosis:
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
         lines += [f"  plugin {name} failed: {error}" for name, error in self.plugin_errors.items()]
+        lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
         lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
         return "\n".join(lines)
 
@@ -281,6 +286,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         libraries=tuple(libraries),
         resting=resting,
         plugin_errors=dict(REGISTRY.plugin_errors),
+        descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
         issues=tuple(_issues(libraries, devices, resting)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -85,7 +86,9 @@ def trust_reasons(
     reasons = []
     library = machine.state(kernel.backend, facts.device).reason
     if library is not None:
-        reasons.append(library)
+        revision = kernel.revision
+        own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
+        reasons.append(library if own else _hinted(library, kernel))
     reasons += health.reasons(kernel, str(facts["operation"]))
     verdict = ledger.verdict(kernel, facts)
     if verdict in (Verdict.WRONG, Verdict.CRASHED):
@@ -111,7 +114,27 @@ def trust_reasons(
 
 
 def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
-    """What the kernel's limits, arguments and flags say about facts that are in its layout."""
+    """What the kernel's limits, arguments and flags say about facts that are in its layout.
+
+    What only a descriptor refuses names it: the kernel without it is asked, too.
+    """
+    findings = _findings(kernel, facts)
+    if kernel.revision is None or not findings:
+        return findings
+    before = {(found.reason.code, found.reason.fact): found for found in limit_findings(kernel.revision.before, facts)}
+    told = []
+    for finding in findings:
+        earlier = before.get((finding.reason.code, finding.reason.fact))
+        hint = _hinted(finding.reason, kernel) if earlier is None else replace(finding.reason, hint=earlier.reason.hint)
+        told.append(Finding(hint, finding.repair))
+    return told
+
+
+def _hinted(reason: Reason, kernel: Kernel) -> Reason:
+    return replace(reason, hint=f"{reason.hint} Said by the descriptor {kernel.revision}".strip())
+
+
+def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     findings: list[Finding] = []
     if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)

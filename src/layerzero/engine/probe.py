@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core.device import Device
@@ -93,10 +93,7 @@ class Machine:
             return None
 
     def _unmet(self, requirement: str, device: Device) -> Reason | None:
-        match = _REQUIREMENT.match(requirement)
-        if match is None:
-            raise ValueError(f"cannot read the requirement {requirement!r}; wanted name>=version")
-        name, specifier = match[1], match[2]
+        name, specifier = check_requirement(requirement)
         if name == "torch":
             version: str | None = (self.libraries or {}).get("torch") or torch.__version__
         elif name in ("cuda", "rocm"):
@@ -115,6 +112,18 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # not even the package that would hold it
         return False
+
+
+def check_requirement(requirement: str) -> tuple[str, str]:
+    """Split ``torch>=2.10`` into name and specifier. Raises: ValueError where it is neither."""
+    match = _REQUIREMENT.match(requirement)
+    try:
+        if match is not None:
+            SpecifierSet(match[2])
+            return match[1], match[2]
+    except InvalidSpecifier:
+        pass  # told below, like any other text that is no requirement
+    raise ValueError(f"wanted name>=version, got {requirement!r}")
 
 
 def _fits(version: str, specifier: str) -> bool:
