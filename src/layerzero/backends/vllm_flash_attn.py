@@ -31,17 +31,24 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops import attention
 from layerzero.ops.attention_math import lse_of_hidden_rows
 
-VLLM_FLASH_ATTN = Backend(
-    name="vllm",
-    summary="FlashAttention 2 and 3 as vLLM ships them",
-    import_name="vllm",
-    distribution="vllm",
-    versions=">=0.20,<0.21",
-    requires=("torch>=2.11,<2.12",),  # built against this torch; CUDA's major version is that of the wheel
-    platforms=("cuda",),
-    install="pip install vllm==0.20.0",
-    homepage="https://github.com/vllm-project/vllm",
-)
+
+def _backend(summary: str) -> Backend:
+    """One for each shared library: where one does not load, the other still may."""
+    return Backend(
+        name="vllm",
+        summary=summary,
+        import_name="vllm",
+        distribution="vllm",
+        versions=">=0.20,<0.21",
+        requires=("torch>=2.11,<2.12",),  # built against this torch; CUDA's major version is that of the wheel
+        platforms=("cuda",),
+        install="pip install vllm==0.20.0",
+        homepage="https://github.com/vllm-project/vllm",
+    )
+
+
+VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
+VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
 
 
 def _operators(library: str, namespace: str) -> Any:
@@ -194,7 +201,7 @@ KERNELS = (
     Kernel(
         id="vllm.flash_attn.v3",
         operations=attention.ALL,
-        backend=VLLM_FLASH_ATTN,
+        backend=VLLM_FLASH_ATTN_3,
         load=_load_v3,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
@@ -220,7 +227,7 @@ KERNELS = (
     Kernel(
         id="vllm.flash_attn.v2",
         operations=attention.ALL,
-        backend=VLLM_FLASH_ATTN,
+        backend=VLLM_FLASH_ATTN_2,
         load=_load_v2,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),
@@ -235,6 +242,6 @@ KERNELS = (
         ),
         graph_safe=True,
         device_guard=True,
-        priority=88,
+        priority=55,  # an H200 takes 1.5 times what torch's cuDNN takes, and about what torch's flash does
     ),
 )
