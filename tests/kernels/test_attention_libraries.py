@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 
 import pytest
 import torch
 
-from layerzero.backends import flash_attn_cute, flashinfer_modules, vllm_flash_attn, xformers
+from layerzero.backends import flash_attn_cute, flashinfer, flashinfer_modules, vllm_flash_attn, xformers
+from layerzero.backends.flashinfer_plan import Plan
 from layerzero.backends.prepared import Prepared
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -110,7 +112,10 @@ def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call
 def check_library(load, call):
     query, key, value = tensors()
     got = load(facts_of(query, key, value, **call))(query, key, value, **call)
-    wanted = attention_reference(query, key, value, **call)
+    compare(got, attention_reference(query, key, value, **call))
+
+
+def compare(got, wanted):
     for left, right in zip(*((each if isinstance(each, tuple) else (each,)) for each in (got, wanted)), strict=True):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
@@ -180,6 +185,99 @@ def test_flash_attention_4_refuses_a_package_that_calls_otherwise(monkeypatch):
     recording(*tensors(), out=torch.empty(0))
     assert recorder.function is original[False, False]
     assert recorder.arguments[5:] == (None,) * 10 + ((None, None), None, None)
+
+
+SINGLE = (
+    "q k v tmp o maybe_lse mask_mode layout window_left maybe_packed_custom_mask maybe_alibi_slopes logits_soft_cap "
+    "sm_scale scale_q scale_k scale_v rope_scale rope_theta"
+)
+RAGGED = (
+    "float_workspace_buffer int_workspace_buffer plan_info_vec q k v qo_indptr kv_indptr o maybe_lse mask_mode layout "
+    "window_left enable_pdl maybe_custom_mask maybe_mask_indptr maybe_alibi_slopes maybe_prefix_len_ptr "
+    "maybe_token_pos_in_items_ptr maybe_max_item_len_ptr logits_soft_cap sm_scale rope_scale rope_theta "
+    "token_pos_in_items_len"
+)
+DECODE = "q k v tmp o maybe_lse alibi_slopes kv_layout_code window_left logits_soft_cap sm_scale rope_scale rope_theta"
+"""Parameters of the functions that flashinfer 0.7.2.post1 puts around its modules."""
+
+
+def stand_in(names, batch):
+    """A module's function: it computes by definition, writes (tokens, H, D), and log-sum-exps in base 2."""
+
+    def run(*arguments):
+        given = dict(zip(names.split(), arguments, strict=True))
+        query, key, value = (given[name].view(batch, -1, *given[name].shape[-2:]) for name in "qkv")
+        packed = given.get("maybe_packed_custom_mask", given.get("maybe_custom_mask"))
+        mask = None
+        if packed is not None:
+            assert given["mask_mode"] == 2
+            count = query.shape[1] * key.shape[1]
+            bits = (packed.view(-1, 1) >> torch.arange(8)).bitwise_and(1).view(batch, -1)[:, :count].bool()
+            mask = bits.view(batch, 1, query.shape[1], key.shape[1])
+        left = given["window_left"]
+        output, lse = attention_reference(
+            query,
+            key,
+            value,
+            causal=given.get("mask_mode") == 1,
+            scale=given["sm_scale"],
+            window=None if left < 0 else (left, -1),
+            softcap=given["logits_soft_cap"] or None,
+            attn_mask=mask,
+            return_lse=True,
+        )
+        given["o"].copy_(output.reshape(given["o"].shape))
+        if given["maybe_lse"] is not None:
+            given["maybe_lse"].copy_((lse / math.log(2.0)).transpose(1, 2).reshape(given["maybe_lse"].shape))
+        assert given["rope_scale"] == 1.0
+        assert given.get("layout", given.get("kv_layout_code")) == 0
+
+    return run
+
+
+@pytest.fixture
+def flashinfer_modules_of(monkeypatch):
+    """FlashInfer's modules, each made by definition."""
+
+    def packbits(bits, bitorder):
+        assert bitorder == "little"
+        return (bits.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+    prefill = types.SimpleNamespace(get_single_prefill_module=lambda *_: types.SimpleNamespace(run=stand_in(SINGLE, 1)))
+    decode = types.SimpleNamespace(get_single_decode_module=lambda *_: types.SimpleNamespace(run=stand_in(DECODE, 1)))
+    plan = Plan(types.SimpleNamespace(ragged_run=stand_in(RAGGED, 2)), *(None,) * 5, 1)
+    monkeypatch.setattr(flashinfer, "PLANS", types.SimpleNamespace(get=lambda *_, **__: plan))
+    for name, module in (
+        ("prefill", prefill),
+        ("decode", decode),
+        ("quantization", types.SimpleNamespace(packbits=packbits)),
+    ):
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", module)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+
+
+INFER_CALLS = [
+    {"causal": True, "return_lse": True},
+    {"causal": False, "window": (3, 0), "scale": 0.4, "softcap": 4.0},
+    {"causal": True, "window": (2, -1), "return_lse": True},
+    {"attn_mask": torch.rand(2, 1, 6, 9) > 0.4, "return_lse": True},
+]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("call", INFER_CALLS)
+def test_flashinfer_gives_its_modules_each_argument_in_its_place(flashinfer_modules_of, batch, call):
+    query, key, value = (tensor[:batch] for tensor in tensors())
+    call = {**call, **({"attn_mask": call["attn_mask"][:batch]} if "attn_mask" in call else {})}
+    got = flashinfer._loader("fa2")(facts_of(query, key, value, **call))(query, key, value, **call)
+    compare(got, attention_reference(query, key, value, **call))
+
+
+@pytest.mark.parametrize("call", [{}, {"window": (4, 2), "scale": 0.4, "softcap": 4.0, "return_lse": True}])
+def test_flashinfer_decodes_with_each_argument_in_its_place(flashinfer_modules_of, call):
+    query, key, value = (tensor[:1] for tensor in tensors(seq_q=1))
+    facts = facts_of(query, key, value, operation="attention.gqa.decode", **call)
+    compare(flashinfer._load_decode(facts)(query, key, value, **call), attention_reference(query, key, value, **call))
 
 
 def kernel(kernel_id):

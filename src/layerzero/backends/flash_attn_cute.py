@@ -9,6 +9,7 @@ What it derives follows from shapes, strides and arguments, which a plan fixes. 
 the package, a recorder in place of its table of compiled functions writes down which one it called and with what, and
 later calls call that function with their own tensors. The recorder stands in a copy of the package's function: nothing
 of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two functions.
+The package keeps what it compiled for another process if FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set.
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -163,6 +164,15 @@ def _blackwell_dims(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
 
 
+def _sinks(facts: Facts) -> Reason | None:
+    """Sinks in 16 or 32 bits."""
+    sinks = facts.tensors.get("sinks")
+    if sinks is None or sinks.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    wanted = "float16, bfloat16 or float32"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "sinks.dtype", wanted, str(sinks.dtype).removeprefix("torch."))
+
+
 def _narrow_values(facts: Facts) -> Reason | None:
     """Values wider than keys compile, and have not been compared with the reference."""
     if facts.size("value_dim") <= facts.size("head_dim"):
@@ -194,6 +204,7 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
             limit.last_stride_one(*_TENSORS),
             limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
             limit.contiguous("sinks"),
+            limit.Custom("sinks: float16, bfloat16, float32", ("sinks",), _sinks),
         ),
         graph_safe=True,
         jit=True,

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer_modules import Variant, build_key, compiled_for, planned, prebuilt
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.flashinfer_plan import PLANS, Plan, plan_before_capture, plan_key
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
@@ -65,64 +65,6 @@ def _packed(mask: Tensor, batch: int, seq_q: int, seq_k: int) -> Tensor:
 def _natural(lse: Tensor, batch: int) -> Tensor:
     """(tokens, H) in base 2 to (B, H, S_q) in base e."""
     return lse.mul_(_LN_2).view(batch, -1, lse.shape[-1]).transpose(1, 2)
-
-
-class _Plan(NamedTuple):
-    """A planned module and the constants of its shape."""
-
-    module: Any
-    info: Any
-    integers: Tensor
-    queries: Tensor
-    keys: Tensor
-    masks: Tensor
-    scratch_bytes: int
-
-
-def _plan(
-    backend: str, arguments: tuple[Any, ...], index: int, sizes: tuple[int, int, int, int, int], causal: bool, left: int
-) -> _Plan:
-    """Plan for equal lengths; waits for the device, since the plan is copied there from memory that is then freed."""
-    from flashinfer.prefill import get_batch_prefill_module
-
-    *dtypes, head_dim, value_dim, positions, windowed, capped = arguments
-    module = get_batch_prefill_module(
-        backend, *dtypes, torch.int32, head_dim, value_dim, positions, windowed, capped, False
-    )
-    batch, seq_q, seq_k, heads, kv_heads = sizes
-    queries, keys = (torch.arange(batch + 1, dtype=torch.int32) * length for length in (seq_q, seq_k))
-    lengths = torch.full((batch,), seq_k, dtype=torch.int32)
-    shape = (batch * seq_q, batch, heads, kv_heads, 1, False, head_dim, value_dim, causal, left)
-    splitting = (-1, False, 0, 0) if backend == "fa2" else ()  # no fixed size, allowed, no blocks beside, not uniform
-    with torch.cuda.device(index):
-        device = torch.device("cuda", index)
-        if backend == "fa2":
-            anywhere = torch.empty(1, dtype=torch.uint8, device=device)
-            needed = module.workspace_size(anywhere, queries, keys, lengths, *shape, *splitting)
-            scratch_bytes, integer_bytes = (int(count) for count in needed)
-        else:  # seven numbers for each tile of at least 128 queries, one for each multiprocessor, each list aligned
-            scratch_bytes, integer_bytes = 1, 28 * batch * -(-seq_q // 128) * heads + 8192
-        scratch = torch.empty(max(scratch_bytes, 1), dtype=torch.uint8, device=device)
-        integers = torch.empty(integer_bytes, dtype=torch.uint8, device=device)
-        staging = torch.empty(integer_bytes, dtype=torch.uint8, pin_memory=True)
-        info = module.plan(scratch, integers, staging, queries, keys, lengths, *shape, *splitting)
-        masks = torch.arange(batch + 1, dtype=torch.int32) * -(-seq_q * seq_k // 8)
-        constants = queries.to(device), keys.to(device), masks.to(device)
-        plan = _Plan(module, info, integers, *constants, max(scratch_bytes, 1))
-        torch.cuda.current_stream().synchronize()
-    return plan
-
-
-_PLANS = Prepared(_plan, 512)
-
-
-def _plan_key(backend: str) -> Callable[[Facts], tuple[Any, ...]]:
-    def key(facts: Facts) -> tuple[Any, ...]:
-        sizes = tuple(facts.size(name) for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads"))
-        variant = Variant.of(facts)
-        return backend, compiled_for(facts), facts.device.index, sizes, variant.causal, variant.left
-
-    return key
 
 
 def _loader(backend: str) -> Callable[[Facts], Callable[..., Any]]:
@@ -181,7 +123,7 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
 
 
 def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
-    plan: _Plan = _PLANS.get(*_plan_key(backend)(facts), capturing=bool(facts["capturing"]))
+    plan: Plan = PLANS.get(*plan_key(backend)(facts), capturing=bool(facts["capturing"]))
     variant = Variant.of(facts)
     batch, seq_q, seq_k, heads, value_dim = (
         facts.size(name) for name in ("batch", "seq_q", "seq_k", "heads", "value_dim")
@@ -332,14 +274,6 @@ _TEMPLATES = (
 )
 
 
-def _plan_before_capture(backend: str) -> Limit:
-    reads = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "head_dim", "value_dim", "window", "softcap", "scale")
-    made = _PLANS.before_capture("its plan", reads, _plan_key(backend))
-    return limit.Custom(
-        made.text, made.reads, lambda facts: made.check_facts(facts) if planned(backend, facts) else None
-    )
-
-
 def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:
     masks = ("attn_mask",) if backend == "fa2" else ()
     return Kernel(
@@ -349,7 +283,7 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
         load=_loader(backend),
         layout="BSHD",
         accepts=tuple(name for name in (*_ARGUMENTS, *masks) if kind == "prefill" or name != "causal"),
-        limits=(limit.platform("cuda"), *limits, *_TEMPLATES, _plan_before_capture(backend)),
+        limits=(limit.platform("cuda"), *limits, *_TEMPLATES, plan_before_capture(backend)),
         graph_safe=True,
         jit=True,
         build_key=build_key(backend),

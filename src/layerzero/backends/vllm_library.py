@@ -16,17 +16,25 @@ import torch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
 
-VLLM = Backend(
-    name="vllm",
-    summary="The CUDA operators of the vLLM server",
-    import_name="vllm",
-    distribution="vllm",
-    versions="==0.20.*",
-    requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
-    platforms=("cuda",),
-    install="pip install vllm==0.20.0",
-    homepage="https://github.com/vllm-project/vllm",
-)
+
+def _backend(summary: str) -> Backend:
+    """One for each shared library: where one does not load, the others still may."""
+    return Backend(
+        name="vllm",
+        summary=summary,
+        import_name="vllm",
+        distribution="vllm",
+        versions="==0.20.*",
+        requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
+        platforms=("cuda",),
+        install="pip install vllm==0.20.0",
+        homepage="https://github.com/vllm-project/vllm",
+    )
+
+
+VLLM = _backend("The CUDA operators of the vLLM server")
+VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
+VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
 
 
 def has_machine_code_of_v2(facts: Facts) -> bool:

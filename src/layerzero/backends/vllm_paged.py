@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.vllm_library import VLLM, has_machine_code_of_v2, operators, variant_of_v2
+from layerzero.backends.vllm_library import (
+    VLLM,
+    VLLM_FLASH_ATTN_2,
+    VLLM_FLASH_ATTN_3,
+    has_machine_code_of_v2,
+    operators,
+    variant_of_v2,
+)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -153,7 +160,7 @@ KERNELS = (
     Kernel(
         id="vllm.flash_attn.v3.paged",
         operations=paged.DECODE_PAGED,
-        backend=VLLM,
+        backend=VLLM_FLASH_ATTN_3,
         load=_load_v3,
         layout="NHD",
         accepts=(*_ACCEPTS, "step"),
@@ -164,7 +171,7 @@ KERNELS = (
     Kernel(
         id="vllm.flash_attn.v2.paged",
         operations=paged.DECODE_PAGED,
-        backend=VLLM,
+        backend=VLLM_FLASH_ATTN_2,
         load=_load_v2,
         layout="NHD",
         accepts=_ACCEPTS,
