@@ -466,7 +466,7 @@ def version_1(**changes):
     return {
         "schema_version": "1.0",
         "backend": "flash_attn",
-        "backend_version": "2.5.6",
+        "backend_version": "2.8.3",
         "platform": "cuda",
         "ops": {"attention.causal": [entry]},
     }
@@ -483,7 +483,7 @@ def test_version_1_becomes_operations(gqa):
     assert kernel.operations == (grouped if gqa else grouped[:1])
     assert kernel.implies == ("causal",)
     assert kernel.accepts == ()
-    assert kernel.backend.versions == "==2.5.6"
+    assert kernel.backend.versions == "==2.8.3"
     assert kernel.graph_safe
     assert not kernel.deterministic
     assert not kernel.grad
@@ -506,7 +506,7 @@ def test_version_1_flags_are_arguments():
 
 def test_version_1_narrows():
     lz.load_descriptor(version_1(kernel_id="flash_attn.v2"))
-    libraries = {"flash-attn": "2.5.6"}
+    libraries = {"flash-attn": "2.8.3"}
 
     def refused(*sizes, **call):
         query = torch.empty(1, 8, 4, sizes[0], dtype=torch.bfloat16, device="meta")

@@ -212,7 +212,9 @@ class Descriptors:
         """A kernel as the descriptors in force leave it."""
         for loaded in (*self._configured.values(), *self._loaded.values()):
             for kernel_id in loaded.entries:
-                if kernel_id in (kernel.id, *kernel.aliases):
+                # another kernel may have this one's alias for its id
+                alias = kernel_id in kernel.aliases and kernel_id not in self._registry._by_id
+                if kernel_id == kernel.id or alias:
                     kernel = self._narrowed(kernel, loaded, kernel_id)
         return kernel
 
