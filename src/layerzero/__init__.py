@@ -55,6 +55,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "LayerZeroError",
         "LayerZeroFallbackWarning",
         "LayerZeroLayoutWarning",
+        "LayerZeroPerformanceWarning",
         "LayerZeroWarning",
         "NoCompatibleKernelPairError",
         "NoKernelFoundError",

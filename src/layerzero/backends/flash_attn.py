@@ -150,6 +150,7 @@ KERNELS = (
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
+            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),  # flash_fwd_launch_template.h; issue 1786
             *_SHAPES,
         ),
         graph_safe=True,

@@ -195,7 +195,9 @@ class Dispatcher:
         adapted = planning.adapted_tensors(plan, arguments)
         tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in facts.tensors}
         seen = facts.seen_in(kernel.layout).with_tensors(tensors)
-        allowed = {adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold")}
+        allowed = {
+            adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold", "split")
+        }
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or finding.repair.argument not in allowed:
                 log.error(
@@ -211,6 +213,7 @@ class Dispatcher:
         empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
         if plan.kernel.is_reference and policy.enabled and not empty:
             failing.tell_reference(plan)
+        failing.tell_split(plan)
 
 
 def _on_meta(arguments: dict[str, Any]) -> bool:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.core.errors import KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.errors import (
+    KernelExecutionError,
+    LayerZeroFallbackWarning,
+    LayerZeroPerformanceWarning,
+    LayerZeroWarning,
+)
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
@@ -143,19 +148,31 @@ def tell_reference(plan: Plan) -> None:
     )
 
 
+def tell_split(plan: Plan) -> None:
+    """Say once for each kernel and operation that a batch runs in chunks."""
+    for adaptation in plan.adaptations:
+        if adaptation.kind == "split":
+            _once(
+                (plan.kernel.id, f"split {plan.report.operation}"),
+                f"{plan.report.operation} has to {adaptation.text} on {plan.kernel.id}: the whole is beyond its launch "
+                "limits and no other kernel is legal. A smaller batch spares the copies.",
+                LayerZeroPerformanceWarning,
+            )
+
+
 def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, int]:
     """How far a kernel is from being legal: what is not here at all is farthest."""
     absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
     return bool(absent & {reason.code for reason in reasons}), len(reasons)
 
 
-def _once(key: tuple[str, str], message: str) -> None:
+def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:
     with _told_lock:
         if key in _told:
             return
         _told.add(key)
     log.warning("%s", message)
-    warnings.warn(message, LayerZeroFallbackWarning, stacklevel=5)
+    warnings.warn(message, kind, stacklevel=5)
 
 
 def forget_told() -> None:

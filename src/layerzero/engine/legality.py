@@ -10,6 +10,7 @@ from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import split
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -47,7 +48,7 @@ def judge(
         if kernel.id in failed:
             reasons.append(Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log"))
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
-    return judged
+    return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
@@ -189,7 +190,7 @@ _REPAIR_TEXT = {
 
 def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Policy) -> Adaptation | None:
     """The adaptation that makes a violation good, None if there is none or it is not allowed."""
-    if repair is None or policy.strict_mode or not policy.allow_adaptation:
+    if repair is None or repair.kind == "split" or policy.strict_mode or not policy.allow_adaptation:
         return None
     if repair.kind in ("copy", "negate") and repair.argument in facts.operation.schema.mutated:
         return None  # the caller's tensor must change, not a copy of it
