@@ -47,6 +47,7 @@ from layerzero.engine.control import (
 from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.tuning.confirm import confirm_suspects
 
 __all__ = [
     "Backend",
@@ -90,6 +91,7 @@ __all__ = [
     "attention",
     "avoid",
     "configure",
+    "confirm_suspects",
     "deterministic",
     "disabled",
     "doctor",

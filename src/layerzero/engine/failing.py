@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,8 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
     Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, and so is a warning
-    that the user turned into an error. A device error that stays leaves a dead context. A kernel that writes into its
+    that the user turned into an error. A device error that stays leaves a dead context, and whatever was chosen last
+    becomes a suspect. A library without code for this device will not get any: it is out. A kernel that writes into its
     arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
     fallback, the next one runs.
     """
@@ -83,10 +85,17 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
         raise error
     sticky = _context_is_dead(error)
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
-    engine.health.failed(kernel, operation, error, forever=sticky)
+    if "no kernel image" in str(error):
+        hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
+        engine.health.failed(kernel, operation, error, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint)
+    else:
+        engine.health.failed(kernel, operation, error, forever=sticky)
+    if isinstance(error, torch.AcceleratorError):
+        engine.health.device_error(kernel.backend, error)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")
     if sticky:
-        raise KernelExecutionError(kernel.id, operation, "the device's context is lost; restart the process") from error
+        suspects = engine.recent.accuse(plan, engine.ledger, error)
+        raise KernelExecutionError(kernel.id, operation, _context_lost(suspects)) from error
     mutated = plan.report.facts.operation.schema.mutated
     if mutated:
         why = f"it may have written into {', '.join(mutated)} before it failed"
@@ -95,6 +104,17 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
         raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     if not policy.fallback_enabled:
         raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
+
+
+def _context_lost(suspects: Sequence[str]) -> str:
+    """Why nothing can run in this process any more, who may have done it, and how to find out."""
+    if not suspects:
+        return "the device's context is lost; restart the process. Only torch's own kernels ran, none is suspected"
+    return (
+        "the device's context is lost; restart the process. The error may be that of an earlier launch; suspected, the "
+        f"latest first: {'; '.join(suspects)}. They are refused until `layerzero doctor --confirm` or "
+        "lz.confirm_suspects() has run each in a child process"
+    )
 
 
 def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:

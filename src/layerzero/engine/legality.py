@@ -89,7 +89,12 @@ def trust_reasons(
         reasons.append(library)
     reasons += health.reasons(kernel, str(facts["operation"]))
     verdict = ledger.verdict(kernel, facts)
-    if verdict in (Verdict.WRONG, Verdict.CRASHED):
+    suspicion = ledger.suspicion(kernel, facts)
+    if suspicion is not None:
+        hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
+        wanted = "a suspect that a child process cleared"
+        reasons.append(Reason(ReasonCode.UNHEALTHY, f"{kernel.id} with sizes like these", wanted, suspicion, hint))
+    if verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG):
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
