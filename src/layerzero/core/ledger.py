@@ -82,8 +82,9 @@ class Suspect:
         }
 
     def __str__(self) -> str:
-        found = f"{self.verdict} in a child process ({self.detail})" if self.verdict else self.why
-        return f"{self.kernel_id} for {self.call_class}: {found}"
+        found = f"found {self.verdict} in a child process" if self.verdict else self.why
+        detail = f" ({self.detail})" if self.verdict and self.detail else ""
+        return f"{self.kernel_id} for {self.call_class}: {found}{detail}"
 
 
 def call_class(facts: Facts) -> tuple[object, ...]:

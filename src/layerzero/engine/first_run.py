@@ -59,7 +59,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chosen: deque[tuple[Kernel, Facts]] = deque(maxlen=MAX_RECENT)
+        self._chosen: deque[tuple[str, str, Kernel, Facts]] = deque(maxlen=MAX_RECENT)
 
     def add(self, plan: Plan) -> None:
         """Remember a plan that is about to run for the first time."""
@@ -67,13 +67,12 @@ class Recent:
             self._add(plan)
 
     def _add(self, plan: Plan) -> None:
-        facts = plan.report.facts
         if not marked(plan.kernel):
             return
-        entry = (plan.kernel.id, class_text(facts))
+        name = (plan.kernel.id, class_text(plan.report.facts))
         with self._lock:
-            others = [each for each in self._chosen if (each[0].id, class_text(each[1])) != entry]
-            self._chosen = deque([*others, (plan.kernel, facts)], MAX_RECENT)
+            others = [each for each in self._chosen if each[:2] != name]
+            self._chosen = deque([*others, (*name, plan.kernel, plan.report.facts)], MAX_RECENT)
 
     def accuse(self, plan: Plan, ledger: Ledger, error: BaseException) -> tuple[str, ...]:
         """Make suspects of them, and of the plan that raised; return their names with their classes."""
@@ -81,9 +80,9 @@ class Recent:
         with self._lock:
             chosen = tuple(reversed(self._chosen))
         why = f"one of the last {len(chosen)} chosen when the device's context died: {str(error).strip()[:200]}"
-        for kernel, facts in chosen:
+        for _, _, kernel, facts in chosen:
             ledger.suspect(kernel, facts, why)
-        return tuple(f"{kernel.id} for {class_text(facts)}" for kernel, facts in chosen)
+        return tuple(f"{kernel_id} for {text}" for kernel_id, text, _, _ in chosen)
 
     def clear(self) -> None:
         """Forget everything (for tests)."""

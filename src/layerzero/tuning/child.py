@@ -117,6 +117,7 @@ def rebuilt(recipe: CallRecipe) -> RandomCall:
     }
     values |= {name: _tensor(name, each, recipe) for name, each in recipe.tensors.items()}
     values["layout"] = recipe.layout
+    values.setdefault("causal", False)  # a single query's operation has no such argument, but its function does
     accepted = {parameter.name for parameter in function.parameters}
     return RandomCall(function.name, {name: value for name, value in values.items() if name in accepted})
 
@@ -131,7 +132,7 @@ def _function_of(operation: str) -> Function:
 def _tensor(name: str, recipe: TensorRecipe, call: CallRecipe) -> Tensor:
     dtype = dtype_named(recipe.dtype)
     offset = recipe.alignment_bytes // dtype.itemsize if recipe.alignment_bytes < 16 else 0
-    last = sum((size - 1) * step for size, step in zip(recipe.shape, recipe.strides, strict=True))
+    last = sum(max(size - 1, 0) * step for size, step in zip(recipe.shape, recipe.strides, strict=True))
     count = offset + last + 1
     if dtype.is_floating_point:
         memory = torch.randn(count, device=call.device, dtype=torch.float32).to(dtype)

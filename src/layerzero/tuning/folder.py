@@ -25,6 +25,9 @@ _ASIDE = "set-aside"
 _STALE_S = 3600.0
 """A file that was being written is debris after so long."""
 
+_MAX_SCANS = 8
+"""How often a folder is listed whose markers keep going; the last list is then good enough."""
+
 
 class RecordFolder:
     """The records in a folder; it is listed at the first question and made at the first record.
@@ -38,21 +41,24 @@ class RecordFolder:
         self.path = path
         self.writable = True
         self._lock = threading.RLock()
-        self._names: dict[str, set[Name]] = {}
+        self._names: dict[tuple[str, str], set[Name]] = {}
         self._read: dict[Name, Record] = {}
 
     def has(self, slug: str, kind: str) -> bool:
         """Whether a kernel has any record of a kind: the quick answer, since most have none."""
-        names = self._names.get(slug)
-        return names is not None and any(name.kind == kind for name in names)
+        return bool(self._names.get((slug, kind)))
 
     def load(self, name: Name) -> Record | None:
         """Read a record once; None if there is none, or none that can be trusted."""
         with self._lock:
-            if name not in self._read and name in self._names.get(name.slug, ()):
-                record = self._checked(self.path / name.file(), name)
+            names = self._names.get((name.slug, name.kind), set())
+            if name not in self._read and name in names:
+                try:
+                    record = self._trusted(self.path / name.file(), name)
+                except FileNotFoundError:  # another process settled it
+                    record = None
                 if record is None:
-                    self._names[name.slug].discard(name)
+                    names.discard(name)
                 else:
                     self._read[name] = record
             return self._read.get(name)
@@ -60,29 +66,45 @@ class RecordFolder:
     def all(self, *kinds: str) -> Iterator[tuple[Name, Record]]:
         """Every record of these kinds."""
         with self._lock:
-            names = sorted((name for names in self._names.values() for name in names), key=Name.file)
+            each_kind = [names for (_, kind), names in self._names.items() if kind in kinds]
+            names = sorted((name for names in each_kind for name in names), key=Name.file)
         for name in names:
-            record = self.load(name) if name.kind in kinds else None
+            record = self.load(name)
             if record is not None:
                 yield name, record
 
     def scan(self) -> list[tuple[Path, Record]]:
-        """List the folder anew; return the markers that dead processes left, and what they say."""
+        """List the folder anew; return the markers that dead processes left, and what they say.
+
+        A marker that goes while it is looked at was proved, or became another process's suspect: the folder is listed
+        once more, since what took its place may not have been in the list.
+        """
         with self._lock:
-            self._names, self._read = {}, {}
-            left = []
-            for entry in self._entries():
-                name = records.name_of(entry.name)
-                if name is not None and name.kind != RUNNING:
-                    self._names.setdefault(name.slug, set()).add(name)
-                elif name is not None:
-                    record = self._left_behind(entry, name)
-                    left += [(entry, record)] if record is not None else []
-                elif entry.suffix == ".tmp":
-                    self._sweep(entry)
-                elif entry.name != _ASIDE:
-                    self._set_aside(entry)
+            for _ in range(_MAX_SCANS):
+                left, complete = self._scan()
+                if complete:
+                    break
             return left
+
+    def _scan(self) -> tuple[list[tuple[Path, Record]], bool]:
+        """List the folder; also tell whether every marker was still there when it was looked at."""
+        self._names, self._read = {}, {}
+        left, complete = [], True
+        for entry in self._entries():
+            name = records.name_of(entry.name)
+            if name is not None and name.kind != RUNNING:
+                self._names.setdefault((name.slug, name.kind), set()).add(name)
+            elif name is not None:
+                try:
+                    record = self._left_behind(entry, name)
+                except FileNotFoundError:
+                    record, complete = None, False
+                left += [(entry, record)] if record is not None else []
+            elif entry.suffix == ".tmp":
+                self._sweep(entry)
+            elif entry.name != _ASIDE:
+                self._set_aside(entry)
+        return left, complete
 
     def _entries(self) -> list[Path]:
         try:
@@ -94,24 +116,25 @@ class RecordFolder:
             return []
 
     def _left_behind(self, path: Path, name: Name) -> Record | None:
-        """The record of a marker that no process holds."""
+        """The record of a marker that no process holds. Raises: FileNotFoundError if it is there no more.
+
+        The lock that looks is shared: those that look at once do not take each other for its owner.
+        """
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # its process took it away just now
-            return None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return self._checked(path, name)
-        except OSError:  # held: that process lives
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return self._trusted(path, name)
+        except BlockingIOError:  # held: that process lives
             return None
         finally:
-            os.close(lock)
+            os.close(file)
 
-    def _checked(self, path: Path, name: Name) -> Record | None:
+    def _trusted(self, path: Path, name: Name) -> Record | None:
+        """Read a record; set it aside if it is damaged. Raises: FileNotFoundError."""
         try:
             return records.read(path, name)
         except FileNotFoundError:
-            return None
+            raise
         except (OSError, ValueError):
             self._set_aside(path)
             return None
@@ -121,6 +144,8 @@ class RecordFolder:
             aside = self.path / _ASIDE
             aside.mkdir(exist_ok=True)
             path.replace(aside / path.name)
+        except FileNotFoundError:  # another process was faster
+            return
         except OSError as error:
             self._give_up(error)
 
@@ -150,7 +175,7 @@ class RecordFolder:
     def known(self, name: Name, record: Record | None = None) -> None:
         """Take note of a record that was written."""
         with self._lock:
-            self._names.setdefault(name.slug, set()).add(name)
+            self._names.setdefault((name.slug, name.kind), set()).add(name)
             self._read.pop(name, None)
             if record is not None:
                 self._read[name] = record
@@ -158,7 +183,7 @@ class RecordFolder:
     def remove(self, name: Name) -> None:
         """Remove a record."""
         with self._lock:
-            self._names.get(name.slug, set()).discard(name)
+            self._names.get((name.slug, name.kind), set()).discard(name)
             self._read.pop(name, None)
             self.move(self.path / name.file(), None)
 
@@ -195,6 +220,8 @@ class RecordFolder:
                 path.unlink(missing_ok=True)
             else:
                 path.replace(target)
+        except FileNotFoundError:  # somebody emptied the folder: nothing is left to rename
+            return
         except OSError as error:
             self._give_up(error)
 
