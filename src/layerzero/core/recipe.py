@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from layerzero.core.dtypes import dtype_name
@@ -43,10 +41,12 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
 
 
-def _plain(value: object) -> Any:
-    """A value as JSON has it; a number of NumPy's as what it stands for."""
-    if isinstance(value, (tuple, list)):
+def _plain(value: object) -> Value:
+    """A value as JSON has it; a number of NumPy's as what it stands for, anything unknown as text."""
+    if isinstance(value, (tuple, list)) and all(isinstance(each, int) for each in value):
         return [int(each) for each in value]
     if value is None or isinstance(value, (bool, str)):
         return value
-    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]  # schemas have no other type
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    return str(value)
