@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from layerzero.core import layouts
@@ -12,11 +14,15 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 
+os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
+
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
         monkeypatch.delenv(variable)
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
+    ENGINE.ledger = MemoryLedger()
     before = {kernel.id for kernel in REGISTRY.kernels()}
     yield
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
@@ -27,6 +33,7 @@ def fresh_process(monkeypatch):
         if kernel.id not in before:
             REGISTRY.unregister_kernel(kernel.id)
     ENGINE.ledger = MemoryLedger()
+    ENGINE.recent.clear()
     ENGINE.health.reset()
     BUILT.clear()
     probe.reset_broken()

@@ -15,6 +15,7 @@ from layerzero.core.errors import (
     LayerZeroError,
     LayerZeroFallbackWarning,
     LayerZeroLayoutWarning,
+    LayerZeroPerformanceWarning,
     LayerZeroWarning,
     NoCompatibleKernelPairError,
     NoKernelFoundError,
@@ -49,6 +50,7 @@ from layerzero.engine.descriptors import descriptor, kernels_from_descriptor, lo
 from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.tuning.confirm import confirm_suspects
 
 __all__ = [
     "Backend",
@@ -68,6 +70,7 @@ __all__ = [
     "LayerZeroError",
     "LayerZeroFallbackWarning",
     "LayerZeroLayoutWarning",
+    "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
     "Machine",
     "NoCompatibleKernelPairError",
@@ -94,6 +97,7 @@ __all__ = [
     "attention",
     "avoid",
     "configure",
+    "confirm_suspects",
     "descriptor",
     "deterministic",
     "disabled",

@@ -177,6 +177,7 @@ KERNELS = (
         limits=(
             limit.platform("cuda", "rocm"),
             limit.arch(min=(8, 0)),
+            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),  # flash_fwd_launch_template.h; issue 1786
             *_SHAPES,
             ALIBI_WITHOUT_LSE,
             limit.Custom("no softcap on ROCm", ("softcap",), _rocm_softcap),

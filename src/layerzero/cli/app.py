@@ -99,9 +99,17 @@ main.command(
 )(calls.command(calls.named))
 
 
-@main.command(**_examples("doctor", "doctor --load --strict"))
+@main.command(**_examples("doctor", "doctor --load --strict", "doctor --confirm --module my_kernels"))
 def doctor(
     load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="First run every suspect in a child process: cleared, or banned.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="With --confirm: run the banned as well.")] = False,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
     json: AsJson = False,
 ) -> Answer:
@@ -111,10 +119,15 @@ def doctor(
     """
     from layerzero.cli import tables
     from layerzero.engine.answers import doctor as diagnose
+    from layerzero.tuning.confirm import confirm_suspects
 
+    if (again or module) and not confirm:
+        raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
+    confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load)
     code = NO if strict and diagnosis.issues else FINE
-    return Answer(diagnosis.to_dict(), lambda: tables.diagnosis(diagnosis), code)
+    data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
+    return Answer(data, lambda: [*(f"confirmed: {each}" for each in confirmed), *tables.diagnosis(diagnosis)], code)
 
 
 @main.command(

@@ -34,6 +34,10 @@ _ORDER = (
     "comes from; `layerzero config check FILE` checks a file."
 )
 _ELSEWHERE = {
+    "LAYERZERO_CACHE_DIR": (
+        "the folder of what is learnt about kernels on this machine; empty: nothing is kept on disk",
+        "`/var/cache/layerzero`",
+    ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
 }
 

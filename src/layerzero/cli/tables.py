@@ -157,6 +157,8 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
     yield table
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
+    for line in found.health_lines():
+        yield Text(line)
     for name, error in found.plugin_errors.items():
         yield Text(f"plugin {name} failed: {error}", style="red")
     for each in found.descriptors:

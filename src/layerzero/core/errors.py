@@ -13,6 +13,7 @@ LayerZeroError
 LayerZeroWarning (UserWarning)
 +-- LayerZeroLayoutWarning                 a layout had to be assumed
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
++-- LayerZeroPerformanceWarning            a call has to run in a slow way, and what would spare it
 """
 
 from __future__ import annotations
@@ -168,3 +169,7 @@ class LayerZeroLayoutWarning(LayerZeroWarning):
 
 class LayerZeroFallbackWarning(LayerZeroWarning):
     """The slow reference runs, or a kernel failed and another one took its place."""
+
+
+class LayerZeroPerformanceWarning(LayerZeroWarning):
+    """A call has to run in a slower way than its kernel could, because of its sizes."""

@@ -25,8 +25,8 @@ _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
 _PATHS = {"DESCRIPTORS": "descriptors"}
-_ELSEWHERE = frozenset({"CONFIG"})
-"""Variables with a meaning of their own: the configuration file."""
+_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG"})
+"""Variables with a meaning of their own: where files are kept, and the configuration file."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 

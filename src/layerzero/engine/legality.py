@@ -11,6 +11,7 @@ from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import split
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -48,7 +49,7 @@ def judge(
         if kernel.id in failed:
             reasons.append(Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log"))
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
-    return judged
+    return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
@@ -91,7 +92,12 @@ def trust_reasons(
         reasons.append(library if own else _hinted(library, kernel))
     reasons += health.reasons(kernel, str(facts["operation"]))
     verdict = ledger.verdict(kernel, facts)
-    if verdict in (Verdict.WRONG, Verdict.CRASHED):
+    suspicion = ledger.suspicion(kernel, facts)
+    if suspicion is not None:
+        hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
+        wanted = "a suspect that a child process cleared"
+        reasons.append(Reason(ReasonCode.UNHEALTHY, f"{kernel.id} with sizes like these", wanted, suspicion, hint))
+    if verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG):
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
@@ -212,7 +218,7 @@ _REPAIR_TEXT = {
 
 def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Policy) -> Adaptation | None:
     """The adaptation that makes a violation good, None if there is none or it is not allowed."""
-    if repair is None or policy.strict_mode or not policy.allow_adaptation:
+    if repair is None or repair.kind == "split" or policy.strict_mode or not policy.allow_adaptation:
         return None
     if repair.kind in ("copy", "negate"):
         schema = next(each for each in facts.operation.schema.inputs if each.name == repair.argument)

@@ -343,6 +343,7 @@ def kernel_of_function(
     def load(facts: Facts) -> Callable[..., Any]:
         return function
 
+    load.__module__ = function.__module__  # where a child process finds it
     return Kernel(
         id=kernel_id,
         operations=operations,

@@ -119,7 +119,8 @@ def _examples(
             return torch.empty(shape, dtype=dtype, device=device)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    pages = torch.randperm(size["pages"], generator=generator)[: size["batch"] * size["max_blocks"]]
+    entries = size["batch"] * size["max_blocks"]
+    pages = torch.randperm(entries, generator=generator) % max(size["pages"], 1)  # each its own where there are enough
     return {
         "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
         "key_cache": normal(*cache, size["head_dim"]),
