@@ -12,6 +12,7 @@ BUILTIN: dict[str, str] = {
     "torch_attention": "layerzero.backends.torch_attention",
     "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
     "torch_norm": "layerzero.backends.torch_norm",
+    "vllm_cpu": "layerzero.backends.vllm_cpu",
     "zentorch": "layerzero.backends.zentorch",
 }
 """A name, sorted, to the module that declares kernels; torch has a file for each family."""

@@ -153,6 +153,8 @@ _VECTORS = limit.cpu_feature("avx512")  # without, attention is torch's own, and
 # attention, which reads a float32 mask wrongly, and an error from the norms.
 _DTYPES = limit.dtype("float32", "bfloat16")
 _EPS = limit.Custom("eps >= 1e-37", ("eps",), _eps_normal)
+# Without it the norms, not the attention, kill the process with an illegal instruction (Skylake Xeon, 2026-11-21).
+_BFLOAT16 = limit.cpu_feature("avx512_bf16", dtype="bfloat16")
 
 KERNELS = (
     Kernel(
@@ -183,7 +185,7 @@ KERNELS = (
         load=_load_rms_norm,
         accepts=("eps",),
         renames={"eps": "epsilon"},
-        limits=(_VECTORS, _DTYPES, _EPS, limit.contiguous("input", "weight")),
+        limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("input", "weight")),
         deterministic=True,
         priority=60,
     ),
@@ -193,7 +195,7 @@ KERNELS = (
         backend=ZENTORCH,
         load=_load_add_rms_norm,
         accepts=("eps",),
-        limits=(_VECTORS, _DTYPES, _EPS, limit.contiguous("residual", "weight")),
+        limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("residual", "weight")),
         deterministic=True,
         priority=60,
     ),
