@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BUILTIN: dict[str, str] = {
     "flash_attn": "layerzero.backends.flash_attn",
+    "flex_attention": "layerzero.backends.flex_attention",
     "inductor": "layerzero.backends.inductor",
     "onnxruntime": "layerzero.backends.onnxruntime",
     "torch_attention": "layerzero.backends.torch_attention",

@@ -79,7 +79,8 @@ class Kernel:
         grad: whether its backward pass is right; autograd calls are refused otherwise.
         deterministic: whether repeated calls give the same bits.
         graph_safe: whether it may run under CUDA graph capture.
-        jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
+        jit: whether it compiles on first use; refused until ``lz.warmup`` built it for the class of the call.
+        built_for: sizes for whose exact value each build is made; within a class, other values need another build.
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
@@ -103,6 +104,7 @@ class Kernel:
     deterministic: bool = False
     graph_safe: bool = False
     jit: bool = False
+    built_for: tuple[str, ...] = ()
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False
@@ -122,6 +124,8 @@ class Kernel:
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
+        if self.built_for and not self.jit:
+            raise RegistrationError(f"{self.id}: built_for says what a jit kernel is built for, and it is none")
         if self.folds and "attn_mask" not in self.accepts:
             raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
 

@@ -10,25 +10,29 @@ from layerzero.core.ledger import call_class
 
 
 class Built:
-    """The (kernel, class of calls) pairs that were compiled in this process."""
+    """The builds of this process: kernel, class of calls, and the exact sizes that the kernel is built for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pairs: set[tuple[str, tuple[object, ...]]] = set()
+        self._builds: set[tuple[object, ...]] = set()
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether the kernel was built for calls like this one."""
-        return bool(self._pairs) and (kernel.id, call_class(facts)) in self._pairs
+        return bool(self._builds) and _build(kernel, facts) in self._builds
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
         with self._lock:
-            self._pairs.add((kernel.id, call_class(facts)))
+            self._builds.add(_build(kernel, facts))
 
     def clear(self) -> None:
         """Forget all artefacts."""
         with self._lock:
-            self._pairs.clear()
+            self._builds.clear()
+
+
+def _build(kernel: Kernel, facts: Facts) -> tuple[object, ...]:
+    return (kernel.id, call_class(facts), *(facts[name] for name in kernel.built_for))
 
 
 BUILT = Built()
