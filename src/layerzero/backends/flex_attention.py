@@ -56,39 +56,43 @@ _BUILT: dict[tuple[object, ...], Runner] = {}
 _BUILDING = threading.Lock()
 
 
-class _Attention(torch.nn.Module):
+def _attention(
+    scale: Tensor,
+    softcap: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offset: Tensor,
+    slopes: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     """Attention on BSHD tensors; a softcap of 0 is none, slopes of 0 are none, bounds count from the diagonal."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def forward(
-        self,
-        scale: Tensor,
-        softcap: Tensor,
-        left: Tensor,
-        right: Tensor,
-        offset: Tensor,
-        slopes: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        from torch.nn.attention.flex_attention import flex_attention
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        score = score * scale
+        score = torch.where(softcap > 0, softcap * torch.tanh(score / softcap), score)
+        distance = row + offset - column  # the last query stands at the last key
+        score = score - slopes[head] * distance.abs()
+        return torch.where((distance <= left) & (-distance <= right), score, -math.inf)
 
-        def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            score = score * scale
-            score = torch.where(softcap > 0, softcap * torch.tanh(score / softcap), score)
-            distance = row + offset - column  # the last query stands at the last key
-            score = score - slopes[head] * distance.abs()
-            return torch.where((distance <= left) & (-distance <= right), score, -math.inf)
+    output: Any = flex_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        score_mod=score_mod,
+        scale=1.0,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.transpose(1, 2)  # type: ignore[no-any-return]
 
-        output: Any = flex_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            score_mod=score_mod,
-            scale=1.0,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return output.transpose(1, 2)  # type: ignore[no-any-return]
+
+class _Attention(torch.nn.Module):
+    """What torch.export takes in place of a function."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return _attention(*tensors)
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -174,12 +178,13 @@ def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: 
     }
     batch, seq_q, seq_k = ranges.values()
     dynamic = (*(None,) * 6, {0: batch, 1: seq_q}, {0: batch, 1: seq_k}, {0: batch, 1: seq_k})
+    named = {"tensors": dynamic}
     example = sizes | {name: sizes[name] * 3 // 2 for name in _RANGES}
     if example["seq_q"] == example["seq_k"] > 1:
         example["seq_k"] -= 1  # equal sizes would be taken for one
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch 2.13 warns of its own deprecated calls
-        program = torch.export.export(_Attention(), _example(device, dtype, example), dynamic_shapes=dynamic)
+        program = torch.export.export(_Attention(), _example(device, dtype, example), dynamic_shapes=named)
         options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
         path, _ = compiled(program, facts, options, _no_guards)
         package: Any = torch._inductor.aoti_load_package(str(path))
@@ -203,7 +208,7 @@ def _for_exact_sizes(facts: Facts, device: torch.device, dtype: torch.dtype, siz
     """Compile for the very sizes; other ones raise in it, and nothing else is asked."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        traced: Any = torch.compile(_Attention().forward, fullgraph=True, dynamic=False)
+        traced: Any = torch.compile(_attention, fullgraph=True, dynamic=False)
         artefact = traced.aot_compile((_example(device, dtype, sizes), {}))
     artefact.disable_guard_check()  # sizes, strides, dtype and device are the limits' business; grad mode is set below
 
