@@ -148,6 +148,8 @@ class Kernel:
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
+        if (self.build_key or self.prebuilt) and not self.jit:
+            raise RegistrationError(f"{self.id}: build_key and prebuilt speak of what compiles, and it does not (jit)")
         if self.folds and "attn_mask" not in self.accepts:
             raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
 

@@ -71,9 +71,9 @@ def instruction(name: str) -> Limit:
     return Instruction(name)
 
 
-def cpu_feature(name: str) -> Limit:
-    """Need a CPU vector extension."""
-    return Instruction(name, ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED)
+def cpu_feature(name: str, dtype: str = "") -> Limit:
+    """Need a CPU vector extension, for one dtype or for all."""
+    return Instruction(name, ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED, dtype)
 
 
 def dtype(*names: str) -> Limit:

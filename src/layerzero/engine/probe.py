@@ -146,7 +146,8 @@ def this_machine() -> Machine:
 
 def mark_broken(backend: Backend, error: BaseException) -> Reason:
     """Remember that a library is installed but does not load; it is tried once a process."""
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    root = error.__cause__ or error  # torch says which library did not load; its cause, which system library is missing
+    text = f"{type(root).__name__}: {str(root).strip().splitlines()[0] if str(root).strip() else 'no message'}"
     hint = f"Reinstall it for torch {torch.__version__}: {backend.install}" if backend.install else ""
     reason = Reason(ReasonCode.BACKEND_IMPORT_FAILED, backend.name, "a library that loads", text, hint)
     with _lock:
