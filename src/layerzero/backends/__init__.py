@@ -25,6 +25,7 @@ BUILTIN: dict[str, str] = {
     "torch_norm": "layerzero.backends.torch_norm",
     "torch_paged": "layerzero.backends.torch_paged",
     "vllm_cpu": "layerzero.backends.vllm_cpu",
+    "vllm_cpu_paged": "layerzero.backends.vllm_cpu_paged",
     "vllm_flash_attn": "layerzero.backends.vllm_flash_attn",
     "vllm_norm": "layerzero.backends.vllm_norm",
     "vllm_paged": "layerzero.backends.vllm_paged",

