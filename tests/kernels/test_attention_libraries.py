@@ -94,7 +94,7 @@ CALLS = [
 )
 def test_vllm_v3_gives_its_operator_each_argument_in_its_place(monkeypatch, call):
     operator = Operator(FA3_SCHEMA, lambda given: [*meaning(given, ("q", "k", "v", "seqused_k")), None, None])
-    monkeypatch.setattr(vllm_flash_attn, "_operators", lambda *_: types.SimpleNamespace(fwd=operator))
+    monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd=operator))
     lengths = Prepared(lambda _, batch, seq_k: torch.full((batch,), seq_k, dtype=torch.int32), 8)
     monkeypatch.setattr(vllm_flash_attn, "_LENGTHS", lengths)
     check_library(vllm_flash_attn._load_v3, call)
@@ -105,7 +105,7 @@ def test_vllm_v3_gives_its_operator_each_argument_in_its_place(monkeypatch, call
 )
 def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call):
     operator = Operator(FA2_SCHEMA, lambda given: list(meaning(given, ("q", "kcache", "vcache", "seqlens_k"))))
-    monkeypatch.setattr(vllm_flash_attn, "_operators", lambda *_: types.SimpleNamespace(fwd_kvcache=operator))
+    monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd_kvcache=operator))
     check_library(vllm_flash_attn._load_v2, call)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import flashinfer_norm, liger, vllm_norm
+from layerzero.backends import flashinfer_norm, liger, vllm_library, vllm_norm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
@@ -228,7 +228,8 @@ def test_the_callables_give_what_the_library_is_asked_for(monkeypatch, shape):
         output.copy_(torch.nn.functional.rms_norm(input, weight.shape, weight, eps))
 
     monkeypatch.setattr(flashinfer_norm, "_rmsnorm", lambda facts: (operator, True))
-    monkeypatch.setattr(vllm_norm, "_operator", lambda: lambda *arguments: operator(*arguments, None))
+    rms_norm = types.SimpleNamespace(default=lambda *arguments: operator(*arguments, None))
+    monkeypatch.setattr(vllm_norm, "operators", lambda *_: types.SimpleNamespace(rms_norm=rms_norm))
     input_, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(64)
     plain, added = OPERATIONS["norm.rms"], OPERATIONS["norm.add_rms"]
     for module in (flashinfer_norm, vllm_norm):
@@ -247,9 +248,9 @@ def test_another_owner_of_vllms_name_space_is_told_apart(monkeypatch):
     """vLLM's build for CPUs registers the same operator; loading a second owner would end the process."""
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel", lambda name: True)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
-    vllm_norm._operator.cache_clear()
+    vllm_library.operators.cache_clear()
     with pytest.raises(ImportError, match="another library's"):
-        vllm_norm._operator()
+        vllm_library.operators("_C.abi3.so", "_C")
 
 
 def test_liger_gets_a_float_where_triton_would_make_a_constant(monkeypatch):

@@ -29,6 +29,7 @@ from layerzero.core.limit_kinds import (
     SdpaEnabled,
     SquareCausal,
 )
+from layerzero.core.limit_launch import Generation, Grid, TensorCore
 
 KINDS: dict[str, type[Limit]] = {
     "aligned": Aligned,
@@ -37,6 +38,8 @@ KINDS: dict[str, type[Limit]] = {
     "dim": Dim,
     "dtype": Dtype,
     "equal": Equal,
+    "generation": Generation,
+    "grid": Grid,
     "instruction": Instruction,
     "last_stride_one": LastStrideOne,
     "lse_without_gradient": LseWithoutGradient,
@@ -46,6 +49,7 @@ KINDS: dict[str, type[Limit]] = {
     "same_heads": SameHeads,
     "sdpa_enabled": SdpaEnabled,
     "square_causal": SquareCausal,
+    "tensor_core": TensorCore,
 }
 """Name of a kind in JSON to the dataclass that holds it; its fields are the JSON's fields."""
 

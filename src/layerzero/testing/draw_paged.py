@@ -58,7 +58,9 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     blocks = draw.of((1, 2, 3, 7), (2, 3, 3, 2)) if not draw.chance(0.05) else -(-2100 // page_size)
     capacity = blocks * page_size
     least = 0 if draw.chance(0.1) else 1
-    lens = (draw.uniform((batch,), torch.float32).cpu() * (capacity - least + 1)).int().clamp_(max=capacity - least)
+    bound = draw.of((None, capacity, draw.stream.randint(1, capacity), 2 * capacity), (7, 1, 1, 1))
+    longest = capacity if bound is None else min(bound, capacity)
+    lens = (draw.uniform((batch,), torch.float32).cpu() * (longest - least + 1)).int().clamp_(max=longest - least)
     lens = (lens + least).to(draw.device)
     pages = batch * blocks + draw.of((1, 2))
     table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
@@ -91,11 +93,9 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
     if draw.chance(0.15):
         arguments["return_lse"] = True
-    if draw.chance(0.3):
-        longest = int(lens.max()) if batch else 1
-        arguments["max_context_len"] = max(1, draw.of((longest, capacity, longest + 1)))
+    if bound is not None:
+        arguments["max_context_len"] = bound
     if draw.chance(0.4):
-        bound = arguments.get("max_context_len")
         arguments["step"] = StepMetadata(table, lens, max_context_len=bound, capturable=draw.chance(0.5))
     draw.poison(arguments, ("query",))
     return arguments
