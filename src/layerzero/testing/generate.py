@@ -51,6 +51,10 @@ class RandomCall:
     def __repr__(self) -> str:
         return f"<{self.name or 'a call'}: {self.text}>"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same in IPython and in hypothesis, which would print every element otherwise."""
+        printer.text(repr(self))
+
 
 def _shown(value: object) -> str:
     if not isinstance(value, Tensor):
