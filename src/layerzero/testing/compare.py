@@ -114,19 +114,24 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     truth = truth or expected(call)
     arguments = {name: copied(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments) if name not in truth.mutated}
-    result = (run or CALLS[call.function].fast)(**arguments)
+    found = problems((run or CALLS[call.function].fast)(**arguments), arguments, truth)
+    for name, memory in before.items():
+        if not torch.equal(_memory(arguments[name]), memory):
+            found.append(f"{name}: wanted it untouched, got other bytes in its memory")
+    return found
+
+
+def problems(result: Any, arguments: Mapping[str, Any], truth: Expected) -> list[str]:
+    """List what is wrong with a result, and with the arguments that were written into."""
     results = result if isinstance(result, tuple) else (result,)
     if len(results) != len(truth.results):
         return [f"wanted {len(truth.results)} results, got {len(results)}"]
-    problems = []
+    found = []
     for index, (got, want, dtype) in enumerate(zip(results, truth.results, truth.dtypes, strict=True)):
-        problems.append(_told(f"result {index}", difference(got, want, dtype, truth.tolerance)))
+        found.append(_told(f"result {index}", difference(got, want, dtype, truth.tolerance)))
     for name, want in truth.mutated.items():
-        problems.append(_told(name, difference(arguments[name], want, arguments[name].dtype, truth.tolerance)))
-    for name, memory in before.items():
-        if not torch.equal(_memory(arguments[name]), memory):
-            problems.append(f"{name}: wanted it untouched, got other bytes in its memory")
-    return [problem for problem in problems if problem]
+        found.append(_told(name, difference(arguments[name], want, arguments[name].dtype, truth.tolerance)))
+    return [problem for problem in found if problem]
 
 
 def _told(name: str, problem: str) -> str:
