@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
+from layerzero.core.reasons import ReasonCode
 from layerzero.engine.functions import CALLS
 from layerzero.testing import boundaries, execution, generate
 from layerzero.testing.boundaries import Bound
@@ -37,6 +40,11 @@ from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
 
+BUILDING_SECONDS = 30.0
+"""After so many seconds of compiling for a kernel, nothing more is built for it; what is not built is not tried."""
+
+_building: dict[str, float] = defaultdict(float)
+
 DRAWS_A_CALL = 40
 """How many random calls are drawn, at most, to find one that the kernel takes."""
 
@@ -44,6 +52,7 @@ ALL_THREADS_EVERY = 8
 """One random call in so many runs on all of torch's threads; small tensors gain nothing from them."""
 
 Note = Callable[[str], None]
+Play = Callable[[Note], "Outcome | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Check:
     """
 
     name: str
-    play: Callable[[Note], Outcome | None]
+    play: Play
     seconds: float | None = None
 
 
@@ -72,14 +81,14 @@ class Battery:
         """What the kernel declares, checked."""
         if function_of(self.operation) is None:
             reason = f"{self.operation.name} belongs to no public function"
-            yield Check("every check", lambda _: Outcome("not tried", reason))
+            yield Check("every check", _just(Outcome, "not tried", reason))
             return
         for setting in self._settings():
             if self.kernel.jit:
                 yield Check(f"build, {dtype_name(setting.dtype)}", self._build(setting), BUILD_SECONDS)
             case, trial = base_case(self.kernel, setting)
             if trial is None or trial.reasons:
-                yield Check(f"cases, {dtype_name(setting.dtype)}", lambda _, trial=trial: _refused(trial))
+                yield Check(f"cases, {dtype_name(setting.dtype)}", _just(_refused, trial))
                 continue
             yield from self._of_dtype(setting, case, trial)
         yield from self._limits()
@@ -91,12 +100,12 @@ class Battery:
             return
         for bound in self._bounds():
             if bound.untried and not bound.illegal:
-                yield Check(f"beyond {bound.text}", lambda _, bound=bound: Outcome("not tried", bound.untried))
+                yield Check(f"beyond {bound.text}", _just(Outcome, "not tried", bound.untried))
             for number, (shown, lifted) in enumerate(bound.illegal, 1):
                 count = f" ({number})" if len(bound.illegal) > 1 else ""
                 yield Check(
                     f"beyond {bound.text}{count}",
-                    lambda _, shown=shown, lifted=lifted: boundaries.probe_outcome(shown, lifted),
+                    _just(boundaries.probe_outcome, shown, lifted),
                 )
 
     def _settings(self) -> list[Setting]:
@@ -106,11 +115,16 @@ class Battery:
     def _setting(self, dtype: torch.dtype, layout: str) -> Setting:
         return Setting(self.operation, dtype, self.device, layout)
 
-    def _build(self, setting: Setting) -> Callable[[Note], Outcome]:
+    def _build(self, setting: Setting) -> Play:
         def play(note: Note) -> Outcome:
+            spent = _building[self.kernel.id]
+            if spent > BUILDING_SECONDS:
+                return Outcome("not tried", f"not built: building others took {spent:.0f} s already")
             call = setting.call(small_cases(self.operation, self.device)[0])
             note(f"building for {call.text}")
+            started = time.perf_counter()
             build(self.kernel, self.operation, call)
+            _building[self.kernel.id] += time.perf_counter() - started
             trial = attempt(self.kernel, self.operation, call)
             if trial is None or trial.reasons:
                 return Outcome("refused", trial.codes if trial else "no call")
@@ -121,51 +135,63 @@ class Battery:
     def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
-            yield Check(f"case {case.name}, {dtype}", self._calls(lambda case=case: [("", setting.call(case))]))
+            yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(_one, setting, case)))
         for layout in self.operation.layouts[1:]:
             other = self._setting(setting.dtype, layout)
-            yield Check(f"layout {layout}, {dtype}", self._calls(lambda other=other: [("", other.call(base))]))
+            yield Check(f"layout {layout}, {dtype}", self._calls(functools.partial(_one, other, base)))
         for form in FORMS:
-            yield Check(f"{form}, {dtype}", self._calls(lambda form=form: list(reshaped(trial.call, form))))
+            yield Check(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))
         yield from self._axes(setting, base)
-        yield Check(f"NaN, {dtype}", self._calls(lambda: _with_value(trial, math.nan, 5)))
-        yield Check(f"infinity, {dtype}", self._calls(lambda: _with_value(trial, math.inf, -1)))
+        yield Check(f"NaN, {dtype}", self._calls(functools.partial(_with_value, trial, math.nan, 5)))
+        yield Check(f"infinity, {dtype}", self._infinity(trial))
         yield Check(f"random calls, {dtype}", self._random(setting.dtype))
-        yield Check(f"two threads, {dtype}", lambda _: execution.threads(trial))
+        yield Check(f"two threads, {dtype}", _just(execution.threads, trial))
         if kernel.deterministic:
-            yield Check(f"same bits, {dtype}", lambda _: execution.repeats(trial))
+            yield Check(f"same bits, {dtype}", _just(execution.repeats, trial))
         if kernel.grad:
-            yield Check(f"gradients, {dtype}", lambda _: execution.gradients(trial))
+            yield Check(f"gradients, {dtype}", _just(execution.gradients, trial))
         if trial.facts.device.torch_type == "cuda":
-            yield Check(f"other stream, {dtype}", lambda _: execution.other_stream(trial))
-            yield Check(f"other device, {dtype}", lambda _: execution.other_device(trial))
+            yield Check(f"other stream, {dtype}", _just(execution.other_stream, trial))
+            yield Check(f"other device, {dtype}", _just(execution.other_device, trial))
             if kernel.graph_safe:
-                yield Check(f"graph capture, {dtype}", lambda _: execution.captured(trial))
+                yield Check(f"graph capture, {dtype}", _just(execution.captured, trial))
+
+    def _infinity(self, base: Trial) -> Play:
+        def play(note: Note) -> Outcome | None:
+            for text, call in _with_value(base, math.inf, -1):
+                trial = attempt(self.kernel, self.operation, call)
+                if trial is not None and not trial.reasons:
+                    note(f"{text}: {call.text}")
+                    return execution.infinity(trial)
+            return None
+
+        return play
 
     def _axes(self, setting: Setting, base: Case) -> Iterator[Check]:
         """Each axis empty, of one element, and beyond 2048 where the others are small."""
         dtype = dtype_name(setting.dtype)
+        first = self._first_taken()[0] == setting  # a square of 2304 takes a second of float64
         cheap = functools.cache(lambda: cheap_case(self.kernel, setting, base))
         for axis in base.sizes:
             for size in (0, 1):
                 yield Check(
                     f"{axis} = {size}, {dtype}",
-                    self._first(lambda axis=axis, size=size: with_axis(self.operation, base, axis, size), setting),
+                    self._first(functools.partial(with_axis, self.operation, base, axis, size), setting),
                 )
             for size in LARGE:
                 yield Check(
                     f"{axis} = {size}, {dtype}",
-                    self._first(lambda axis=axis, size=size: [resized(cheap(), {axis: size})], setting),
+                    self._first(functools.partial(_resized, cheap, {axis: size}), setting),
                 )
             group = tied(self.operation, axis)
-            if group[0] == axis and len(group) > 1:
+            if group[0] == axis and len(group) > 1 and first:
                 sizes = dict.fromkeys(group, LARGE[0])
                 yield Check(
                     f"{' = '.join(group)} = {LARGE[0]}, {dtype}",
-                    self._first(lambda sizes=sizes: [resized(cheap(), sizes)], setting),
+                    self._first(functools.partial(_resized, cheap, sizes), setting),
                 )
 
-    def _first(self, cases: Callable[[], Iterator[Case] | list[Case]], setting: Setting) -> Callable[[Note], Outcome | None]:
+    def _first(self, cases: Callable[[], Iterable[Case]], setting: Setting) -> Play:
         """Run the first of these cases that the kernel takes; refused if it takes none, nothing if none is a call."""
 
         def play(note: Note) -> Outcome | None:
@@ -180,7 +206,7 @@ class Battery:
 
         return play
 
-    def _calls(self, calls: Callable[[], list[tuple[str, RandomCall]]]) -> Callable[[Note], Outcome | None]:
+    def _calls(self, calls: Callable[[], Iterable[tuple[str, RandomCall]]]) -> Play:
         """Run each of these calls that the kernel takes."""
 
         def play(note: Note) -> Outcome | None:
@@ -203,7 +229,7 @@ class Battery:
 
         return play
 
-    def _random(self, dtype: torch.dtype) -> Callable[[Note], Outcome]:
+    def _random(self, dtype: torch.dtype) -> Play:
         def play(note: Note) -> Outcome:
             passed, refused = 0, Counter[str]()
             for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
@@ -238,12 +264,12 @@ class Battery:
         for text, device, limit in boundaries.device_bounds(self.kernel, trial):
             yield Check(
                 f"limit {text}",
-                lambda _, device=device, limit=limit: boundaries.device_outcome(self.kernel, trial, device, limit),
+                _just(boundaries.device_outcome, self.kernel, trial, device, limit),
             )
         for bound in self._bounds():
             yield Check(
                 f"limit {bound.text}",
-                lambda _, bound=bound: boundaries.bound_outcome(self.kernel, setting, bound),
+                _just(boundaries.bound_outcome, self.kernel, setting, bound),
             )
 
     def _first_taken(self) -> tuple[Setting | None, Case, Trial | None]:
@@ -259,9 +285,8 @@ class Battery:
         if setting is None or trial is None:
             return []
         found = list(boundaries.sized_bounds(self.kernel, setting, case))
-        for limit in self.kernel.limits:
-            if isinstance(limit, Dtype):
-                found.append(boundaries.dtype_bound(self.kernel, limit, self._settings(), case))
+        dtypes = [limit for limit in self.kernel.limits if isinstance(limit, Dtype)]
+        found += [boundaries.dtype_bound(self.kernel, limit, self._settings(), case) for limit in dtypes]
         dtype = setting.dtype
 
         def drawn() -> list[RandomCall]:
@@ -269,6 +294,19 @@ class Battery:
             return [_draw(self.operation, dtype, self.seed, number, self.device) for number in numbers]
 
         return [*found, *boundaries.other_bounds(self.kernel, setting, trial, drawn)]
+
+
+def _just(function: Callable[..., Outcome], *arguments: Any) -> Play:
+    """A check of one step, which needs no telling what it is at."""
+    return lambda _: function(*arguments)
+
+
+def _one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:
+    return [("", setting.call(case))]
+
+
+def _resized(cheap: Callable[[], Case], sizes: dict[str, int]) -> list[Case]:
+    return [resized(cheap(), sizes)]
 
 
 def function_of(operation: Operation) -> str | None:
@@ -314,4 +352,6 @@ def _with_value(trial: Trial, value: float, place: int) -> list[tuple[str, Rando
 def _refused(trial: Trial | None) -> Outcome:
     if trial is None:
         return Outcome("not tried", "no case is a call of this operation")
+    if {reason.code for reason in trial.reasons} == {ReasonCode.JIT_DISABLED}:
+        return Outcome("not tried", "not built")
     return Outcome("refused", "; ".join(dict.fromkeys(str(reason) for reason in trial.reasons)))

@@ -1,4 +1,4 @@
-"""What a kernel's limits are worth: the last legal value works, the first illegal one is refused, and was that needed?
+"""A kernel's limits: the last legal value works, the first illegal one is refused, and whether that was needed.
 
 A limit decides alone where the kernel is refused, and a copy of it without that limit is not. There the copy is asked
 what the library does: if it is right, the limit is too strict; if it raises, dies or is wrong, the limit is needed.
@@ -114,7 +114,8 @@ def _cases_with(setting: Setting, case: Case, fact: str, size: int) -> Iterator[
 def dtype_bound(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Case) -> Bound:
     """The dtypes that a kernel takes, and those of its operation that it does not."""
     lifted = without(kernel, limit)
-    legal, illegal = [], []
+    legal: list[tuple[str, Trial]] = []
+    illegal: list[tuple[str, Trial]] = []
     for setting in settings:
         name = dtype_name(setting.dtype)
         trial = setting.attempt(kernel if name in limit.names else lifted, case)
@@ -124,14 +125,17 @@ def dtype_bound(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Cas
     return Bound(f"dtype in {limit.describe()}", lifted, tuple(legal), tuple(illegal), untried)
 
 
-def other_bounds(kernel: Kernel, setting: Setting, base: Trial, drawn: Callable[[], list[RandomCall]]) -> Iterator[Bound]:
+def other_bounds(
+    kernel: Kernel, setting: Setting, base: Trial, drawn: Callable[[], list[RandomCall]]
+) -> Iterator[Bound]:
     """The limits on arguments and memory; calls that break them are looked for among forms and random calls."""
     limits = [each for each in kernel.limits if not isinstance(each, (Dim, Dtype, Platform, Arch, Instruction))]
     if not limits:
         return
-    pool = [
-        changed for form in FORMS for _, changed in reshaped(base.call, form)
-    ] + [*_unequal(setting, base), *drawn()]
+    pool = [changed for form in FORMS for _, changed in reshaped(base.call, form)] + [
+        *_unequal(setting, base),
+        *drawn(),
+    ]
     trials = [trial for call in pool if (trial := attempt(kernel, setting.operation, call)) is not None]
     for limit in limits:
         lifted = without(kernel, limit)
@@ -141,8 +145,7 @@ def other_bounds(kernel: Kernel, setting: Setting, base: Trial, drawn: Callable[
             if found and len(illegal) < PROBES:
                 alone = attempt(lifted, setting.operation, trial.call)
                 if alone is not None and not alone.reasons:
-                    reason = found[0].reason
-                    illegal.append((f"{reason.fact} {reason.got}", alone))
+                    illegal.append((found[0].reason.message, alone))
         untried = "" if illegal else f"none of {len(trials)} calls is refused by it alone"
         yield Bound(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
 
@@ -193,8 +196,12 @@ def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) ->
     got = {str(reason.code) for reason in judged(kernel, facts).reasons}
     if not codes or not codes <= got:
         wanted = ", ".join(sorted(codes)) or "a refusal"
-        return Outcome("wrong", f"on {device.platform} {device.sm or ''}: wanted {wanted}, got {', '.join(got) or 'legal'}")
-    return Outcome("passed", f"refused elsewhere with {', '.join(sorted(codes))}; the library there: not tried: needs that device")
+        return Outcome(
+            "wrong", f"on {device.platform} {device.sm or ''}: wanted {wanted}, got {', '.join(got) or 'legal'}"
+        )
+    return Outcome(
+        "passed", f"refused elsewhere with {', '.join(sorted(codes))}; the library there: not tried: needs that device"
+    )
 
 
 def bound_outcome(kernel: Kernel, setting: Setting, bound: Bound) -> Outcome:
@@ -207,15 +214,15 @@ def bound_outcome(kernel: Kernel, setting: Setting, bound: Bound) -> Outcome:
     if bound.legal:
         said.append(f"{', '.join(dict.fromkeys(shown for shown, _ in bound.legal))} right")
     for shown, lifted in bound.illegal:
-        trial = attempt(kernel, setting.operation, lifted.call)
-        assert trial is not None
-        if trial.reasons:
-            said.append(f"{shown} refused with {trial.codes}")
+        refused = attempt(kernel, setting.operation, lifted.call)
+        assert refused is not None
+        if refused.reasons:
+            said.append(f"{shown} refused with {refused.codes}")
             continue
-        adapting = [each.text for each in trial.candidate.adaptations if each.moves_data]
+        adapting = [each.text for each in refused.candidate.adaptations if each.moves_data]
         if not adapting:
             return Outcome("wrong", f"{shown} lies beyond {bound.text!r} and is not refused")
-        outcome = trial.outcome()
+        outcome = refused.outcome()
         if outcome.status == "wrong":
             return Outcome("wrong", f"{shown}, adapted ({'; '.join(adapting)}), is wrong: {outcome.message}")
         said.append(f"{shown} adapted: {'; '.join(adapting)}")
@@ -232,5 +239,8 @@ def probe_outcome(shown: str, lifted: Trial) -> Outcome:
         return Outcome("too strict", f"{shown}: right")
     if outcome.status == "wrong":
         kind = "" if outcome.message.startswith("raised") else "wrong: "
-        return Outcome("needed", f"{shown}: {kind}{outcome.message.replace('raised', 'raises', 1) if not kind else outcome.message}")
+        return Outcome(
+            "needed",
+            f"{shown}: {kind}{outcome.message.replace('raised', 'raises', 1) if not kind else outcome.message}",
+        )
     return Outcome("not tried", f"{shown}: {outcome.message}")

@@ -1,4 +1,4 @@
-"""Put kernels against their operations' references: everything that they declare, at its boundaries, in other processes.
+"""Put kernels against their operations' references: all that they declare, at its boundaries, in other processes.
 
     from layerzero.testing import conformance
 
@@ -12,6 +12,7 @@ another child goes on after it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -27,7 +28,6 @@ from typing import IO, Any
 import torch
 
 from layerzero.core.device import Device
-from layerzero.engine.registry import REGISTRY
 from layerzero.testing import child
 from layerzero.testing.report import ConformanceReport, KernelReport, Result
 
@@ -72,7 +72,11 @@ def run(
     started = time.perf_counter()
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = ConformanceReport(seed, target)
-    job = {"kernels": list(kernels) if kernels is not None else None, "operation": operation, "device": target}
+    job: dict[str, Any] = {
+        "kernels": list(kernels) if kernels is not None else None,
+        "operation": operation,
+        "device": target,
+    }
     job |= {"seed": seed, "calls": calls, "modules": list(modules), "done": [], "finished": []}
     _Parent(report, job, seconds, progress or (lambda _: None)).work()
     if not modules:
@@ -81,7 +85,9 @@ def run(
     return report
 
 
-def _in_this_process(report: ConformanceReport, job: dict[str, Any], kernels: Sequence[str] | None, operation: str) -> None:
+def _in_this_process(
+    report: ConformanceReport, job: dict[str, Any], kernels: Sequence[str] | None, operation: str
+) -> None:
     """Check what no child could see."""
     seen = {each.kernel_id for each in report.kernels}
     device = Device.detect(job["device"])
@@ -92,7 +98,7 @@ def _in_this_process(report: ConformanceReport, job: dict[str, Any], kernels: Se
         mine.note = "registered in this process only, and so checked in it: a crash or a hang would have ended it"
         report.kernels.append(mine)
         if not mine.refused:
-            child.play([(kernel, mine)], job, lambda message, mine=mine: _keep(mine, message))
+            child.play([(kernel, mine)], job, functools.partial(_keep, mine))
 
 
 def _keep(report: KernelReport, message: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -47,6 +48,32 @@ def threads(trial: Trial) -> Outcome:
     return Outcome("passed", f"{THREADS} threads, {CALLS_A_THREAD} calls each")
 
 
+def infinity(trial: Trial) -> Outcome:
+    """An infinity reaches what it should and nothing else.
+
+    Where float64 gives NaN, infinities met (inf - inf, 0 * inf), and what comes of that depends on the order of the
+    work: a kernel may give anything there, and the outcome says so if it gave numbers.
+    """
+    truth = trial.truth()
+    numbers = 0
+
+    def run(**given: Any) -> Any:
+        nonlocal numbers
+        result = trial.run(**given)
+        results = result if isinstance(result, tuple) else (result,)
+        blanked = []
+        for got, want in zip(results, truth.results, strict=True):
+            unsaid = want.isnan()
+            numbers += int((unsaid & ~got.isnan()).sum())
+            blanked.append(got.masked_fill(unsaid, math.nan))
+        return tuple(blanked) if isinstance(result, tuple) else blanked[0]
+
+    problems = trial.problems(duplicate(trial.call), truth, run)
+    if problems:
+        return Outcome("wrong", f"with an infinity: {'; '.join(problems)}")
+    return Outcome("passed", f"{numbers} numbers where infinities meet, float64 gives NaN" if numbers else "")
+
+
 def repeats(trial: Trial) -> Outcome:
     """The same call gives the same bits: in results and in what it writes into."""
     mutated = trial.facts.operation.schema.mutated
@@ -58,7 +85,10 @@ def repeats(trial: Trial) -> Outcome:
                 result = trial.run(**call.arguments)
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", raised(error))
-            values = [*(result if isinstance(result, tuple) else (result,)), *(call.arguments[each] for each in mutated)]
+            values = [
+                *(result if isinstance(result, tuple) else (result,)),
+                *(call.arguments[each] for each in mutated),
+            ]
             bits = [value.detach().contiguous().view(torch.uint8).clone() for value in values]
             if number and not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
                 return Outcome("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
@@ -118,13 +148,13 @@ def other_stream(trial: Trial) -> Outcome:
     written = torch.zeros_like(values)
     arguments = {**call.arguments, late: written}
     truth = trial.truth()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     trial.plan()
     torch.cuda.synchronize()
 
     def run(**given: Any) -> Any:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)  # cycles: about 30 ms, long beside a launch
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long beside a launch
             written.copy_(values)
             result = trial.run(**given)
         stream.synchronize()
@@ -153,7 +183,8 @@ def captured(trial: Trial) -> Outcome:
     truth = widened(trial.kernel, compare.expected(second))
     plan = trial.plan()
     bound = trial.function.bind((), call.arguments)
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         try:
             side.wait_stream(torch.cuda.current_stream())

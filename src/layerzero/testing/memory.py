@@ -1,4 +1,4 @@
-"""The same values in memory that kernels misread: steps, transposed axes, rows with gaps, odd addresses; NaN around them."""
+"""The same values in memory that kernels misread: steps, transposed axes, gaps, odd addresses; NaN around them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ def reshaped(call: RandomCall, form: str) -> Iterator[tuple[str, RandomCall]]:
 
     One alone matters where a limit keeps the others as they are.
     """
-    able = [name for name, tensor in tensors(call).items() if tensor.numel() > 1 and (tensor.ndim > 1 or form != "transposed")]
+    able = [
+        name
+        for name, tensor in tensors(call).items()
+        if tensor.numel() > 1 and (tensor.ndim > 1 or form != "transposed")
+    ]
     for names in [able, *([name] for name in able if len(able) > 1)]:
         if names:
             changed = {name: FORMS[form](call.arguments[name]) for name in names}
@@ -63,5 +67,9 @@ def poisoned(call: RandomCall, name: str, place: int, value: float) -> RandomCal
 
 def other_values(call: RandomCall) -> RandomCall:
     """The same call with other numbers: every floating tensor's axes run backwards; indices stay as they are."""
-    changed = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors(call).items() if tensor.is_floating_point()}
+    changed = {
+        name: tensor.flip(tuple(range(tensor.ndim)))
+        for name, tensor in tensors(call).items()
+        if tensor.is_floating_point()
+    }
     return RandomCall(call.function, {**call.arguments, **changed}, f"{call.name}, other values")

@@ -13,6 +13,8 @@ STATUSES = ("passed", "refused", *BAD, "not tried", "needed", "too strict")
 """Of a check: the result is right; the kernel is refused; it is wrong; the process died of it; it did not come back;
 it could not be tried. Of what lies beyond a limit: the limit is needed; the library is right there."""
 
+TOO_STRICT = "too strict"
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -64,8 +66,8 @@ class KernelReport:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each status came."""
-        return Counter(result.status for result in self.results)
+        """How often each status came, without what lies beyond the limits."""
+        return Counter(result.status for result in self.results if not _beyond(result))
 
     @property
     def seconds(self) -> float:
@@ -81,7 +83,7 @@ class KernelReport:
                 if limit.check.startswith("limit "):
                     lines.setdefault(_limit_line(limit, mine), []).append(operation)
         return [
-            line if len(names) == len(self.operations) else f"{line} ({', '.join(names)})"
+            line if len(names) == len(self.operations) else f"{', '.join(names)}: {line}"
             for line, names in lines.items()
         ]
 
@@ -90,9 +92,11 @@ class KernelReport:
         if self.refused:
             yield f"{self.kernel_id}: refused: {self.refused}"
             return
-        counts = self.counts
-        told = ", ".join(f"{counts[each]} {each}" for each in STATUSES if counts[each] or each in ("passed", "wrong"))
-        yield f"{self.kernel_id}: {told} ({self.seconds:.1f} s)"
+        counts, limits = self.counts, self.limits()
+        told = [f"{counts[each]} {each}" for each in STATUSES if counts[each] or each in ("passed", "wrong")]
+        strict = sum(line.endswith(TOO_STRICT) for line in limits)
+        told.append(f"{len(limits)} limits" + (f", {strict} too strict" if strict else ""))
+        yield f"{self.kernel_id}: {', '.join(told)} ({self.seconds:.1f} s)"
         if self.note:
             yield f"  note: {self.note}"
         if self.tolerance:
@@ -101,7 +105,7 @@ class KernelReport:
             yield f"  {problem.status}: {problem.operation}, {problem.check}: {problem.message}"
         for text, count in Counter(each.message for each in self.results if _untried(each)).items():
             yield f"  not tried: {text} ({count} checks)"
-        for line in self.limits():
+        for line in limits:
             yield f"  {line}"
 
     def __str__(self) -> str:
@@ -112,14 +116,20 @@ def _untried(result: Result) -> bool:
     return result.status == "not tried" and not result.check.startswith(("limit ", "beyond "))
 
 
+def _beyond(result: Result) -> bool:
+    return result.check.startswith("beyond ")
+
+
 def _limit_line(limit: Result, results: Sequence[Result]) -> str:
     name = f"beyond {limit.check.removeprefix('limit ')}"
     beyond = [each for each in results if each.check == name or each.check.startswith(f"{name} (")]
-    tried = [each for each in beyond if each.status != "not tried"]
     line = f"{limit.check}: {limit.message}"
-    if tried:
-        verdict = "too strict" if all(each.status == "too strict" for each in tried) else "needed"
-        line += f"; the library there: {'; '.join(dict.fromkeys(each.message for each in tried))}: {verdict}"
+    against = [each for each in beyond if each.status == "needed"]
+    right = [each for each in beyond if each.status == "too strict"]
+    if against:
+        line += f"; the library there: {against[0].message}: needed"
+    elif right:
+        line += f"; the library there: {'; '.join(dict.fromkeys(each.message for each in right))}: {TOO_STRICT}"
     elif beyond and "not tried" not in line:
         line += f"; the library there: not tried: {beyond[0].message}"
     return line
@@ -179,9 +189,7 @@ class ConformanceReport:
                     "note": each.note or None,
                     "counts": dict(each.counts),
                     "limits": each.limits(),
-                    "results": [
-                        {**asdict(result), "seconds": round(result.seconds, 4)} for result in each.results
-                    ],
+                    "results": [{**asdict(result), "seconds": round(result.seconds, 4)} for result in each.results],
                 }
                 for each in self.kernels
             ],

@@ -6,7 +6,7 @@ limit taken away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,10 +95,10 @@ class Trial:
         problems = self.problems(duplicate(self.call), truth)
         return Outcome("wrong", "; ".join(problems)) if problems else Outcome("passed")
 
-    def problems(self, call: RandomCall, truth: Expected) -> list[str]:
-        """What is wrong when the plan runs a call of the same shapes; whatever it raises is a problem, too."""
+    def problems(self, call: RandomCall, truth: Expected, run: Callable[..., Any] | None = None) -> list[str]:
+        """What is wrong when the plan, or ``run``, runs a call of the same shapes; what it raises is a problem, too."""
         try:
-            return check(call, self.run, truth)
+            return check(call, run or self.run, truth)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
             return [raised(error)]
 
