@@ -1,4 +1,4 @@
-"""Kernels that are wrong on purpose, one mistake each; importing this module registers them. Conformance finds them all."""
+"""Kernels with one mistake each, registered by importing this module; conformance finds them all."""
 
 from __future__ import annotations
 

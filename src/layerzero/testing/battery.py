@@ -224,7 +224,8 @@ class Battery:
                 if outcome.status == "wrong":
                     wrong.append(f"{text}: {outcome.message}" if text else outcome.message)
             if wrong:
-                return Outcome("wrong", "; ".join(wrong))
+                more = [f"and in {len(wrong) - 1} more ways"] if len(wrong) > 1 else []
+                return Outcome("wrong", "; ".join([wrong[0], *more]))
             return Outcome("passed") if passed else _refused(refused[0]) if refused else None
 
         return play
@@ -286,7 +287,8 @@ class Battery:
             return []
         found = list(boundaries.sized_bounds(self.kernel, setting, case))
         dtypes = [limit for limit in self.kernel.limits if isinstance(limit, Dtype)]
-        found += [boundaries.dtype_bound(self.kernel, limit, self._settings(), case) for limit in dtypes]
+        for limit in dtypes:
+            found += boundaries.dtype_bounds(self.kernel, limit, self._settings(), case)
         dtype = setting.dtype
 
         def drawn() -> list[RandomCall]:

@@ -17,6 +17,7 @@ from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, Instruction, OneOf, Platform
 from layerzero.core.operation import Case
 from layerzero.engine import legality
+from layerzero.testing.compare import call_dtype
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS, reshaped
 from layerzero.testing.sizes import BOUNDARY_ELEMENTS, Setting, elements, tied, with_axis
@@ -111,18 +112,23 @@ def _cases_with(setting: Setting, case: Case, fact: str, size: int) -> Iterator[
             yield from with_axis(setting.operation, case, axis, other)
 
 
-def dtype_bound(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Case) -> Bound:
-    """The dtypes that a kernel takes, and those of its operation that it does not."""
+def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Case) -> Iterator[Bound]:
+    """The dtypes that a kernel takes, then each of its operation that it does not."""
     lifted = without(kernel, limit)
     legal: list[tuple[str, Trial]] = []
-    illegal: list[tuple[str, Trial]] = []
+    refused: list[Bound] = []
     for setting in settings:
         name = dtype_name(setting.dtype)
         trial = setting.attempt(kernel if name in limit.names else lifted, case)
-        if trial is not None and not trial.reasons:
-            (legal if name in limit.names else illegal).append((name, trial))
-    untried = "" if illegal else "it takes every dtype of the operation"
-    return Bound(f"dtype in {limit.describe()}", lifted, tuple(legal), tuple(illegal), untried)
+        if trial is None or trial.reasons:
+            continue
+        if name in limit.names:
+            legal.append((name, trial))
+        else:
+            refused.append(Bound(f"dtype {name}", lifted, (), ((name, trial),)))
+    untried = "" if refused else "it takes every dtype of the operation"
+    yield Bound(f"dtype in {limit.describe()}", lifted, tuple(legal), (), untried)
+    yield from refused
 
 
 def other_bounds(
@@ -194,8 +200,10 @@ def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) ->
     facts = base.facts.on(device, capturing=False)
     codes = {str(finding.reason.code) for finding in legality._checked(limit, facts.seen_in(kernel.layout))}
     got = {str(reason.code) for reason in judged(kernel, facts).reasons}
-    if not codes or not codes <= got:
-        wanted = ", ".join(sorted(codes)) or "a refusal"
+    if not codes:
+        return Outcome("not tried", f"it says nothing about {dtype_name(call_dtype(base.routed))} there")
+    if not codes <= got:
+        wanted = ", ".join(sorted(codes))
         return Outcome(
             "wrong", f"on {device.platform} {device.sm or ''}: wanted {wanted}, got {', '.join(got) or 'legal'}"
         )

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -37,13 +37,14 @@ CONTEXT_LOST = 17
 """The exit code after a device error that stays; the check has been reported then."""
 
 
-def selected(kernels: Sequence[str] | None, operation: str) -> list[Kernel]:
-    """Kernels that the patterns name, of the operations that one names; those of one library follow each other."""
-    found = [
-        kernel
-        for kernel in REGISTRY.kernels(operation)
-        if kernels is None or any(names_kernel(pattern, kernel) for pattern in kernels)
-    ]
+def selected(job: Mapping[str, Any]) -> list[Kernel]:
+    """The kernels that a job names, of the operations that it names; those of one library follow each other."""
+
+    def named(kernel: Kernel) -> bool:
+        of_library = job["backends"] is None or kernel.source in job["backends"]
+        return of_library and (job["kernels"] is None or any(names_kernel(name, kernel) for name in job["kernels"]))
+
+    found = [kernel for kernel in REGISTRY.kernels(job["operation"]) if named(kernel)]
     return sorted(found, key=lambda kernel: (kernel.source, kernel.id))
 
 
@@ -116,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)  # small tensors gain nothing from more; some checks take all
     device = Device.detect(job["device"])
     try:
-        kernels = selected(job["kernels"], job["operation"])
+        kernels = selected(job)
     except KeyError as error:
         write({"error": str(error.args[0])})
         return

@@ -46,6 +46,7 @@ def run(
     kernels: Sequence[str] | None = None,
     operation: str = "*",
     *,
+    backends: Sequence[str] | None = None,
     device: str | None = None,
     seed: int = 0,
     calls: int = CALLS,
@@ -58,6 +59,7 @@ def run(
     Args:
         kernels: ids, globs or libraries; every kernel if None.
         operation: an operation, function, alias or glob.
+        backends: libraries; those of their kernels that ``kernels`` names.
         device: where the tensors lie; ``cuda`` where there is one, else ``cpu``.
         seed: draws the random calls; the same seed draws the same.
         calls: random calls of each operation and dtype.
@@ -73,28 +75,31 @@ def run(
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = ConformanceReport(seed, target)
     job: dict[str, Any] = {
-        "kernels": list(kernels) if kernels is not None else None,
+        "kernels": None if kernels is None else list(kernels),
+        "backends": None if backends is None else list(backends),
         "operation": operation,
         "device": target,
+        "seed": seed,
+        "calls": calls,
+        "modules": list(modules),
+        "done": [],  # (kernel, operation, check)
+        "finished": [],  # libraries
     }
-    job |= {"seed": seed, "calls": calls, "modules": list(modules), "done": [], "finished": []}
     _Parent(report, job, seconds, progress or (lambda _: None)).work()
     if not modules:
-        _in_this_process(report, job, kernels, operation)
+        _in_this_process(report, job)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _in_this_process(
-    report: ConformanceReport, job: dict[str, Any], kernels: Sequence[str] | None, operation: str
-) -> None:
+def _in_this_process(report: ConformanceReport, job: dict[str, Any]) -> None:
     """Check what no child could see."""
     seen = {each.kernel_id for each in report.kernels}
     device = Device.detect(job["device"])
-    for kernel in child.selected(kernels, operation):
+    for kernel in child.selected(job):
         if kernel.id in seen:
             continue
-        mine = child.described(kernel, operation, device)
+        mine = child.described(kernel, job["operation"], device)
         mine.note = "registered in this process only, and so checked in it: a crash or a hang would have ended it"
         report.kernels.append(mine)
         if not mine.refused:

@@ -70,6 +70,11 @@ class KernelReport:
         return Counter(result.status for result in self.results if not _beyond(result))
 
     @property
+    def passed(self) -> int:
+        """How many checks passed; 0 proves nothing."""
+        return self.counts["passed"]
+
+    @property
     def seconds(self) -> float:
         """Time that the checks took."""
         return sum(result.seconds for result in self.results)
@@ -123,7 +128,7 @@ def _beyond(result: Result) -> bool:
 def _limit_line(limit: Result, results: Sequence[Result]) -> str:
     name = f"beyond {limit.check.removeprefix('limit ')}"
     beyond = [each for each in results if each.check == name or each.check.startswith(f"{name} (")]
-    line = f"{limit.check}: {limit.message}"
+    line = f"{limit.check}: {limit.message if limit.status not in BAD else limit.status}"
     against = [each for each in beyond if each.status == "needed"]
     right = [each for each in beyond if each.status == "too strict"]
     if against:
@@ -158,7 +163,7 @@ class ConformanceReport:
     @property
     def passed(self) -> int:
         """How many checks passed; 0 proves nothing."""
-        return sum(kernel.counts["passed"] for kernel in self.kernels)
+        return sum(kernel.passed for kernel in self.kernels)
 
     @property
     def problems(self) -> list[Result]:

@@ -61,8 +61,12 @@ def elements(operation: Operation, case: Case) -> int:
 
 
 def by_size(operation: Operation) -> list[Case]:
-    """The operation's cases, the smallest first."""
-    return sorted(operation.cases, key=lambda case: elements(operation, case))
+    """The operation's cases, the smallest first; those of a single row last, since no stride shows in one."""
+
+    def weight(case: Case) -> tuple[int, int]:
+        return sum(size == 1 for size in case.sizes.values()), elements(operation, case)
+
+    return sorted(operation.cases, key=weight)
 
 
 def small_cases(operation: Operation, device: str) -> list[Case]:
@@ -128,14 +132,14 @@ def nearest_legal(limit: Dim, size: int) -> int:
 
 def cheap_case(kernel: Kernel, setting: Setting, case: Case) -> Case:
     """The case with every axis cut down as far as it stays a call that the kernel takes without more adapting."""
-    schema = setting.operation.schema
-    last = {tensor.shape_vars[-1] for tensor in schema.inputs if tensor.shape_vars}
+    required = setting.operation.schema.required
+    named = {axis for tensor in required for axis in tensor.shape_vars[:-1]}  # all but the axis of a row's elements
     start = setting.attempt(kernel, case)
     assert start is not None
     adaptations = len(start.candidate.adaptations)
     for _ in range(2):  # an axis that another one holds up shrinks the second time
         for axis in case.sizes:
-            for size in _SMALL_LAST if axis in last else _SMALL:
+            for size in _SMALL if axis in named else _SMALL_LAST:
                 if size >= case.sizes[axis]:
                     break
                 smaller = next(
