@@ -45,8 +45,11 @@ BUILDING_SECONDS = 30.0
 
 _building: dict[str, float] = defaultdict(float)
 
-DRAWS_A_CALL = 40
+DRAWS_A_CALL = 16
 """How many random calls are drawn, at most, to find one that the kernel takes."""
+
+POOL = 100
+"""Random calls among which those are looked for that one limit alone refuses."""
 
 ALL_THREADS_EVERY = 8
 """One random call in so many runs on all of torch's threads; small tensors gain nothing from them."""
@@ -67,7 +70,7 @@ class Check:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Battery:
     """The checks of a kernel in one of its operations."""
 
@@ -76,6 +79,7 @@ class Battery:
     device: str
     seed: int
     calls: int
+    _found: list[Bound] | None = None
 
     def checks(self) -> Iterator[Check]:
         """What the kernel declares, checked."""
@@ -282,6 +286,11 @@ class Battery:
         return None, self.operation.cases[0], None
 
     def _bounds(self) -> list[Bound]:
+        if self._found is None:
+            self._found = self._look_for_bounds()
+        return self._found
+
+    def _look_for_bounds(self) -> list[Bound]:
         setting, case, trial = self._first_taken()
         if setting is None or trial is None:
             return []
@@ -293,7 +302,7 @@ class Battery:
 
         def drawn() -> list[RandomCall]:
             numbers = drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL)
-            return [_draw(self.operation, dtype, self.seed, number, self.device) for number in numbers]
+            return [_draw(self.operation, dtype, self.seed, number, self.device) for number in numbers[:POOL]]
 
         return [*found, *boundaries.other_bounds(self.kernel, setting, trial, drawn)]
 

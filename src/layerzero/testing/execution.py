@@ -20,8 +20,8 @@ from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplic
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 GRADIENT_REASON = (
-    "relative to the gradient itself and to the largest one of its tensor: a gradient is a sum over rows, and where its "
-    "terms cancel, their rounding stays"
+    "relative to the gradient itself and to the largest one of its tensor: a gradient is a sum over rows, and where "
+    "its terms cancel, their rounding stays"
 )
 
 REPEATS = 4
