@@ -61,6 +61,11 @@ def crashes(input, weight, *, eps):
     return right(input, weight, eps)
 
 
+@narrow("dead")
+def dead(input, weight, *, eps):
+    return ctypes.string_at(0)
+
+
 @narrow("hangs")
 def hangs(input, weight, *, eps):
     if input.shape[-1] == 2304:

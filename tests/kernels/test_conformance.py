@@ -81,6 +81,12 @@ def test_after_a_death_and_a_hang_the_other_checks_go_on(planted):
         assert [each.check for each in report.results][-1].startswith("beyond ")
 
 
+def test_a_kernel_that_always_dies_is_given_up(planted):
+    counts = planted.kernel("planted.dead").counts
+    assert (counts["died"], counts["passed"], counts["not tried"]) == (3, 0, 1)
+    assert "not tried: given up after 3 processes that died or hung" in str(planted.kernel("planted.dead"))
+
+
 def test_what_is_right_passes_everything(planted):
     report = planted.kernel("planted.sound")
     assert report.ok

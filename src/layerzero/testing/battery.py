@@ -40,8 +40,8 @@ from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
 
-BUILDING_SECONDS = 30.0
-"""After so many seconds of compiling for a kernel, nothing more is built for it; what is not built is not tried."""
+BUILDING_SECONDS = 10.0
+"""After so many seconds of compiling for a kernel, no other build is begun; what is not built is not tried."""
 
 _building: dict[str, float] = defaultdict(float)
 

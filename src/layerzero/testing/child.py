@@ -71,6 +71,7 @@ def play(kernels: Iterable[tuple[Kernel, KernelReport]], job: dict[str, Any], wr
     batteries = [
         (kernel.id, Battery(kernel, REGISTRY.operation(name), job["device"], job["seed"], job["calls"]))
         for kernel, report in kernels
+        if kernel.id not in job["given_up"]
         for name in report.operations
     ]
     for part in (Battery.checks, Battery.probes):
@@ -92,7 +93,8 @@ def _run(key: Key, check: Check, device: str, write: Write) -> None:
         status, message = "wrong", f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
     lost = lost_context(Device.detect(device))
     if lost:
-        status, message = "died", f"{message}; {lost}" if message else lost
+        status = "needed" if check.name.startswith("beyond ") else "died"
+        message = f"{message}; {lost}" if message else lost
     write({"result": asdict(Result(*key, status, message, time.perf_counter() - started))})
     if lost:
         os._exit(CONTEXT_LOST)

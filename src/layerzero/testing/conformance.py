@@ -39,6 +39,9 @@ SECONDS = 60.0
 CALLS = 20
 """Random calls of each operation and dtype."""
 
+DEATHS = 3
+"""After so many processes that died or hung of one kernel, its other checks are given up: each costs a new process."""
+
 Progress = Callable[[str], None]
 
 
@@ -84,6 +87,7 @@ def run(
         "modules": list(modules),
         "done": [],  # (kernel, operation, check)
         "finished": [],  # libraries
+        "given_up": [],  # kernels
     }
     _Parent(report, job, seconds, progress or (lambda _: None)).work()
     if not modules:
@@ -161,6 +165,9 @@ class _Parent:
                     return not message["more"]
                 limit = self._heard(message) or limit
         if process.returncode == child.CONTEXT_LOST:
+            mine = self.reports[self.job["done"][-1][0]]
+            if mine.counts["died"] + mine.counts["hung"] == DEATHS:
+                self._give_up(mine, self.job["done"][-1][1])
             return False
         words.seek(0)
         last = words.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -188,6 +195,7 @@ class _Parent:
             self.job["done"].append(self.check)
             _keep(self.reports[message["result"]["kernel_id"]], message)
             self.check = None
+            return max(self.seconds, SECONDS)  # what lies between checks is no kernel's
         return None
 
     def _ended(self, status: str, how: str, *words: str) -> None:
@@ -197,12 +205,20 @@ class _Parent:
         kernel_id, operation, name = self.check
         message = f"{how} during {name!r}" + (f", {self.at}" if self.at else "")
         message += f" ({words[0][:200]})" if words else ""
+        mine = self.reports[kernel_id]
         if name.startswith("beyond "):
             status, message = "needed", message.replace("died with", "dies with", 1)
         seconds = time.perf_counter() - self.started
-        self.reports[kernel_id].results.append(Result(kernel_id, operation, name, status, message, seconds))
+        mine.results.append(Result(kernel_id, operation, name, status, message, seconds))
         self.job["done"].append(self.check)
+        if mine.counts["died"] + mine.counts["hung"] == DEATHS:
+            self._give_up(mine, operation)
         self.check = None
+
+    def _give_up(self, mine: KernelReport, operation: str) -> None:
+        self.job["given_up"].append(mine.kernel_id)
+        why = f"given up after {DEATHS} processes that died or hung"
+        mine.results.append(Result(mine.kernel_id, operation, "every other check", "not tried", why))
 
 
 class _Lines:
