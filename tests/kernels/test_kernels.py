@@ -97,3 +97,15 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
         for name, value in first.arguments.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value.nan_to_num(7), again.arguments[name].nan_to_num(7))
+
+
+def test_fuzzing_allows_a_kernel_its_own_tolerance():
+    wide = {"tolerance": {"float32": lz.Tolerance(1e-2, 1e-2)}, "tolerance_reason": "it adds up in bfloat16"}
+    for name, declared in (("narrow", {}), ("wide", wide)):
+
+        @lz.register_kernel("norm.rms", f"user.{name}", supported_dtypes=["float32"], **declared)
+        def coarse(input, weight, *, eps=1e-6):
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps) * 1.004
+
+    assert not fuzz.run(60, seed=0, kernels=["user.narrow"]).ok
+    assert fuzz.run(60, seed=0, kernels=["user.wide"]).ok

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed, Tolerance
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
@@ -53,6 +55,15 @@ def expected(call: RandomCall) -> Expected:
     dtypes = tuple(each.dtype if each.dtype != torch.float64 else dtype for each in results)
     mutated = {name: wide[name] for name in schema.mutated}
     return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype])
+
+
+def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
+    """The same truth with the kernel's own tolerance, where it has one that is wider."""
+    own = kernel.tolerance.get(dtype_name(truth.dtypes[0]))
+    if own is None:
+        return truth
+    wide = Tolerance(max(own.rtol, truth.tolerance.rtol), max(own.atol, truth.tolerance.atol))
+    return replace(truth, tolerance=wide)
 
 
 def route(call: RandomCall) -> Routed:

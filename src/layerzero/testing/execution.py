@@ -16,7 +16,7 @@ from layerzero.engine.reference import reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
-from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors, widened
+from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 GRADIENT_REASON = (
@@ -31,7 +31,7 @@ THREADS, CALLS_A_THREAD = 2, 8
 def threads(trial: Trial) -> Outcome:
     """Two threads run the same plan at once, each on values of its own."""
     calls = [trial.call, other_values(trial.call)]
-    truths = [widened(trial.kernel, compare.expected(call)) for call in calls]
+    truths = [compare.for_kernel(compare.expected(call), trial.kernel) for call in calls]
 
     def work(index: int) -> list[str]:
         for _ in range(CALLS_A_THREAD):
@@ -181,7 +181,7 @@ def other_device(trial: Trial) -> Outcome:
 def captured(trial: Trial) -> Outcome:
     """A captured call gives the right result when it is replayed with other values in the same memory."""
     call, second = duplicate(trial.call), other_values(trial.call)
-    truth = widened(trial.kernel, compare.expected(second))
+    truth = compare.for_kernel(compare.expected(second), trial.kernel)
     plan = trial.plan()
     bound = trial.function.bind((), call.arguments)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

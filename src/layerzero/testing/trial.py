@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.core.device import Device
-from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import MemoryLedger
-from layerzero.core.operation import Function, Operation, Routed, Tolerance
+from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason
 from layerzero.engine import legality, planning
@@ -30,7 +29,7 @@ from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.probe import this_machine
 from layerzero.engine.state import call_state
-from layerzero.testing.compare import Expected, check, copied, expected
+from layerzero.testing.compare import Expected, check, copied, expected, for_kernel
 from layerzero.testing.generate import RandomCall
 
 _ALL_THREADS = torch.get_num_threads()
@@ -85,7 +84,7 @@ class Trial:
 
     def truth(self) -> Expected:
         """What the call should give, with the kernel's own tolerance where that is wider."""
-        return widened(self.kernel, expected(self.call))
+        return for_kernel(expected(self.call), self.kernel)
 
     def outcome(self, truth: Expected | None = None) -> Outcome:
         """Run it on a copy of the arguments and compare with float64; refused if it may not run."""
@@ -133,15 +132,6 @@ def build(kernel: Kernel, operation: Operation, call: RandomCall) -> None:
             return
         trial.run(**duplicate(call).arguments)
         BUILT.add(kernel, trial.facts)
-
-
-def widened(kernel: Kernel, truth: Expected) -> Expected:
-    """The same truth with the kernel's own tolerance, where it has one that is wider."""
-    own = kernel.tolerance.get(dtype_name(truth.dtypes[0]))
-    if own is None:
-        return truth
-    wide = Tolerance(max(own.rtol, truth.tolerance.rtol), max(own.atol, truth.tolerance.atol))
-    return replace(truth, tolerance=wide)
 
 
 def duplicate(call: RandomCall) -> RandomCall:
