@@ -104,6 +104,8 @@ class KernelReport:
         yield f"{self.kernel_id}: {', '.join(told)} ({self.seconds:.1f} s)"
         if self.note:
             yield f"  note: {self.note}"
+        if not self.passed and self.ok:
+            yield from (f"  refused: {text}" for text in dict.fromkeys(each.message for each in self.results))
         if self.tolerance:
             yield f"  tolerance: {self.tolerance}"
         for problem in self.problems:
