@@ -207,6 +207,60 @@ def fuzz(
     return Answer(listing.fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
 
 
+@main.command(
+    **_examples(
+        "conformance",
+        'conformance --backend onnxruntime --operation "norm.*"',
+        'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
+    )
+)
+def conformance(
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Check this library only; again for more.")
+    ] = None,
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = "*",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed that draws the random calls.")] = 0,
+    calls: Annotated[
+        int, typer.Option("--calls", metavar="N", help="Random calls of each operation and dtype.", min=1)
+    ] = 20,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+    ] = None,
+    json: AsJson = False,
+) -> Answer:
+    """Put kernels against their references, in other processes.
+
+    Cases, random calls, memory layouts, large axes, NaN, threads, gradients, and both sides of every limit. Exits with
+    1 if a kernel is wrong, dies or hangs, or if nothing passed.
+    """
+    from layerzero.cli import conformance as command
+
+    return command.answer(
+        backends=backend or [],
+        kernels=kernel or [],
+        operation=operation,
+        device=device,
+        seed=seed,
+        calls=calls,
+        modules=module or [],
+    )
+
+
 @main.command(**_examples("docs", "docs --check"))
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a file is stale.")] = False,

@@ -8,10 +8,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
+from layerzero.core.operation import Tolerance
 
 
 class Trust(StrEnum):
@@ -108,6 +110,8 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured.
         trust: why it may run here.
         aliases: other names that locks and rules may use.
+        tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
+        tolerance_reason: why it is that far; the conformance report prints it.
         revision: the capability descriptor that changed it, if one did; declarations leave it out.
     """
 
@@ -134,10 +138,20 @@ class Kernel:
     priority: int = 50
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
+    tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
+    tolerance_reason: str = ""
     revision: Revision | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
+        object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
+        if bool(self.tolerance) != bool(self.tolerance_reason.strip()):
+            raise RegistrationError(
+                f"{self.id}: tolerance and tolerance_reason belong together, got {dict(self.tolerance)} and "
+                f"{self.tolerance_reason!r}"
+            )
+        for name in self.tolerance:
+            dtype_named(name)  # a misspelt dtype would widen nothing, in silence
         if not 0 <= self.priority <= 100:
             raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
         if not self.operations:

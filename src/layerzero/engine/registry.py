@@ -229,21 +229,26 @@ class Registry:
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
         self._ready()
+        names = self.operations_named(pattern)
+        found = {kernel.id: kernel for name in names for kernel in self._kernels[name]}
+        return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
+
+    def operations_named(self, pattern: str) -> list[str]:
+        """Names of the operations that a name, alias, function, prefix or glob covers.
+
+        Raises: KeyError naming the nearest.
+        """
         if pattern in OPERATION_ALIASES:
-            names: Iterable[str] = OPERATION_ALIASES[pattern][0]
-        elif pattern in FUNCTIONS:
-            names = [operation.name for operation in FUNCTIONS[pattern].operations]
-        else:
-            names = [
-                name
-                for name in self._operations
-                if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-            ]
+            return list(OPERATION_ALIASES[pattern][0])
+        if pattern in FUNCTIONS:
+            return [operation.name for operation in FUNCTIONS[pattern].operations]
+        names = [
+            name for name in self._operations if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+        ]
         if not names:
             known = [*self._operations, *OPERATION_ALIASES, *FUNCTIONS]
             raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
-        found = {kernel.id: kernel for name in names for kernel in self._kernels[name]}
-        return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
+        return names
 
     def kernel(self, kernel_id: str) -> Kernel:
         """One kernel by id or alias. Raises KeyError naming the nearest."""
