@@ -51,7 +51,7 @@ class RandomCall:
     def __repr__(self) -> str:
         return f"<{self.name or 'a call'}: {self.text}>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002  # the protocol of IPython
         """Show the same in IPython and in hypothesis, which would print every element otherwise."""
         printer.text(repr(self))
 
