@@ -125,7 +125,7 @@ def _examples(
         "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
         "key_cache": normal(*cache, size["head_dim"]),
         "value_cache": normal(*cache, size["value_dim"]),
-        "block_tables": pages.view(size["batch"], -1).to(device, torch.int32),
+        "block_tables": pages.view(size["batch"], size["max_blocks"]).to(device, torch.int32),
         "context_lens": torch.full((size["batch"],), size["max_blocks"] * size["page_size"]).to(device, torch.int32),
     }
 

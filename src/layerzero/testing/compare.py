@@ -32,6 +32,7 @@ class Expected:
         dtypes: dtypes that the results must have.
         mutated: what the arguments that it writes into hold afterwards.
         tolerance: how far a kernel may be.
+        dtype: that of the call.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Expected:
     dtypes: tuple[torch.dtype, ...]
     mutated: Mapping[str, Tensor]
     tolerance: Tolerance
+    dtype: torch.dtype
 
 
 def expected(call: RandomCall) -> Expected:
@@ -54,7 +56,7 @@ def expected(call: RandomCall) -> Expected:
     results = as_tuple(result)
     dtypes = tuple(each.dtype if each.dtype != torch.float64 else dtype for each in results)
     mutated = {name: wide[name] for name in schema.mutated}
-    return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype])
+    return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype], dtype)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
@@ -64,7 +66,7 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 
 def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
     """The same truth with the kernel's own tolerance, where it has one that is wider."""
-    own = kernel.tolerance.get(dtype_name(truth.dtypes[0]))
+    own = kernel.tolerance.get(dtype_name(truth.dtype))
     if own is None:
         return truth
     wide = Tolerance(max(own.rtol, truth.tolerance.rtol), max(own.atol, truth.tolerance.atol))

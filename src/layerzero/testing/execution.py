@@ -60,13 +60,12 @@ def infinity(trial: Trial) -> Outcome:
     def run(**given: Any) -> Any:
         nonlocal numbers
         result = trial.run(**given)
-        results = result if isinstance(result, tuple) else (result,)
         blanked = []
-        for got, want in zip(results, truth.results, strict=True):
+        for got, want in zip(compare.as_tuple(result), truth.results, strict=True):
             unsaid = want.isnan()
             numbers += int((unsaid & ~got.isnan()).sum())
             blanked.append(got.masked_fill(unsaid, math.nan))
-        return tuple(blanked) if isinstance(result, tuple) else blanked[0]
+        return tuple(blanked) or None
 
     problems = trial.problems(duplicate(trial.call), truth, run)
     if problems:
@@ -86,7 +85,7 @@ def repeats(trial: Trial) -> Outcome:
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", raised(error))
             values = [
-                *(result if isinstance(result, tuple) else (result,)),
+                *compare.as_tuple(result),
                 *(call.arguments[each] for each in mutated),
             ]
             bits = [value.detach().contiguous().view(torch.uint8).clone() for value in values]
@@ -135,8 +134,7 @@ def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 def _backward(result: Any) -> None:
     """Weights of 1 and -1 at random: exact in every dtype, and no sum of them runs away and comes back."""
-    results = result if isinstance(result, tuple) else (result,)
-    flat = torch.cat([each.double().flatten() for each in results])
+    flat = torch.cat([each.double().flatten() for each in compare.as_tuple(result)])
     signs = torch.randint(0, 2, (flat.numel(),), generator=torch.Generator().manual_seed(0))
     (flat * (2.0 * signs - 1.0).to(flat)).sum().backward()  # type: ignore[no-untyped-call]
 

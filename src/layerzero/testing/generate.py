@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Case, Operation
+from layerzero.core.step import StepMetadata
 from layerzero.ops import function_of
 from layerzero.testing.draw import Draw
 from layerzero.testing.draw_attention import attention
@@ -42,6 +43,17 @@ class RandomCall:
     function: str
     arguments: Mapping[str, Any]
     name: str = ""
+
+    def __post_init__(self) -> None:
+        """Give a call whose tables were copied or moved a step of its own: a step belongs to its very tensors."""
+        step, tables = (
+            self.arguments.get("step"),
+            [self.arguments.get(name) for name in ("block_tables", "context_lens")],
+        )
+        if not isinstance(step, StepMetadata) or step.kind_for(*tables) != "foreign":  # type: ignore[arg-type]
+            return
+        own = StepMetadata(*tables, max_context_len=step.max_context_len, capturable=step.capturable)  # type: ignore[arg-type]
+        object.__setattr__(self, "arguments", {**self.arguments, "step": own})
 
     @property
     def text(self) -> str:
