@@ -193,7 +193,8 @@ KERNELS = (
             limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.equal("value_dim", "head_dim"),
-            limit.contiguous("slot_mapping"),
+            limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
+            limit.last_stride_one("key_cache", "value_cache"),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
         deterministic=True,

@@ -58,7 +58,8 @@ def paged_attention_reference(
     first = torch.arange(blocks, device=query.device) * page_size
     used = first < context_lens.unsqueeze(1)
     pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
-    keys, values = (cache[pages].flatten(1, 2) for cache in (key_cache, value_cache))
+    caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
+    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
     return attention_reference(
         query, keys, values, scale=scale, window=window, softcap=softcap, kv_lens=context_lens, return_lse=return_lse
     )
@@ -112,6 +113,7 @@ def _examples(
     """Full sequences on shuffled pages."""
     size = case.sizes
     cache = (size["pages"], size["page_size"], size["kv_heads"])
+    tokens = size["max_blocks"] * size["page_size"] if size["pages"] else 0
     meta = device.type == "meta"
 
     def normal(*shape: int) -> Tensor:
@@ -126,7 +128,7 @@ def _examples(
         "key_cache": normal(*cache, size["head_dim"]),
         "value_cache": normal(*cache, size["value_dim"]),
         "block_tables": pages.view(size["batch"], size["max_blocks"]).to(device, torch.int32),
-        "context_lens": torch.full((size["batch"],), size["max_blocks"] * size["page_size"]).to(device, torch.int32),
+        "context_lens": torch.full((size["batch"],), tokens).to(device, torch.int32),
     }
 
 

@@ -20,7 +20,9 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.config import SCOPES
 from layerzero.engine.functions import CALLS
+from layerzero.engine.probe import mark_broken
 from layerzero.testing import boundaries, execution, generate
 from layerzero.testing.boundaries import Bound
 from layerzero.testing.generate import RandomCall, random_call
@@ -35,7 +37,7 @@ from layerzero.testing.sizes import (
     tied,
     with_axis,
 )
-from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build
+from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build, raised
 
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
@@ -80,6 +82,7 @@ class Battery:
     seed: int
     calls: int
     _found: list[Bound] | None = None
+    _broken: bool = False
 
     def checks(self) -> Iterator[Check]:
         """What the kernel declares, checked."""
@@ -93,7 +96,11 @@ class Battery:
             case, trial = base_case(self.kernel, setting)
             if trial is None or trial.reasons:
                 yield Check(f"cases, {dtype_name(setting.dtype)}", _just(_refused, trial))
+                yield Check(f"random calls, {dtype_name(setting.dtype)}", self._random(setting.dtype))
                 continue
+            yield Check(f"load, {dtype_name(setting.dtype)}", _just(self._load, trial), BUILD_SECONDS)
+            if self._broken:
+                return
             yield from self._of_dtype(setting, case, trial)
         yield from self._limits()
 
@@ -124,10 +131,15 @@ class Battery:
             spent = _building[self.kernel.id]
             if spent > BUILDING_SECONDS:
                 return Outcome("not tried", f"not built: building others took {spent:.0f} s already")
-            call = setting.call(small_cases(self.operation, self.device)[0])
+            with SCOPES.scope({"allow_jit_compile": True}):
+                case, _ = base_case(self.kernel, setting)
+            call = setting.call(case)
             note(f"building for {call.text}")
             started = time.perf_counter()
-            build(self.kernel, self.operation, call)
+            try:
+                build(self.kernel, self.operation, call)
+            except (ImportError, OSError) as error:
+                return self._unloadable(error)
             _building[self.kernel.id] += time.perf_counter() - started
             trial = attempt(self.kernel, self.operation, call)
             if trial is None or trial.reasons:
@@ -135,6 +147,20 @@ class Battery:
             return Outcome("passed", "built")
 
         return play
+
+    def _load(self, trial: Trial) -> Outcome:
+        """Load the library: one that does not is a reason against all its kernels and no mistake of this one."""
+        try:
+            trial.plan()
+        except (ImportError, OSError) as error:
+            return self._unloadable(error)
+        except Exception as error:  # noqa: BLE001  # whatever loading raises is a finding
+            return Outcome("wrong", raised(error))
+        return Outcome("passed", "loaded")
+
+    def _unloadable(self, error: ImportError | OSError) -> Outcome:
+        self._broken = True
+        return Outcome("refused", str(mark_broken(self.kernel.backend, error)))
 
     def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel

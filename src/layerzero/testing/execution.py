@@ -97,6 +97,8 @@ def repeats(trial: Trial) -> Outcome:
 
 def gradients(trial: Trial) -> Outcome:
     """Gradients of a weighted sum of the results are those of the reference in float64."""
+    if not trial.facts.operation.schema.outputs:
+        return Outcome("not tried", "it returns nothing whose gradient could be asked for")
     call = duplicate(trial.call)
     leaves, given = _leaves(call.arguments)
     watched = attempt(trial.kernel, trial.facts.operation, replace(call, arguments=given))
@@ -178,9 +180,12 @@ def other_device(trial: Trial) -> Outcome:
 
 def captured(trial: Trial) -> Outcome:
     """A captured call gives the right result when it is replayed with other values in the same memory."""
-    call, second = duplicate(trial.call), other_values(trial.call)
+    call, second = _with_handles(trial), other_values(trial.call)
     truth = compare.for_kernel(compare.expected(second), trial.kernel)
-    plan = trial.plan()
+    watched = attempt(trial.kernel, trial.facts.operation, call)
+    if watched is None or watched.reasons:
+        return Outcome("refused", watched.codes if watched else "no call with fixed buffers")
+    plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
@@ -199,12 +204,25 @@ def captured(trial: Trial) -> Outcome:
         def replay(**_: Any) -> Any:
             for name, tensor in tensors(second).items():
                 call.arguments[name].copy_(tensor)
+            for name in trial.function.handles:
+                call.arguments[name].advance()
             graph.replay()
             torch.cuda.synchronize()
             return result
 
         problems = compare.problems(replay(), call.arguments, truth)
     return Outcome("wrong", f"replayed: {'; '.join(problems)}") if problems else Outcome("passed")
+
+
+def _with_handles(trial: Trial) -> RandomCall:
+    """The call in memory of its own, with the handles whose buffers a captured graph needs to stay where they are."""
+    call = duplicate(trial.call)
+    types = trial.facts.operation.schema.handles
+    made = {
+        name: types[name](*(call.arguments[tensor] for tensor in tensor_names), capturable=True)
+        for name, tensor_names in trial.function.handles.items()
+    }
+    return RandomCall(call.function, {**call.arguments, **made}, call.name)
 
 
 def _compared(
