@@ -137,7 +137,10 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
     return v2
 
 
-def _value_dim(facts: Facts) -> Reason | None:
+FITTING_VALUES = "value_dim: like head_dim, or 97 to 128 beside a head_dim of 129 to 192"
+
+
+def fitting_values(facts: Facts) -> Reason | None:
     """The widths for which FlashAttention 3 has kernels where values are not as wide as keys."""
     head_dim, value_dim = facts.size("head_dim"), facts.size("value_dim")
     if head_dim == value_dim or (128 < head_dim <= 192 and 96 < value_dim <= 128) or head_dim <= 64:
@@ -183,11 +186,7 @@ KERNELS = (
             limit.instruction("wgmma"),
             *_SHAPES,
             limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom(
-                "value_dim: like head_dim, or 97 to 128 beside a head_dim of 129 to 192",
-                ("head_dim", "value_dim"),
-                _value_dim,
-            ),
+            limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
             limit.Custom("sinks: bfloat16, at most 64 heads", ("sinks", "heads", "head_dim", "value_dim"), _sinks),
             limit.contiguous("sinks"),
             _LENGTHS.before_capture("its tensor of lengths", ("batch", "seq_k"), _lengths_key),

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.prepared import Prepared
+from layerzero.backends.vllm_flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm_library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
@@ -31,10 +33,21 @@ from layerzero.ops import paged
 from layerzero.ops.attention_math import lse_of_hidden_rows
 
 
-def _query_starts(facts: Facts) -> Tensor:
+def _starts(device_index: int, batch: int) -> Tensor:
     """One query a sequence: the starts are the numbers of the sequences."""
-    batch, device = facts.size("batch"), torch.device(facts.device.torch_type, facts.device.index)
-    return torch.arange(batch + 1, dtype=torch.int32, device=device)
+    return torch.arange(batch + 1, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def _starts_key(facts: Facts) -> tuple[int, int]:
+    return facts.device.index, facts.size("batch")
+
+
+def _scales(device_index: int) -> Tensor:
+    """What a float8 cache would be scaled by."""
+    return torch.ones((), device=f"cuda:{device_index}")
+
+
+_STARTS, _SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
 
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +58,8 @@ def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _load_v2(facts: Facts) -> Callable[..., Any]:
     operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
-    starts, longest, default = _query_starts(facts), facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
+    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
 
     def v2(
         query: Tensor,
@@ -89,7 +103,8 @@ class _Schedule:
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     library = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C")
     operator, schedule = library.fwd.default, library.get_scheduler_metadata.default
-    starts, longest, default = _query_starts(facts), facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
+    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
     sizes = (facts.size("heads"), facts.size("kv_heads"), facts.size("head_dim"), facts.size("value_dim"))
     dtype, window_of_plan = facts.tensors["query"].dtype, facts["window"]
     left, right = window_of_plan if isinstance(window_of_plan, tuple) else (-1, -1)
@@ -135,7 +150,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
 
 def _load_append(facts: Facts) -> Callable[..., Any]:
     operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
-    one = torch.ones((), device=torch.device(facts.device.torch_type, facts.device.index))  # scales of a float8 cache
+    one = _SCALES.get(facts.device.index, capturing=bool(facts["capturing"]))
 
     def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         operator(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
@@ -147,12 +162,12 @@ _SHAPES = (
     limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", max=256, multiple=8),
-    limit.equal("value_dim", "head_dim"),
     limit.positive("scale"),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
+    _STARTS.before_capture("its tensor of starts", ("batch",), _starts_key),
 )
 _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 
@@ -164,7 +179,13 @@ KERNELS = (
         load=_load_v3,
         layout="NHD",
         accepts=(*_ACCEPTS, "step"),
-        limits=(limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"), *_SHAPES),
+        limits=(
+            limit.arch(min=(9, 0), max=(9, 9)),
+            limit.instruction("wgmma"),
+            *_SHAPES,
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
+        ),
         graph_safe=True,
         priority=85,
     ),
@@ -175,7 +196,12 @@ KERNELS = (
         load=_load_v2,
         layout="NHD",
         accepts=_ACCEPTS,
-        limits=(limit.arch(min=(8, 0)), limit.dim("page_size", multiple=16), *_SHAPES),
+        limits=(
+            limit.arch(min=(8, 0)),
+            limit.dim("page_size", multiple=16),
+            limit.equal("value_dim", "head_dim"),
+            *_SHAPES,
+        ),
         graph_safe=True,
         jit=True,
         build_key=variant_of_v2,
@@ -195,6 +221,7 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
             limit.last_stride_one("key_cache", "value_cache"),
+            _SCALES.before_capture("its scales", (), lambda facts: (facts.device.index,)),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
         deterministic=True,
