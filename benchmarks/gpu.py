@@ -146,12 +146,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--only", default="")
     parser.add_argument("--budget-s", type=float, default=1e9, help="stop starting cases after so many seconds")
+    parser.add_argument("--build", metavar="I/N", help="only compile, every Nth case from the Ith; run N at once first")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
     torch.manual_seed(0)
     started, results = time.perf_counter(), []
-    for name, function, make in calls(given.only, torch.bfloat16):
+    cases = calls(given.only, torch.bfloat16)
+    if given.build:
+        first_case, step = (int(number) for number in given.build.split("/"))
+        for name, function, make in cases[first_case::step]:
+            with torch.no_grad():
+                print(
+                    name, {kernel: round(run_s, 1) for kernel, run_s in built(function, make())[1].items()}, flush=True
+                )
+        return
+    for name, function, make in cases:
         if time.perf_counter() - started > given.budget_s:
             print(f"out of time before {name}")
             break
@@ -164,11 +174,10 @@ def main() -> None:
     print(tables(results))
 
 
-def case(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Time every legal kernel of one case."""
+def built(function: str, arguments: dict[str, Any]) -> tuple[Any, dict[str, float], dict[str, Any], dict[str, str]]:
+    """The report, seconds of each legal kernel's first call, its call, and what failed."""
     with lz.scope(allow_jit_compile=True, memory_headroom_mb=65536):
         report = lz.explain(function, **arguments)
-    chosen = lz.which(function, **arguments)["kernel_id"]
     runs, compile_s, errors = {}, {}, {}
     for candidate in report.candidates:
         if not candidate.legal or candidate.kernel.is_reference:
@@ -180,6 +189,13 @@ def case(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
             runs[kernel] = run
         except Exception as error:  # noqa: BLE001  # a kernel that fails is a line of the table
             errors[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return report, compile_s, runs, errors
+
+
+def case(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Time every legal kernel of one case."""
+    chosen = lz.which(function, **arguments)["kernel_id"]
+    report, compile_s, runs, errors = built(function, arguments)
     return {
         "case": name,
         "function": function,

@@ -14,7 +14,7 @@ if [ -n "${LIBRARIES:-}" ]; then
 fi
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 limit_s=${LIMIT_S:-500}
-steps=${STEPS:-doctor conformance tests times}
+steps=${STEPS:-doctor conformance tests build times}
 libraries=${BACKENDS:-torch flash_attn flashinfer vllm cudnn liger quack xformers reference}
 
 case " $steps " in *" doctor "*) python3 -m layerzero doctor --load > "$out/doctor.txt" 2>&1 ;; esac
@@ -26,5 +26,9 @@ case " $steps " in *" conformance "*)
   wait ;;
 esac
 case " $steps " in *" tests "*) timeout "$limit_s" python3 -m pytest -q -m gpu -p no:cacheprovider > "$out/tests.txt" 2>&1; tail -3 "$out/tests.txt" ;; esac
+case " $steps " in *" build "*)
+  for shard in 0 1 2 3 4 5 6 7; do timeout "$limit_s" python3 benchmarks/gpu.py --build "$shard/8" > "$out/build-$shard.txt" 2>&1 & done
+  wait ;;
+esac
 case " $steps " in *" times "*) timeout "$limit_s" python3 benchmarks/gpu.py --out "$out" > "$out/times.txt" 2>&1; tail -40 "$out/times.txt" ;; esac
 python3 benchmarks/gpu_report.py "$out"
