@@ -1,4 +1,4 @@
-"""FlashInfer's decode over a paged cache, on CUDA cores and on tensor cores, and its append.
+"""FlashInfer's decode over a paged cache, on CUDA cores and on tensor cores.
 
 Both plan on the host: ``plan`` copies the lengths there and splits long sequences. With a StepMetadata that happens
 once for all layers, without one in every call. A capturable step plans into fixed buffers, so that a captured graph
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -76,6 +77,27 @@ class _Planned:
         self._wrapper.plan(indptr, indices, last, non_blocking=True, **self._arguments)
 
 
+_ALONE: OrderedDict[Hashable, _Planned] = OrderedDict()
+"""Wrappers of calls without a step, each of one thread and stream; two must not plan into one. 16 MiB each."""
+
+_MAX_ALONE = 16
+_ALONE_LOCK = threading.Lock()
+
+
+def _planned_alone(key: Hashable, step: StepMetadata, make: Callable[[StepMetadata], _Planned]) -> _Planned:
+    with _ALONE_LOCK:
+        planned = _ALONE.pop(key, None)
+    if planned is None:
+        planned = make(step)
+    else:
+        planned.update(step)
+    with _ALONE_LOCK:
+        _ALONE[key] = planned
+        while len(_ALONE) > _MAX_ALONE:
+            _ALONE.popitem(last=False)
+    return planned
+
+
 def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     kernel = "flashinfer.paged_decode_tensor_cores" if tensor_cores else "flashinfer.paged_decode"
     dtype = facts.tensors["query"].dtype
@@ -92,20 +114,13 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         "kv_data_type": dtype,
     }
     owner = (kernel, *arguments.values())
-    alone = threading.local()  # two threads must not plan into one wrapper, nor two streams
 
     def make(step: StepMetadata) -> _Planned:
         return _Planned(step, arguments, tensor_cores)
 
     def planned_alone(block_tables: Tensor, context_lens: Tensor) -> _Planned:
         stream = torch.cuda.current_stream(block_tables.device).cuda_stream
-        step = StepMetadata(block_tables, context_lens)
-        slots: dict[int, _Planned] = alone.__dict__.setdefault("slots", {})
-        if stream not in slots:
-            slots[stream] = make(step)
-        else:
-            slots[stream].update(step)
-        return slots[stream]
+        return _planned_alone((owner, threading.get_ident(), stream), StepMetadata(block_tables, context_lens), make)
 
     def decode(
         query: Tensor,
@@ -131,7 +146,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
 
 def _build_key(facts: Facts) -> Hashable:
     """FlashInfer compiles a module for each dtype, head dim, and use of a window or a cap."""
-    return facts["dtype"], facts["head_dim"], facts["window"] is not None, facts["softcap"] is not None
+    return facts.device.sm, facts["dtype"], facts["head_dim"], facts["window"] is not None, facts["softcap"] is not None
 
 
 def _plannable(facts: Facts) -> Reason | None:
@@ -147,19 +162,12 @@ def _plannable(facts: Facts) -> Reason | None:
     )
 
 
-def _same_strides(facts: Facts) -> Reason | None:
+def same_strides(facts: Facts) -> Reason | None:
     """It steps through values with the strides of the keys."""
     keys, values = (facts.tensors[name].strides for name in ("key_cache", "value_cache"))
     if keys == values:
         return None
     return Reason(ReasonCode.NOT_CONTIGUOUS, "value_cache", f"strides {keys} like key_cache", f"strides {values}")
-
-
-def _group(facts: Facts) -> Reason | None:
-    """The kernel on CUDA cores is instantiated for these group sizes (include/flashinfer/utils.cuh)."""
-    if facts["group"] in (1, 2, 3, 4, 6, 8, 16):
-        return None
-    return Reason(ReasonCode.GQA_UNSUPPORTED, "group", "1, 2, 3, 4, 6, 8 or 16", facts["group"])
 
 
 _LIMITS = (
@@ -169,7 +177,7 @@ _LIMITS = (
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),
     limit.positive("scale"),
-    limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), _same_strides),
+    limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), same_strides),
     limit.Custom("capture: a capturable step", ("step", "capturing"), _plannable),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
@@ -195,5 +203,5 @@ def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limi
 
 KERNELS = (
     _kernel("flashinfer.paged_decode_tensor_cores", True, 80),
-    _kernel("flashinfer.paged_decode", False, 75, limit.Custom("group in (1, 2, 3, 4, 6, 8, 16)", ("group",), _group)),
+    _kernel("flashinfer.paged_decode", False, 75, limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16))),
 )

@@ -235,7 +235,7 @@ def _build_key(facts: Facts) -> Hashable:
 
 def _exact_build_key(facts: Facts) -> Hashable:
     """A build on a GPU serves its own sizes."""
-    return facts["dtype"], *(facts[name] for name in (*_RANGES, *_EXACT))
+    return facts.device.index, facts["dtype"], *(facts[name] for name in (*_RANGES, *_EXACT))
 
 
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi_slopes")

@@ -95,7 +95,8 @@ KERNELS = (
         load=_load_gather,
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale")),
+        # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
+        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), limit.SdpaEnabled("math")),
         graph_safe=True,
         device_guard=True,
         workspace_bytes=_gathered_bytes,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.flashinfer_paged import same_strides
 from layerzero.backends.prepared import Prepared
 from layerzero.backends.vllm_flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm_library import (
@@ -183,6 +184,7 @@ KERNELS = (
             limit.arch(min=(9, 0), max=(9, 9)),
             limit.instruction("wgmma"),
             *_SHAPES,
+            limit.dim("head_dim", min=16),  # narrower heads leave half of a page unread (H200, 2026-11-21)
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
         ),
@@ -221,6 +223,7 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
             limit.last_stride_one("key_cache", "value_cache"),
+            limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), same_strides),
             _SCALES.before_capture("its scales", (), lambda facts: (facts.device.index,)),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -162,6 +163,9 @@ class Kernel:
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
+        for name in self.renames.values():
+            if not name.isidentifier() or keyword.iskeyword(name):  # it becomes a word of the plan's text
+                raise RegistrationError(f"{self.id}: renames: wanted the name of an argument, got {name!r}")
         if (self.build_key or self.prebuilt) and not self.jit:
             raise RegistrationError(f"{self.id}: build_key and prebuilt speak of what compiles, and it does not (jit)")
         if self.folds and "attn_mask" not in self.accepts:

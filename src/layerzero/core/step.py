@@ -42,7 +42,7 @@ class StepMetadata:
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
             if None.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
-    Raises: InvalidCallError for tensors that are no tables and lengths.
+    Raises: InvalidCallError for tensors that are no tables and lengths, or a bound below 1.
     """
 
     def __init__(
@@ -53,15 +53,37 @@ class StepMetadata:
         max_context_len: int | None = None,
         capturable: bool = False,
     ) -> None:
-        problems = table_problems(block_tables, context_lens)
+        problems = table_problems(block_tables, context_lens) + _bound_problems(max_context_len)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
-        self.block_tables = block_tables
-        self.context_lens = context_lens
-        self.max_context_len = max_context_len
+        self._tensors = block_tables, context_lens
+        self._versions = self._current_versions()
+        self._max_context_len = max_context_len
         self.kind = "capturable" if capturable else "eager"
         self._slots: dict[Hashable, StepSlot] = {}
         self._lock = threading.RLock()
+
+    def __repr__(self) -> str:
+        return f"StepMetadata({self.kind}, max_context_len={self._max_context_len})"
+
+    @property
+    def block_tables(self) -> Tensor:
+        """The pages of each sequence; change them in place, then advance."""
+        return self._tensors[0]
+
+    @property
+    def context_lens(self) -> Tensor:
+        """Tokens of each sequence; change them in place, then advance."""
+        return self._tensors[1]
+
+    @property
+    def max_context_len(self) -> int | None:
+        """Upper bound of the lengths; None for what the tables hold."""
+        return self._max_context_len
+
+    def _current_versions(self) -> tuple[int, ...]:
+        """How often torch wrote into the tensors; those of inference mode do not count."""
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
 
     @property
     def capturable(self) -> bool:
@@ -69,14 +91,15 @@ class StepMetadata:
         return self.kind == "capturable"
 
     def kind_for(self, block_tables: Tensor, context_lens: Tensor) -> str:
-        """``eager`` or ``capturable``; ``foreign`` for a call with other tables or lengths."""
-        mine = block_tables is self.block_tables and context_lens is self.context_lens
-        return self.kind if mine else "foreign"
+        """``eager`` or ``capturable``; ``foreign`` for other tables or lengths, ``stale`` once these changed."""
+        if block_tables is not self._tensors[0] or context_lens is not self._tensors[1]:
+            return "foreign"
+        return self.kind if self._versions == self._current_versions() else "stale"
 
     def slot(self, owner: Hashable, make: Callable[[StepMetadata], Slot]) -> Slot:
         """The slot of a kernel, made on its first call of the step.
 
-        Raises: RuntimeError inside a CUDA graph capture if it does not exist yet: making it reads device values.
+        Raises: InvalidCallError inside a CUDA graph capture if it does not exist yet: making it reads device values.
         """
         slot = self._slots.get(owner)
         if slot is None:
@@ -84,27 +107,37 @@ class StepMetadata:
                 slot = self._slots.get(owner)
                 if slot is None:
                     if self.block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
-                        raise RuntimeError(
-                            f"{owner}: wanted a step that was used before the capture, got a new one; run one forward "
-                            "pass with it (or advance it) outside the capture first"
+                        problem = (
+                            "step: wanted one that was used before the capture, got a new one; run one forward pass "
+                            "with it outside of the capture first"
                         )
+                        raise InvalidCallError("StepMetadata", [problem])
                     slot = self._slots[owner] = make(self)
         return slot  # type: ignore[return-value]  # an owner makes slots of one type
 
     def advance(self, *, max_context_len: int | None = None) -> None:
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture."""
-        if max_context_len is not None:
-            self.max_context_len = max_context_len
+        problems = _bound_problems(max_context_len)
+        if problems:
+            raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
-            for slot in self._slots.values():
+            self._max_context_len = max_context_len or self._max_context_len
+            slots, self._slots = self._slots, {}
+            for owner, slot in slots.items():  # one that raises takes those after it along: all are made anew
                 slot.update(self)
+                self._slots[owner] = slot
+            self._versions = self._current_versions()
 
     def slot_mapping(self, page_size: int, tokens: int = 1) -> Tensor:
         """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
 
-        Shapes: → (B * tokens,) int64, ``page * page_size + offset``, -1 for a token before the sequence's first.
-        The same buffer after each :meth:`advance`.
+        Shapes: → (B * tokens,) int64, ``page * page_size + offset``; -1, which writes nothing, for a token before the
+        sequence's first or beyond what its table holds. The same buffer after each :meth:`advance`.
+        Raises: InvalidCallError where tables or lengths changed since.
         """
+        if self._versions != self._current_versions():
+            problem = "step: wanted advance() after tables or lengths changed, got a question about the old ones"
+            raise InvalidCallError("StepMetadata.slot_mapping", [problem])
         return self.slot(("slot_mapping", page_size, tokens), lambda step: _SlotMapping(step, page_size, tokens)).slots
 
 
@@ -119,10 +152,19 @@ class _SlotMapping:
     def _compute(self, step: StepMetadata) -> Tensor:
         offsets = torch.arange(-self._tokens, 0, device=step.context_lens.device)
         positions = step.context_lens.long().unsqueeze(1) + offsets
-        blocks = (positions // self._page_size).clamp(0, max(step.block_tables.shape[1] - 1, 0))
-        pages = step.block_tables.long().gather(1, blocks)
+        capacity = step.block_tables.shape[1] * self._page_size
+        outside = (positions < 0) | (positions >= capacity)
+        if capacity == 0:
+            return torch.full_like(positions, -1).flatten()
+        pages = step.block_tables.long().gather(1, (positions // self._page_size).masked_fill(outside, 0))
         slots = pages * self._page_size + positions % self._page_size
-        return slots.masked_fill(positions < 0, -1).flatten()
+        return slots.masked_fill(outside, -1).flatten()
+
+
+def _bound_problems(bound: object) -> list[str]:
+    if bound is None or (type(bound) is int and bound >= 1):
+        return []
+    return [f"max_context_len: wanted a number of at least 1 or None, got {bound!r}"]
 
 
 def table_problems(block_tables: object, context_lens: object) -> list[str]:

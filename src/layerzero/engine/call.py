@@ -140,6 +140,9 @@ def _source(function: Function) -> str:
         others = [other for other in required if _apart(function, name, other)]
         checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
         checks += [f"_shares_memory({name}, {other})" for other in others]
+    for pair in function.may_share_storage:
+        checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)))
+    checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
     parts = [_tensor_key(name) for name in required]
     parts += [f"None if {name} is None else ({_tensor_key(name)}, {name}.requires_grad)" for name in optional]

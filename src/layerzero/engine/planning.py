@@ -159,6 +159,11 @@ def _guards(kernel: Kernel, facts: Facts) -> list[str]:
     """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open."""
     if not facts.device.supports_graphs or facts["capturing"]:
         return []
+    if any("capturing" in limit.facts_read() for limit in kernel.limits):
+        return [
+            "if capturing():",
+            "    raise PlanUnusableError",
+        ]  # chosen again in the capture, which pins what it uses
     captured = facts.on(facts.device, capturing=True).seen_in(kernel.layout)
     if all(finding.repair for finding in limit_findings(kernel, captured)):
         return []

@@ -110,7 +110,7 @@ class Machine:
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package that would hold it
+    except (ModuleNotFoundError, ValueError):  # not even the package that would hold it; a stand-in without a spec
         return False
 
 

@@ -57,6 +57,8 @@ def _split(candidate: Candidate, facts: Facts, findings: Judge) -> Candidate:
 def chunk(kernel: Kernel, facts: Facts) -> int:
     """How many sequences the kernel may launch at once; 0 where the batch cannot be cut."""
     schema = facts.operation.schema
+    if any(name in kernel.accepts and facts[name] != "none" for name in schema.handles):
+        return 0  # what it planned for the whole batch does not fit a part
     cut = [tensor for tensor in schema.inputs if tensor.name in facts.tensors]
     unknown = [each for each in cut if not each.shape_vars and each.name != "attn_mask"]
     if unknown or any(output.shape_vars[:1] != ("batch",) for output in schema.outputs):

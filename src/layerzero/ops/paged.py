@@ -78,14 +78,16 @@ def _check_tables(
     block_tables: Tensor,
     context_lens: Tensor,
     max_context_len: int | None = None,
+    step: StepMetadata | None = None,
     layout: str = "NHD",
     **_: object,
 ) -> list[str]:
-    """Values on the device: lengths within the table and the promised bound, pages within the cache."""
+    """Values on the device: lengths within the table and the promised bounds, pages within the cache."""
     problems = []
     page_size = key_cache.shape[layout.index("N") + 1]
     capacity = block_tables.shape[1] * page_size
-    bound = capacity if max_context_len is None else min(capacity, max_context_len)
+    promised = (max_context_len, step.max_context_len if step is not None else None)
+    bound = min(capacity, *(each for each in promised if each is not None), capacity)
     for sequence, length in enumerate(context_lens.tolist()):
         if not 0 <= length <= bound:
             problems.append(f"context_lens[{sequence}]: wanted 0 to {bound}, got {length}")

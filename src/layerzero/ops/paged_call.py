@@ -105,8 +105,11 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
         raise InvalidCallError(name, [problem], ReasonCode.GQA_HEADS_MISMATCH)
     problems = score_problems(arguments)
     tables = arguments["block_tables"], arguments["context_lens"]
-    if isinstance(step, StepMetadata) and step.kind_for(*tables) == "foreign":
+    belongs = step.kind_for(*tables) if isinstance(step, StepMetadata) else ""
+    if belongs == "foreign":
         problems.append("step: wanted the StepMetadata of these block_tables and context_lens, got that of others")
+    if belongs == "stale":
+        problems.append("step: wanted advance() after block_tables or context_lens changed, got a step of old values")
     operation = STANDARD_DECODE_PAGED if heads == kv_heads else GQA_DECODE_PAGED
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
     window, scale = canonical["window"], canonical["scale"]
@@ -139,17 +142,20 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         for new in ("key", "value", "slot_mapping"):
             if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
                 problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
-    if keys.numel() and keys.device.type != "meta" and _same_start(keys, values):
+    if keys.device.type != "meta" and overlaps(keys, values) and not _side_by_side(keys, values):
         problems.append("value_cache: wanted memory of its own, got that of key_cache")
     if problems:
         raise InvalidCallError(name, problems)
     return Routed(APPEND_PAGED, canonical, layout)
 
 
-def _same_start(left: Tensor, right: Tensor) -> bool:
-    """Whether two caches are the same memory; views of one tensor that holds both side by side are not."""
-    same_storage = left.untyped_storage()._cdata == right.untyped_storage()._cdata
-    return same_storage and left.storage_offset() == right.storage_offset()
+def _side_by_side(left: Tensor, right: Tensor) -> bool:
+    """Whether two caches alternate page by page in one tensor, as views of (P, 2, N, K, D) do."""
+    if left.stride() != right.stride() or left.shape != right.shape:
+        return False
+    apart = abs(int(left.storage_offset()) - int(right.storage_offset()))
+    inner = 1 + sum((size - 1) * step for size, step in zip(left.shape[1:], left.stride()[1:], strict=True))
+    return inner <= apart and apart + inner <= left.stride(0)
 
 
 def _shape_problems(arguments: dict[str, Any], names: tuple[str, ...], ndim: int) -> list[str]:
@@ -187,6 +193,7 @@ PAGED_ATTENTION = Function(
             f"({_HEAD}, {_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}, lists=("window",)
         ),
     },
+    state=frozenset({"sdpa"}),
     handles={"step": ("block_tables", "context_lens")},
 )
 APPEND_PAGED_KV = Function(
