@@ -31,7 +31,7 @@ FINDINGS = [
     ("crashes", "died", "random calls, float32", r"died with SIGSEGV during 'random calls, float32', seed 0, call \d+"),
     ("hangs", "hung", "hidden = 2304, float32", r"no sign of life for 8 s.*rms_norm\(input=float32\(16, 2304\)"),
     ("nan", "wrong", "case batch_decode, float16", "got nan"),
-    ("unsteady", "wrong", "same bits, float32", "declared deterministic, but run 2 gave other bits than run 1"),
+    ("unsteady", "wrong", "same bits, float32", "declared deterministic, but run [23] gave other bits than run 1"),
     ("gradient", "wrong", "gradients, float32", "the gradient of weight: wanted one, got None"),
     ("racy", "wrong", "two threads, float32", "with 2 threads at once: result 0"),
     ("too_wide", "wrong", "limit head_dim <= 96", "96 is legal by 'head_dim <= 96', but the result is wrong"),
@@ -83,7 +83,7 @@ def test_after_a_death_and_a_hang_the_other_checks_go_on(planted):
 
 def test_a_kernel_that_always_dies_is_given_up(planted):
     counts = planted.kernel("planted.dead").counts
-    assert (counts["died"], counts["passed"], counts["not tried"]) == (3, 0, 1)
+    assert (counts["died"], counts["passed"], counts["not tried"]) == (3, 1, 1)  # it loads
     assert "not tried: given up after 3 processes that died or hung" in str(planted.kernel("planted.dead"))
 
 
@@ -92,7 +92,12 @@ def test_what_is_right_passes_everything(planted):
     assert report.ok
     assert set(report.counts) == {"passed", "refused"}
     refused = {result.check: result.message for result in report.results if result.status == "refused"}
-    assert set(refused) == {"rows = 0, float32", *(f"cases, {name}" for name in ("float64", "float16", "bfloat16"))}
+    others = ("float64", "float16", "bfloat16")
+    assert set(refused) == {
+        "rows = 0, float32",
+        *(f"cases, {name}" for name in others),
+        *(f"random calls, {name}" for name in others),
+    }
     assert "[DTYPE_UNSUPPORTED] dtype must be float32, is float64" in refused["cases, float64"]
 
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.fixture
 def unloaded(monkeypatch):
     """As if nothing had loaded the library yet."""
-    vllm_cpu._operators.cache_clear()
+    vllm_cpu.operators.cache_clear()
     monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", list)
     yield monkeypatch
-    vllm_cpu._operators.cache_clear()
+    vllm_cpu.operators.cache_clear()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_it_does_not_load_beside_another_library_of_the_same_name(unloaded):
 
 
 def test_what_the_process_has_loaded_already_is_used(loaded, monkeypatch):
-    vllm_cpu._operators.cache_clear()
+    vllm_cpu.operators.cache_clear()
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("loaded twice"))
     x, w = call()
     with lz.scope(locks={"rms_norm": "vllm.cpu.rms_norm"}):

@@ -83,6 +83,7 @@ def question(flags: Flags) -> Question:
             _check_parameter(function, name, f"--{name}")
             arguments[name] = value
     kinds = {name: kind for operation in function.operations for name, kind in operation.schema.params.items()}
+    kinds |= dict.fromkeys(function.bounds, int)
     for name, text in given.items():
         _check_parameter(function, name, "--param")
         if name not in function.tensors:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
@@ -15,6 +18,15 @@ from layerzero.core.facts import Facts
 from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
+
+_REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
+
+
+def _is_range(text: str) -> bool:
+    try:
+        return bool(SpecifierSet(text))
+    except InvalidSpecifier:
+        return False
 
 
 class Trust(StrEnum):
@@ -53,6 +65,14 @@ class Backend:
     install: str = ""
     homepage: str = ""
     origin: str = "builtin"
+
+    def __post_init__(self) -> None:
+        ranges = [self.versions] if self.versions else []
+        ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in self.requires]
+        for text in ranges:
+            if not _is_range(text):
+                wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
+                raise RegistrationError(f"{self.name}: versions and requires: wanted {wanted}, got {text!r}")
 
     @property
     def distributions(self) -> tuple[str, ...]:

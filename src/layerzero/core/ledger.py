@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Mapping
@@ -240,6 +241,7 @@ class MemoryLedger:
 
 def home_of(kernel: Kernel) -> str:
     """The module that registers a kernel: where its load function lives; ``python -m name`` has a name, too."""
-    module = getattr(kernel.load, "__module__", None) or ""
+    load = kernel.load.func if isinstance(kernel.load, functools.partial) else kernel.load
+    module = getattr(load, "__module__", None) or ""
     spec = getattr(sys.modules.get(module), "__spec__", None) if module == "__main__" else None
     return spec.name if spec is not None else module

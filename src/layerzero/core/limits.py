@@ -5,6 +5,7 @@ The same data feeds filtering, explain, the support table and boundary tests.
 
 from __future__ import annotations
 
+from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_kinds import (
     Aligned,
@@ -78,7 +79,7 @@ def cpu_feature(name: str, dtype: str = "") -> Limit:
 
 def dtype(*names: str) -> Limit:
     """Take these dtypes only."""
-    return Dtype(names)
+    return Dtype(tuple(dtype_name(dtype_named(name)) for name in names))
 
 
 def dim(

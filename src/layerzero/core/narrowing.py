@@ -58,6 +58,11 @@ def misfits(entry: Entry, operations: Sequence[Operation], descriptor: Descripto
             yield f"{name}: wanted {declared[name]}, what the code says, got {value}"
 
 
+def _pins(kernel: Kernel, limit: Limit) -> bool:
+    """Whether a limit says the one value of an argument that the code computes for."""
+    return isinstance(limit, OneOf) and limit.fact in kernel.implies
+
+
 def narrowed(
     kernel: Kernel, entry: Entry, operations: Sequence[Operation], descriptor: Descriptor, name: str, sha256: str
 ) -> Kernel:
@@ -68,7 +73,7 @@ def narrowed(
     """
     base = kernel.limits
     if entry.mode == "replace":
-        base = tuple(limit for limit in base if not is_data(limit) or type(limit) in _KEPT)
+        base = tuple(limit for limit in base if not is_data(limit) or type(limit) in _KEPT or _pins(kernel, limit))
     said = limits_of(entry, operations)
     limits = merged(base, said)
     if not set(platforms_of(kernel)) <= set(descriptor.platforms):

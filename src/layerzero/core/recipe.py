@@ -37,7 +37,7 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for name, each in facts.tensors.items()
         }
         params = {
-            name: _plain(facts[name]) for name in (*facts.operation.schema.params, *facts.operation.schema.bounds)
+            name: _plain(facts[name]) for name in (*facts.operation.schema.params, *facts.operation.schema.handles)
         }
         grad = bool(facts["requires_grad"])
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)

@@ -295,7 +295,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         device = next((each for each in reversed(devices) if each.platform in backend.platforms), best)
         state = probe.this_machine().state(backend, device)
         reason = state.reason
-        if reason is None and device.platform not in backend.platforms:
+        if device.platform not in backend.platforms:  # whatever else is wrong with it does not matter here
             reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
         count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"

@@ -14,6 +14,7 @@ import torch
 
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
@@ -165,9 +166,11 @@ class Dispatcher:
         if isinstance(error, planning.PlanUnusableError):
             return self.once(arguments)
         tried: set[str] = set()
+        failed: list[Kernel] = []
         while True:
-            failing.check_retry(plan, error, policy, self.engine)
+            failing.check_retry(plan, error, policy, self.engine, arguments, failed)
             tried.add(plan.kernel.id)
+            failed.append(plan.kernel)
             try:
                 another = self.choose(arguments, policy, failed=tried)
             except (NoKernelFoundError, CudaGraphUnsafeError) as nothing_left:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +72,29 @@ def _context_is_dead(error: Exception) -> bool:
     return False
 
 
-def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) -> None:
+def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
+    """Look at values on the device once a kernel raised: what they are wrong about is not its fault.
+
+    Raises: InvalidCallError.
+    """
+    facts = plan.report.facts
+    operation = facts.operation
+    if operation.check_values is None or facts["capturing"]:
+        return
+    named = {name: arguments[name] for name in (*facts.tensors, *operation.schema.passed) if name in arguments}
+    problems = operation.check_values(**named, layout=facts.layout)
+    if problems:
+        raise InvalidCallError(operation.name, problems)
+
+
+def check_retry(
+    plan: Plan,
+    error: Exception,
+    policy: Policy,
+    engine: Engine,
+    arguments: Mapping[str, Any],
+    tried: Sequence[Kernel] = (),
+) -> None:
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
     Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, so are a warning
@@ -85,6 +107,12 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
     sticky = _context_is_dead(error)
+    if not sticky:
+        check_values(plan, arguments)
+    if kernel.is_reference and not sticky:  # nothing is wrong with a definition: the call is, or this process
+        for failed in tried:
+            engine.health.pardon(failed, operation)
+        raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
     if "no kernel image" in str(error):
         hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
@@ -101,8 +129,6 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
     if mutated:
         why = f"it may have written into {', '.join(mutated)} before it failed"
         raise KernelExecutionError(kernel.id, operation, why) from error
-    if kernel.is_reference:
-        raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     if not policy.fallback_enabled:
         raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
 

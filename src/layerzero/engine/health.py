@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
@@ -103,6 +103,14 @@ class Health:
             self._start_timer(key, rest_s)
         self._on_change()
         return breaker
+
+    def pardon(self, kernel: Kernel, operation: str) -> None:
+        """Take back the latest failure: the reference could not do the call either."""
+        with self._lock:
+            breaker = self._breakers.pop((kernel.id, operation), None)
+            if breaker is not None and breaker.failures > 1:
+                self._breakers[kernel.id, operation] = replace(breaker, failures=breaker.failures - 1, retry_at=0.0)
+        self._on_change()
 
     def fell_back(self, kernel: Kernel, operation: str) -> None:
         """Count that another kernel ran in place of this one."""

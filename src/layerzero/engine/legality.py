@@ -104,11 +104,11 @@ def trust_reasons(
         locked = lock is not None and names_kernel(lock.kernel, kernel)
         if not locked:  # a lock is the operator's word for it
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict"))
-    if kernel.jit and not policy.allow_jit_compile and not BUILT.ready(kernel, facts):
+    if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
     try:
-        workspace = kernel.workspace_for(facts)
+        workspace = int(kernel.workspace_for(facts))
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
@@ -117,6 +117,16 @@ def trust_reasons(
         limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
         reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
     return reasons
+
+
+def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
+    """Whether the artefact for a call exists; a declaration that cannot say refuses its kernel and nothing else."""
+    try:
+        return BUILT.ready(kernel, facts)
+    except Exception as error:  # noqa: BLE001  # third parties write build_key and prebuilt, too
+        got = f"{type(error).__name__}: {error}"
+        reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "build_key and prebuilt", "an answer", got))
+        return True
 
 
 def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

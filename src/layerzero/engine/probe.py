@@ -62,7 +62,7 @@ class Machine:
             return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
         if backend.versions and version is not None and not _fits(version, backend.versions):
             hint = f"Install a version that fits: {backend.install}" if backend.install else ""
-            fact = f"{backend.distributions[0]} version"
+            fact = f"{next(filter(None, backend.distributions), backend.name)} version"
             return LibraryState(
                 version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
             )

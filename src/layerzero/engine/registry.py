@@ -24,7 +24,6 @@ from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
 from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import OneOf
 from layerzero.core.operation import Operation
-from layerzero.core.schema import OperationSchema
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
@@ -206,11 +205,6 @@ class Registry:
             raise KeyError(f"unknown operation {name!r}{nearest(name, self._operations)}")
         return self._operations[name]
 
-    def get_schema(self, name: str) -> OperationSchema | None:
-        """An operation's schema, None if there is no such operation."""
-        operation = self._operations.get(name)
-        return operation.schema if operation else None
-
     def candidates(self, operation: str) -> Sequence[Kernel]:
         """Every kernel of an operation, the reference first as it came first."""
         self._ready()
@@ -341,8 +335,8 @@ def kernel_of_function(
         rules.append(limit.dtype(*(dtype_name(dtype_named(each)) for each in supported_dtypes)))
     if max_head_dim is not None:
         rules.append(limit.dim("head_dim", max=max_head_dim))
-    if "value_dim" in {axis for tensor in schema.inputs for axis in tensor.shape_vars}:
-        declared.setdefault("layout", "BSHD")
+    if known[operations[0]].layouts:
+        declared.setdefault("layout", known[operations[0]].layouts[0])
     rules += [limit.one_of(fact, value) for fact, value in implied.items()]
 
     def load(facts: Facts) -> Callable[..., Any]:

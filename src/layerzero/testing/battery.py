@@ -176,6 +176,9 @@ class Battery:
         yield Check(f"infinity, {dtype}", self._infinity(trial))
         yield Check(f"random calls, {dtype}", self._random(setting.dtype))
         yield Check(f"two threads, {dtype}", _just(execution.threads, trial))
+        yield Check(f"results of their own, {dtype}", _just(execution.results_of_their_own, trial))
+        if set(self.operation.schema.handles) & set(kernel.accepts):
+            yield Check(f"a step that advances, {dtype}", _just(execution.advanced, trial))
         if kernel.deterministic:
             yield Check(f"same bits, {dtype}", _just(execution.repeats, trial))
         if kernel.grad:

@@ -95,6 +95,45 @@ def repeats(trial: Trial) -> Outcome:
     return Outcome("passed", f"{REPEATS} runs, the same bits")
 
 
+def results_of_their_own(trial: Trial) -> Outcome:
+    """A result stays what it was when its plan runs again, and the plan sees values that changed in place."""
+    if not trial.facts.operation.schema.outputs:
+        return Outcome("not tried", "it returns nothing")
+    call, second = duplicate(trial.call), other_values(trial.call)
+    plan = trial.plan()
+    bound = trial.function.bind((), call.arguments)
+    first = compare.as_tuple(plan.run(**bound))
+    kept = [result.detach().clone() for result in first]
+    for name, tensor in tensors(second).items():
+        call.arguments[name].copy_(tensor)
+    truth = compare.for_kernel(compare.expected(call), trial.kernel)
+    problems = compare.problems(plan.run(**bound), call.arguments, truth)
+    if problems:
+        return Outcome("wrong", f"with other values in the same tensors: {'; '.join(problems)}")
+    if not all(torch.equal(result.nan_to_num(), old.nan_to_num()) for result, old in zip(first, kept, strict=True)):
+        return Outcome("wrong", "a second call of the same plan changed the result of the first")
+    return Outcome("passed")
+
+
+def advanced(trial: Trial) -> Outcome:
+    """A step plans anew when it advances: shorter sequences, in tables the other way round."""
+    call = _with_handles(trial)
+    watched = attempt(trial.kernel, trial.facts.operation, call)
+    if watched is None or watched.reasons:
+        return Outcome("refused", watched.codes if watched else "no call with fixed buffers")
+    plan = watched.plan()
+    bound = trial.function.bind((), call.arguments)
+    plan.run(**bound)
+    indices = {name: each for name, each in tensors(call).items() if not each.is_floating_point()}
+    for tensor in indices.values():
+        tensor.copy_(tensor.flip(0) if tensor.ndim > 1 else (tensor + 1) // 2)
+    for name in trial.function.handles:
+        call.arguments[name].advance()
+    truth = compare.for_kernel(compare.expected(call), trial.kernel)
+    problems = compare.problems(plan.run(**bound), call.arguments, truth)
+    return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")
+
+
 def gradients(trial: Trial) -> Outcome:
     """Gradients of a weighted sum of the results are those of the reference in float64."""
     if not trial.facts.operation.schema.outputs:

@@ -130,7 +130,11 @@ def build(kernel: Kernel, operation: Operation, call: RandomCall) -> None:
         trial = attempt(kernel, operation, call)
         if trial is None or trial.reasons:
             return
-        trial.run(**duplicate(call).arguments)
+        trial.plan()
+        try:
+            trial.run(**duplicate(call).arguments)
+        except OSError as error:  # of the run, not of loading the library
+            raise RuntimeError(f"it compiles or runs with {type(error).__name__}: {error}") from error
         BUILT.add(kernel, trial.facts)
 
 

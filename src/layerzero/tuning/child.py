@@ -120,6 +120,12 @@ def rebuilt(recipe: CallRecipe) -> RandomCall:
     values |= {name: _tensor(name, each, recipe) for name, each in recipe.tensors.items()}
     for name, indices in _indices(recipe).items():
         values[name].copy_(indices)
+    for name, tensors in function.handles.items():  # of the kind that the call had
+        kind = values.pop(name, "none")
+        if kind != "none":
+            made_of = [values[each] for each in tensors]
+            handle = REGISTRY.operation(recipe.operation).schema.handles[name]
+            values[name] = handle(*made_of, capturable=kind == "capturable")
     values["layout"] = recipe.layout
     values.setdefault("causal", False)  # a single query's operation has no such argument, but its function does
     accepted = {parameter.name for parameter in function.parameters}

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ import platformdirs
 import torch
 
 from layerzero.core.device import Device
+from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import MemoryLedger, Suspect, Verdict, call_class, class_text, home_of
@@ -35,9 +37,24 @@ from layerzero.tuning.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder; None where the variable is empty."""
     named = environment.get("LAYERZERO_CACHE_DIR")
-    if named is None:
-        return platformdirs.user_cache_path("layerzero", appauthor=False)
-    return Path(named).expanduser() if named else None
+    try:
+        if named is None:
+            return platformdirs.user_cache_path("layerzero", appauthor=False).absolute()
+        return Path(named).expanduser().absolute() if named else None
+    except RuntimeError as error:  # a user without a home
+        warnings.warn(
+            f"what is learnt about kernels ends with the process: {error}; set LAYERZERO_CACHE_DIR to a folder",
+            LayerZeroWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _date(at_unix_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(at_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"at {at_unix_s} s, which is no date"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +197,7 @@ class FileLedger(MemoryLedger):
                 return
             self._opened = True
             for path, record in self.files.scan():
-                date = datetime.fromtimestamp(record.at_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+                date = _date(record.at_unix_s)
                 why = f"process {record.process} ended during its first run of it ({date})"
                 self.files.put(msgspec.structs.replace(record, text=why), SUSPECT)
                 self.files.move(path, None)

@@ -120,7 +120,10 @@ class RecordFolder:
 
         The lock that looks is shared: those that look at once do not take each other for its owner.
         """
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except PermissionError:  # another user's: theirs to judge
+            return None
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return self._trusted(path, name)
@@ -135,6 +138,8 @@ class RecordFolder:
             return records.read(path, name)
         except FileNotFoundError:
             raise
+        except PermissionError:  # another user's, not a damaged one
+            return None
         except (OSError, ValueError):
             self._set_aside(path)
             return None
