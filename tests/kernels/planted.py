@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from layerzero.ops.paged import paged_attention_reference
 
 limit = lz.limits
 
@@ -139,3 +140,35 @@ def too_wide(query, key, value, *, causal=False, scale=None):
     output = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale)
     hidden = ~mask.any(-1)
     return output.masked_fill(hidden[None, None, :, None], 0.0).transpose(1, 2)
+
+
+_BUFFERS = {}
+
+
+@narrow("one_buffer")
+def one_buffer(input, weight, *, eps):
+    output = _BUFFERS.setdefault((input.shape, input.dtype), torch.empty_like(input.contiguous()))
+    return output.copy_(right(input, weight, eps))
+
+
+_WEIGHTS = {}
+
+
+@narrow("prepacked")
+def prepacked(input, weight, *, eps):
+    kept = _WEIGHTS.setdefault(weight.data_ptr(), weight.clone())  # as a library that packs a weight at first sight
+    return right(input, kept if kept.shape == weight.shape else weight, eps)
+
+
+class _Lengths:
+    def __init__(self, step):
+        self.lens = step.context_lens.clone()
+
+    def update(self, step):
+        pass
+
+
+@lz.register_kernel("attention.gqa.decode.paged", "planted.forgets", supported_dtypes=["float32"])
+def forgets(query, key_cache, value_cache, block_tables, context_lens, *, step=None):
+    lens = context_lens if step is None else step.slot("planted.forgets", _Lengths).lens
+    return paged_attention_reference(query, key_cache, value_cache, block_tables, lens)

@@ -34,6 +34,9 @@ FINDINGS = [
     ("unsteady", "wrong", "same bits, float32", "declared deterministic, but run [23] gave other bits than run 1"),
     ("gradient", "wrong", "gradients, float32", "the gradient of weight: wanted one, got None"),
     ("racy", "wrong", "two threads, float32", "with 2 threads at once: result 0"),
+    ("one_buffer", "wrong", "results of their own, float32", "changed the result of the first"),
+    ("prepacked", "wrong", "results of their own, float32", "with other values in the same tensors: result 0"),
+    ("forgets", "wrong", "a step that advances, float32", r"after advance\(\): result 0"),
     ("too_wide", "wrong", "limit head_dim <= 96", "96 is legal by 'head_dim <= 96', but the result is wrong"),
 ]
 
