@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 from typer.testing import CliRunner
 
@@ -135,6 +136,14 @@ def test_the_code_in_the_readme_runs(capsys):
             exec(block, namespace)
     assert namespace["output"].shape == (1, 512, 32, 128)
     assert "mine.rms_norm" in capsys.readouterr().out
+
+
+def test_the_backend_in_the_documentation_works():
+    text = (ROOT / "docs/backends.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+    x, w = torch.randn(4, 64), torch.randn(64)
+    with lz.scope(locks={"rms_norm": "fastnorm.rms_norm"}):
+        torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
 
 
 def test_the_explanation_in_the_readme_is_real():
