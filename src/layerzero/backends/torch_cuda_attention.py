@@ -142,6 +142,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=60,
     ),
     Kernel(
@@ -167,6 +168,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=50,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
@@ -196,6 +198,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=40,
     ),
 )

@@ -69,6 +69,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=("hidden",),
         priority=10,
     ),
     Kernel(
@@ -83,6 +84,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=40,
     ),
     Kernel(
@@ -97,6 +99,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=("hidden",),
         priority=10,
     ),
 )

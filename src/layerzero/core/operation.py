@@ -78,6 +78,8 @@ class Operation:
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
         derived: the names of those facts, so that rules may match them.
+        derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
+            bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
         fold: computes the mask that stands in for arguments a kernel lacks.
         check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
             mode, because reading them waits for the device.
@@ -97,6 +99,7 @@ class Operation:
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
     derived: tuple[str, ...] = ()
+    derived_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fold: Fold | None = None
     check_values: Callable[..., list[str]] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, torch.Tensor]] | None = None
@@ -122,12 +125,15 @@ class Routed:
         arguments: canonical argument values; tensors under the names that the function uses.
         layout: layout of the tensors that have one.
         assumed_layout: whether the layout is only an assumption.
+        varies: axes whose size may differ within its bit length, all that share its name together, without the route
+            giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
     """
 
     operation: Operation
     arguments: Mapping[str, object]
     layout: str | None = None
     assumed_layout: bool = False
+    varies: tuple[str, ...] = ()
 
 
 class Route(Protocol):

@@ -105,6 +105,7 @@ class Report:
         chosen: the winner, None if nothing is legal.
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
+        varies: axes whose size the route did not depend on, within its bit length.
     """
 
     operation: str
@@ -113,6 +114,7 @@ class Report:
     chosen: Candidate | None
     locked: str = ""
     notes: tuple[str, ...] = ()
+    varies: tuple[str, ...] = ()
 
     @property
     def kernel_id(self) -> str | None:

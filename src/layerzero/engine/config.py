@@ -24,8 +24,8 @@ from layerzero.ops import OPERATIONS
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
-_ELSEWHERE = frozenset({"CONFIG"})
-"""Variables with a meaning of their own: the configuration file."""
+_ELSEWHERE = frozenset({"CONFIG", "NATIVE"})
+"""Variables with a meaning of their own: the configuration file, and whether the C hit path is loaded."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import failing, legality, planning, probe, score, state
-from layerzero.engine.cache import PlanCache
+from layerzero.engine import failing, legality, planning, probe, reuse, score, state
+from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
@@ -60,6 +61,7 @@ class Dispatcher:
     def __init__(self, function: Function, engine: Engine = ENGINE) -> None:
         self.function = function
         self.engine = engine
+        self.order = tuple(each.name for each in function.parameters if each.name in function.tensors)
         self.cache = PlanCache()
         self.cache.publish(CONFIGURATION.policy)
         engine.caches.append(self.cache)
@@ -109,15 +111,22 @@ class Dispatcher:
                 return plan
             failed.add(chosen.kernel.id)
 
-    def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
+    def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         if _on_meta(arguments):
             return fake_call(self.function.route(dict(arguments), current_policy().layout))
         policy, epoch = current_policy(), self.cache.epoch
-        plan = self.choose(arguments, policy)
-        if policy["cache.enabled"]:
-            self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"])
-        return self.run(plan, arguments)
+
+        def chosen() -> Plan:
+            plan = self.choose(arguments, policy)
+            if policy["cache.enabled"]:
+                conditions = reuse.conditions_of(plan, policy, self.order)
+                self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
+            return plan
+
+        if state.capturing(arguments.values()):  # a capture waits for nobody
+            return self.run(chosen(), arguments)
+        return self.run(FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen), arguments)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
@@ -245,7 +254,7 @@ def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | Non
             chosen = None
     if chosen is not None:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
-    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes))
+    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes), routed.varies)
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:

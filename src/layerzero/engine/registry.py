@@ -247,6 +247,7 @@ def reference_kernel(operation: Operation) -> Kernel:
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
         accepts=(*(tensor.name for tensor in schema.optional), *schema.params, *schema.bounds),
+        sizes_bound=(),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -314,6 +315,7 @@ def kernel_of_function(
     if "value_dim" in {axis for tensor in schema.inputs for axis in tensor.shape_vars}:
         declared.setdefault("layout", "BSHD")
     rules += [limit.one_of(fact, value) for fact, value in implied.items()]
+    declared.setdefault("sizes_bound", ())  # the function itself is what runs, whatever the sizes
 
     def load(facts: Facts) -> Callable[..., Any]:
         return function
