@@ -38,12 +38,15 @@ typedef struct {
 
 extern PyTypeObject *tensor_type, *parameter_type;
 extern DLExchange *exchange;
+extern long open_scopes; /* policy scopes that are open in any thread */
 
 int state_setup(PyObject *sources);
 /* 1: read; 0: a state for the slow way; -1: error */
 int state_read(EagerState *state, int with_sdpa);
-int state_scoped(void); /* whether a policy scope is open anywhere; -1: error */
+PyObject *state_set_scopes(PyObject *module, PyObject *count);
 int inference_enabled(void);
+int dynamo_listens(void); /* whether Dynamo would compile what is called now: code after a graph break */
+PyObject *state_watch(PyObject *module, PyObject *callback);
 int requires_grad(PyObject *tensor); /* 1, 0, -1 like every question below */
 int is_leaf(PyObject *tensor);
 int is_inference(PyObject *tensor);
@@ -70,6 +73,7 @@ typedef struct {
     PyObject *default_value; /* NULL: required */
     enum Kind kind;
     int tensor;                /* its number among the tensors, for tensors */
+    PyObject *text;            /* the text that was given last: the compiler makes one object of equal ones */
     int made_of[MAX_TENSORS];  /* parameters that a handle must have been made of, for handles; ends with -1 */
 } Parameter;
 
@@ -89,6 +93,7 @@ typedef struct {
     Mutated mutated[MAX_TENSORS];
     PyObject *strings;                         /* text values seen, by value; each key holds their addresses */
     PyObject *python, *miss, *failed, *scoped; /* the slower ways */
+    PyObject *unwatched;                       /* this callable without Dynamo listening; NULL until it is loaded */
     PyObject *index;                           /* of the process-wide policy's table */
 } Function;
 

@@ -80,12 +80,15 @@ static int put_tensor(Key *key, int number, const DLTensor *tensor, int grad)
 }
 
 /* The one text of this value that keys may hold the address of; NULL without error: no key. */
-static PyObject *known_text(Function *self, PyObject *text)
+static PyObject *known_text(Function *self, Parameter *parameter, PyObject *text)
 {
+    if (text == parameter->text)
+        return text;
     PyObject *found = PyDict_GetItemWithError(self->strings, text);
     if (found == NULL && !PyErr_Occurred() && PyDict_GET_SIZE(self->strings) < MAX_STRINGS &&
         PyDict_SetItem(self->strings, text, text) == 0)
         found = text;
+    parameter->text = found; /* borrowed of the dictionary, which forgets nothing */
     return found;
 }
 
@@ -98,7 +101,7 @@ static int put_integer(uint64_t *word, PyObject *value)
 }
 
 /* Numbers that are instances of float or tuple (a NumPy float, a Size) count as what they stand for, as plans do. */
-static int put_value(Function *self, PyObject *value, uint64_t *tag, uint64_t *word)
+static int put_value(Function *self, Parameter *parameter, PyObject *value, uint64_t *tag, uint64_t *word)
 {
     *word = 0;
     if (value == Py_None) {
@@ -114,7 +117,7 @@ static int put_value(Function *self, PyObject *value, uint64_t *tag, uint64_t *w
         *tag = NUMBER_INT;
         return put_integer(word, value);
     } else if (PyUnicode_CheckExact(value)) {
-        PyObject *text = known_text(self, value);
+        PyObject *text = known_text(self, parameter, value);
         *tag = TEXT;
         *word = (uint64_t)(uintptr_t)text;
         return text != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
@@ -125,11 +128,11 @@ static int put_value(Function *self, PyObject *value, uint64_t *tag, uint64_t *w
 }
 
 /* A tuple or list of integers, or what stands in its place. Always the same number of words. */
-static int put_sequence(Function *self, PyObject *value, uint64_t *tag, uint64_t *words)
+static int put_sequence(Function *self, Parameter *parameter, PyObject *value, uint64_t *tag, uint64_t *words)
 {
     memset(words, 0, MAX_SEQUENCE * sizeof words[0]);
     if (!PyTuple_Check(value) && !PyList_CheckExact(value))
-        return put_value(self, value, tag, words);
+        return put_value(self, parameter, value, tag, words);
     Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
     if (count > MAX_SEQUENCE)
         return 0;
@@ -157,12 +160,12 @@ static int put_bound(PyObject *value, uint64_t *tag, uint64_t *word)
 }
 
 /* A handle by its kind, which it tells for the tensors of this call. */
-static int put_handle(Function *self, const Parameter *parameter, PyObject *const *values, PyObject *value,
+static int put_handle(Function *self, Parameter *parameter, PyObject *const *values, PyObject *value,
                       uint64_t *tag, uint64_t *word)
 {
     static PyObject *kind_for;
     if (value == Py_None)
-        return put_value(self, value, tag, word);
+        return put_value(self, parameter, value, tag, word);
     if (kind_for == NULL && (kind_for = PyUnicode_InternFromString("kind_for")) == NULL)
         return -1;
     PyObject *arguments[1 + MAX_TENSORS] = {value};
@@ -176,7 +179,7 @@ static int put_handle(Function *self, const Parameter *parameter, PyObject *cons
         PyErr_Clear(); /* no handle: the Python callable says so */
         return 0;
     }
-    int put = PyUnicode_CheckExact(kind) ? put_value(self, kind, tag, word) : 0;
+    int put = PyUnicode_CheckExact(kind) ? put_value(self, parameter, kind, tag, word) : 0;
     Py_DECREF(kind);
     return put;
 }
@@ -187,7 +190,7 @@ static int put_values(Function *self, PyObject *const *values, Key *key)
     int shift = 0;
     int tags_at = key->exact_count++;
     for (int i = 0; i < self->count; i++) {
-        const Parameter *parameter = &self->parameters[i];
+        Parameter *parameter = &self->parameters[i];
         uint64_t tag = ABSENT, *words = key->exact + key->exact_count;
         int made = 1, width = 1;
         switch (parameter->kind) {
@@ -195,10 +198,10 @@ static int put_values(Function *self, PyObject *const *values, Key *key)
         case OPTIONAL_TENSOR:
             continue;
         case VALUE:
-            made = put_value(self, values[i], &tag, words);
+            made = put_value(self, parameter, values[i], &tag, words);
             break;
         case SEQUENCE:
-            made = put_sequence(self, values[i], &tag, words);
+            made = put_sequence(self, parameter, values[i], &tag, words);
             width = MAX_SEQUENCE;
             break;
         case BOUND:

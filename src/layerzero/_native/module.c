@@ -96,6 +96,9 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
     PyObject *values[MAX_PARAMETERS];
     Key key;
     Found found;
+    int listens = self->unwatched == NULL ? 0 : dynamo_listens();
+    if (listens)
+        return listens < 0 ? NULL : PyObject_Vectorcall(self->unwatched, args, (size_t)given, names);
     int made = bind(self, args, given, names, values);
     if (made > 0)
         made = key_make(self, values, &key);
@@ -103,11 +106,8 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
         return NULL;
     if (made == 0)
         return PyObject_Vectorcall(self->python, args, (size_t)given, names);
-    int scoped = state_scoped();
-    if (scoped < 0)
-        return NULL;
     /* The table may be replaced while its plan runs, so both are held. */
-    PyObject *index = scoped ? PyObject_CallNoArgs(self->scoped) : Py_NewRef(self->index);
+    PyObject *index = open_scopes ? PyObject_CallNoArgs(self->scoped) : Py_NewRef(self->index);
     if (index == NULL)
         return NULL;
     if (!Py_IS_TYPE(index, &IndexType)) {
@@ -242,6 +242,12 @@ static PyObject *function_publish(PyObject *function, PyObject *index)
     Py_RETURN_NONE;
 }
 
+static PyObject *function_unwatched(PyObject *function, PyObject *callable)
+{
+    Py_XSETREF(((Function *)function)->unwatched, Py_NewRef(callable));
+    Py_RETURN_NONE;
+}
+
 /* put(index, exact, coarse, plan, run, negated, conditions): conditions None keeps the plan for the exact key alone. */
 static PyObject *function_put(PyObject *function, PyObject *args)
 {
@@ -283,6 +289,7 @@ static int function_traverse(PyObject *function, visitproc visit, void *arg)
     Py_VISIT(self->miss);
     Py_VISIT(self->failed);
     Py_VISIT(self->scoped);
+    Py_VISIT(self->unwatched);
     Py_VISIT(self->index);
     return 0;
 }
@@ -294,6 +301,7 @@ static int function_drop(PyObject *function)
     Py_CLEAR(self->miss);
     Py_CLEAR(self->failed);
     Py_CLEAR(self->scoped);
+    Py_CLEAR(self->unwatched);
     return 0;
 }
 
@@ -316,6 +324,7 @@ static void function_dealloc(PyObject *function)
 static PyMethodDef function_methods[] = {
     {"builtin", function_builtin, METH_NOARGS, "The callable that users get."},
     {"publish", function_publish, METH_O, "Make this the index of the process-wide policy's table."},
+    {"unwatched", function_unwatched, METH_O, "What to call instead while Dynamo listens."},
     {"put", function_put, METH_VARARGS, "put(index, exact, coarse, plan, run, negated, conditions)"},
     {NULL},
 };
@@ -347,7 +356,9 @@ static PyObject *setup(PyObject *module, PyObject *args, PyObject *sources)
 
 static PyMethodDef module_methods[] = {
     {"setup", (PyCFunction)(void (*)(void))setup, METH_VARARGS | METH_KEYWORDS, "Say where torch's state is read."},
-    {"thread_keys", state_words, METH_NOARGS, "torch's thread-local dispatch keys as two words, None if not found."},
+    {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
+    {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
+    {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode and function modes as read; None where they are not."},
     {NULL},
 };
 

@@ -7,10 +7,14 @@
 
 #if defined(__linux__)
 #include <dlfcn.h>
+#define STATIC_TLS __attribute__((tls_model("initial-exec"))) /* one address, no call to find it */
+#else
+#define STATIC_TLS
 #endif
 
 PyTypeObject *tensor_type, *parameter_type;
 DLExchange *exchange;
+long open_scopes;
 
 typedef struct {
     PyObject *callable;
@@ -25,23 +29,27 @@ typedef struct {
     PyCFunction method; /* NULL: not a method without arguments */
 } Member;
 
-static Question grad_enabled, function_modes, deterministic, inference, sdpa[4], classify;
+static Question grad_enabled, function_modes, deterministic, inference, sdpa[4], classify, dynamo_callback;
 static Member member_requires_grad, member_is_leaf, member_is_inference, member_is_neg;
-static PyObject *forward_ad, *forward_ad_level, *no_level, *scopes, *scopes_active, *zero;
+static PyObject *forward_ad, *forward_ad_level, *no_level;
 static PyObject *layout_name, *strided, *is_meta_name, *is_nested_name, *is_quantized_name;
 
 /* torch's thread-local dispatch keys: zero in plain eager code, other bits inside every mode, transform, autocast and
  * inference mode. What a pair of words stands for is asked of Python once and remembered. */
 static void *keys_library;
 static const char *keys_symbol = "_ZN3c104impl26raw_local_dispatch_key_setE";
-static _Thread_local const uint64_t *thread_keys;
+static _Thread_local STATIC_TLS const uint64_t *thread_keys;
+
+/* What the builtins behind two of the questions ask in turn; NULL where torch has no such symbol. */
+static _Bool (*grad_mode)(void);
+static int64_t (*function_mode_count)(void);
 static struct {
     uint64_t included, excluded;
     int flags;
 } known[8];
 static int known_count, known_next;
 
-static int question_set(Question *question, PyObject *callable)
+static void question_set(Question *question, PyObject *callable)
 {
     Py_XSETREF(question->callable, Py_NewRef(callable));
     question->function = NULL;
@@ -55,7 +63,6 @@ static int question_set(Question *question, PyObject *callable)
             question->self = self;
         }
     }
-    return 0;
 }
 
 static inline PyObject *question_ask(const Question *question)
@@ -114,6 +121,23 @@ int is_leaf(PyObject *tensor) { return member_ask(&member_is_leaf, tensor); }
 int is_inference(PyObject *tensor) { return member_ask(&member_is_inference, tensor); }
 int is_negated(PyObject *tensor) { return member_ask(&member_is_neg, tensor); }
 int inference_enabled(void) { return truth(question_ask(&inference)); }
+
+int dynamo_listens(void)
+{
+    if (dynamo_callback.callable == NULL)
+        return 0;
+    PyObject *callback = question_ask(&dynamo_callback);
+    int listens = callback == NULL ? -1 : callback != Py_None && callback != Py_False;
+    Py_XDECREF(callback);
+    return listens;
+}
+
+PyObject *state_watch(PyObject *module, PyObject *callback)
+{
+    (void)module;
+    question_set(&dynamo_callback, callback);
+    Py_RETURN_NONE;
+}
 
 int is_plain(PyObject *tensor)
 {
@@ -179,7 +203,7 @@ int state_read(EagerState *state, int with_sdpa)
     if (flags < 0)
         return flags == -1 ? 0 : -1;
     state->autocast = flags;
-    int modes = truth(question_ask(&function_modes));
+    int modes = function_mode_count != NULL ? function_mode_count() != 0 : truth(question_ask(&function_modes));
     if (modes)
         return modes < 0 ? -1 : 0;
     PyObject *level = PyDict_GetItemWithError(forward_ad, forward_ad_level);
@@ -188,7 +212,7 @@ int state_read(EagerState *state, int with_sdpa)
             return -1;
         return 0;
     }
-    state->grad = truth(question_ask(&grad_enabled));
+    state->grad = grad_mode != NULL ? grad_mode() : truth(question_ask(&grad_enabled));
     state->deterministic = truth(question_ask(&deterministic));
     state->sdpa = 0;
     if (state->grad < 0 || state->deterministic < 0)
@@ -202,24 +226,28 @@ int state_read(EagerState *state, int with_sdpa)
     return 1;
 }
 
-int state_scoped(void)
+/* The number of open policy scopes, told by whoever opens and closes one. */
+PyObject *state_set_scopes(PyObject *module, PyObject *count)
 {
-    PyObject *active = PyDict_GetItemWithError(scopes, scopes_active);
-    if (active == zero)
-        return 0;
-    if (active == NULL)
-        return PyErr_Occurred() ? -1 : 1;
-    return PyObject_IsTrue(active);
+    (void)module;
+    long scopes = PyLong_AsLong(count);
+    if (scopes == -1 && PyErr_Occurred())
+        return NULL;
+    open_scopes = scopes;
+    Py_RETURN_NONE;
 }
 
+/* What is read without asking Python: two words of keys, grad mode, the number of function modes; None where not. */
 PyObject *state_words(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
     const uint64_t *keys = read_thread_keys();
-    if (keys == NULL)
-        Py_RETURN_NONE;
-    return Py_BuildValue("(KK)", (unsigned long long)keys[0], (unsigned long long)keys[1]);
+    PyObject *words = keys == NULL ? Py_NewRef(Py_None)
+                                   : Py_BuildValue("(KK)", (unsigned long long)keys[0], (unsigned long long)keys[1]);
+    PyObject *grad = grad_mode == NULL ? Py_NewRef(Py_None) : PyBool_FromLong(grad_mode());
+    PyObject *modes = function_mode_count == NULL ? Py_NewRef(Py_None) : PyLong_FromLongLong(function_mode_count());
+    return Py_BuildValue("(NNN)", words, grad, modes);
 }
 
 /* A required entry of the sources, borrowed. */
@@ -243,7 +271,10 @@ static int set_object(PyObject **place, PyObject *sources, const char *name)
 static int set_question(Question *question, PyObject *sources, const char *name)
 {
     PyObject *found = source(sources, name);
-    return found == NULL ? -1 : question_set(question, found);
+    if (found == NULL)
+        return -1;
+    question_set(question, found);
+    return 0;
 }
 
 static int set_name(PyObject **place, const char *name)
@@ -255,23 +286,33 @@ static int set_name(PyObject **place, const char *name)
     return 0;
 }
 
-static int set_keys_library(PyObject *sources)
+#if defined(__linux__)
+/* A library that torch has loaded, NULL where there is none; nothing is loaded here. -1 in `fails` for an error. */
+static void *library(PyObject *sources, const char *name, int *fails)
 {
-    PyObject *path = source(sources, "keys_library");
-    if (path == NULL)
-        return -1;
+    PyObject *path = source(sources, name);
+    const char *text = path == NULL || path == Py_None ? NULL : PyUnicode_AsUTF8(path);
+    if (text == NULL) {
+        *fails |= PyErr_Occurred() != NULL;
+        return NULL;
+    }
+    return dlopen(text, RTLD_LAZY | RTLD_NOLOAD);
+}
+#endif
+
+static int set_libraries(PyObject *sources)
+{
+    int fails = 0;
     known_count = known_next = 0;
     thread_keys = NULL;
-    keys_library = NULL;
 #if defined(__linux__)
-    if (path != Py_None) {
-        const char *text = PyUnicode_AsUTF8(path);
-        if (text == NULL)
-            return -1;
-        keys_library = dlopen(text, RTLD_LAZY | RTLD_NOLOAD); /* torch has loaded it; nothing is loaded here */
-    }
+    keys_library = library(sources, "c10", &fails);
+    grad_mode = keys_library == NULL ? NULL : (_Bool(*)(void))dlsym(keys_library, "_ZN3c108GradMode10is_enabledEv");
+    void *cpu = library(sources, "torch_cpu", &fails);
+    function_mode_count =
+        cpu == NULL ? NULL : (int64_t(*)(void))dlsym(cpu, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
 #endif
-    return 0;
+    return fails ? -1 : 0;
 }
 
 int state_setup(PyObject *sources)
@@ -301,19 +342,18 @@ int state_setup(PyObject *sources)
         if (set_question(&sdpa[i], sources, switches[i]) < 0)
             return -1;
     Py_XSETREF(no_level, PyLong_FromLong(-1));
-    Py_XSETREF(zero, PyLong_FromLong(0));
-    if (no_level == NULL || zero == NULL || set_question(&grad_enabled, sources, "grad_enabled") < 0 ||
+    if (no_level == NULL || set_question(&grad_enabled, sources, "grad_enabled") < 0 ||
         set_question(&function_modes, sources, "function_modes") < 0 ||
         set_question(&deterministic, sources, "deterministic") < 0 ||
         set_question(&inference, sources, "inference") < 0 || set_question(&classify, sources, "classify") < 0 ||
-        set_object(&forward_ad, sources, "forward_ad") < 0 || set_object(&scopes, sources, "scopes") < 0 ||
-        set_object(&strided, sources, "strided") < 0 || set_keys_library(sources) < 0)
+        set_object(&forward_ad, sources, "forward_ad") < 0 ||
+        set_object(&strided, sources, "strided") < 0 || set_libraries(sources) < 0)
         return -1;
-    if (!PyDict_Check(forward_ad) || !PyDict_Check(scopes)) {
-        PyErr_SetString(PyExc_TypeError, "setup: wanted the dictionaries of forward_ad and of the scopes");
+    if (!PyDict_Check(forward_ad)) {
+        PyErr_SetString(PyExc_TypeError, "setup: wanted the dictionary of forward_ad");
         return -1;
     }
-    return set_name(&forward_ad_level, "_current_level") < 0 || set_name(&scopes_active, "active") < 0 ||
+    return set_name(&forward_ad_level, "_current_level") < 0 ||
                    set_name(&layout_name, "layout") < 0 || set_name(&is_meta_name, "is_meta") < 0 ||
                    set_name(&is_nested_name, "is_nested") < 0 || set_name(&is_quantized_name, "is_quantized") < 0 ||
                    member_set(&member_requires_grad, "requires_grad") < 0 ||

@@ -56,34 +56,42 @@ def _load() -> Any:
         "inference": torch.is_inference_mode_enabled,
         "classify": _classify,
         "forward_ad": vars(forward_ad),
-        "scopes": vars(SCOPES),
         "strided": torch.strided,
-        "keys_library": _keys_library(),
+        **_libraries(),
         **sdpa,
     }
     try:
         hot.setup(**sources)
-        if not _keys_tell_modes(hot):
-            hot.setup(**{**sources, "keys_library": None})
+        if not _reads_rightly(hot):
+            hot.setup(**{**sources, "c10": None, "torch_cpu": None})
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
+    SCOPES.watch(hot.set_scopes)
     return hot
 
 
-def _keys_library() -> str | None:
-    """The library that holds torch's thread-local dispatch keys; without it, Python is asked on every call."""
-    path = Path(torch.__file__).parent / "lib" / "libc10.so"
-    return str(path) if path.exists() else None
+def _libraries() -> dict[str, str | None]:
+    """Where torch's own symbols are looked up; without them its builtins are asked, and Python about dispatch keys."""
+    folder = Path(torch.__file__).parent / "lib"
+    paths = {name: folder / f"lib{name}.so" for name in ("c10", "torch_cpu")}
+    return {name: str(path) if path.exists() else None for name, path in paths.items()}
 
 
-def _keys_tell_modes(hot: Any) -> bool:
-    """Whether the words that are read are the dispatch keys: they change with them, and come back."""
-    plain = hot.thread_keys()
+def _reads_rightly(hot: Any) -> bool:
+    """Whether what is read by symbol is what its name says: it changes with the state, and comes back."""
+    plain = hot.state()
     with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Python):
-        inside = hot.thread_keys()
+        keys_inside, *_ = hot.state()
     with torch.inference_mode():
-        inference = hot.thread_keys()
-    return len({plain, inside, inference}) == 3 and hot.thread_keys() == plain
+        keys_inference, *_ = hot.state()
+    grads = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            grads.append(hot.state()[1])
+    with torch.overrides.BaseTorchFunctionMode():
+        modes = plain[2], hot.state()[2]
+    told = plain[0] is None or len({plain[0], keys_inside, keys_inference}) == 3
+    return told and grads in ([True, False], [None, None]) and modes in ((0, 1), (None, None)) and hot.state() == plain
 
 
 ABSENT = ""

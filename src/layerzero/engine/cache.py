@@ -37,6 +37,10 @@ class Key:
     native: Any = None
 
 
+MAX_SEEN = 4096
+"""Calls that the Python path remembers the plans of, beside the table."""
+
+
 class InClass(NamedTuple):
     """The key under which a table holds one of the plans of a coarse key."""
 
@@ -47,26 +51,33 @@ class InClass(NamedTuple):
 class Table(dict[Hashable, Plan]):
     """The plans of one policy by exact key, or by :class:`InClass`.
 
+    ``seen`` answers the Python path for calls that it has looked up before; it holds no plan that the table does not.
     Readers take no lock: a lookup is one dictionary read, and the only write is the plan's reference bit.
     """
 
-    __slots__ = ("_numbers", "classes", "index")
+    __slots__ = ("_numbers", "classes", "index", "seen")
 
     def __init__(self, index: Any = None) -> None:
         super().__init__()
         self.classes: dict[Hashable, tuple[tuple[InClass, Conditions], ...]] = {}
         self.index = index
+        self.seen: dict[Hashable, Plan] = {}
         self._numbers = 0
 
-    def of_class(
-        self, coarse: Hashable, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    def find(
+        self, exact: Hashable, coarse: Hashable, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
     ) -> Plan | None:
-        """The plan of a size class whose conditions a call meets."""
-        for name, conditions in self.classes.get(coarse, ()):
-            plan = self.get(name)
-            if plan is not None and holds(conditions, shapes, strides):
-                return plan
-        return None
+        """The plan of this very call, or one of its size class whose conditions it meets."""
+        plan = self.get(exact)
+        for name, conditions in self.classes.get(coarse, ()) if plan is None else ():
+            if holds(conditions, shapes, strides):
+                plan = self.get(name)
+                break
+        if plan is not None:
+            if len(self.seen) >= MAX_SEEN:
+                self.seen.clear()
+            self.seen[exact] = plan
+        return plan
 
     def add(self, key: Key, plan: Plan, conditions: Conditions | None) -> None:
         """Keep a plan; the caller holds the cache's lock."""
@@ -90,6 +101,7 @@ class Table(dict[Hashable, Plan]):
 
     def drop(self, names: Sequence[Hashable]) -> None:
         """Forget plans; the caller holds the cache's lock."""
+        self.seen.clear()
         gone = [plan for plan in (self.pop(name, None) for name in names) if plan is not None]
         for name in names:
             if isinstance(name, InClass):
@@ -104,6 +116,7 @@ class Table(dict[Hashable, Plan]):
     def clear(self) -> None:
         """Forget every plan."""
         super().clear()
+        self.seen.clear()
         self.classes.clear()
         if self.index is not None:
             self.index.clear()

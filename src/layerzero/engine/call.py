@@ -6,7 +6,6 @@ the table goes to the slower ways; they have the same results.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,8 @@ class Call:
         self.python: Callable[..., Any] = self._generate()
         self.native = self._accelerate() if accelerator.HOT is not None else None
         self.fast: Callable[..., Any] = self.python if self.native is None else self.native.builtin()
-        compiling.substitute(self.fast, self._traced)
+        if self.native is not None:
+            compiling.substitute(self.native, self.fast, self.python)
 
     def _accelerate(self) -> Any:
         ways = {
@@ -96,9 +96,9 @@ class Call:
         return self.dispatcher.cache.table(SCOPES.policy())
 
     def _miss(self, exact: tuple[Any, ...], *values: Any) -> Any:
-        """Look for a plan of the size class, then choose."""
+        """Look in the table, which has size classes, too; then choose."""
         coarse, shapes, strides = coarse_key(exact, self.dispatcher.order)
-        plan = self.dispatcher.cache.table(current_policy()).of_class(coarse, shapes, strides)
+        plan = self.dispatcher.cache.table(current_policy()).find(exact, coarse, shapes, strides)
         if plan is None:
             return self.dispatcher.miss(Key(exact, coarse), self._arguments(values))
         plan.used = True
@@ -131,12 +131,6 @@ class Call:
             if isinstance(arguments[listed], int):
                 arguments[listed] = [arguments[listed]]
         return getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
-
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the callable where Dynamo traces it."""
-        bound = inspect.signature(self.function.signature).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self._operator(*bound.arguments.values())
 
     def _unusual(self, *values: Any) -> Any:
         """Run a call that makes no key: subclasses, modes, transforms, or arguments that are wrong."""

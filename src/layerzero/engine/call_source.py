@@ -52,7 +52,7 @@ def source(function: Function) -> str:
         "    try:",
         f"        _key = ({', '.join(parts)})",
         "        _table = _cache.current if not _scopes.active else _scoped()",
-        "        _plan = _table.get(_key)",
+        "        _plan = _table.seen.get(_key)",
         # no hash (a list), no strides and address (sparse, nested), or no handle where one belongs
         "    except (TypeError, RuntimeError, AttributeError):",
         f"        return _unusual({given})",

@@ -9,22 +9,23 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, ModuleType
+from types import ModuleType
 from typing import Any
+
+log = logging.getLogger("layerzero")
 
 _DYNAMO = "torch._dynamo"
 
-_waiting: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+_waiting: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
 
 
-def substitute(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    """Let Dynamo trace ``traced`` where it meets ``function``, a builtin; Python functions it sees through."""
-    if not isinstance(function, BuiltinFunctionType):
-        return
-    _waiting.append((function, traced))
-    if _DYNAMO in sys.modules:
+def substitute(native: Any, builtin: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Let Dynamo trace ``traced``, the generated Python, where it meets a builtin, which it cannot see through."""
+    _waiting.append((native, builtin, traced))
+    if _DYNAMO in sys.modules and not getattr(sys.modules[_DYNAMO].__spec__, "_initializing", False):
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -33,9 +34,17 @@ def substitute(function: Callable[..., Any], traced: Callable[..., Any]) -> None
 def _register() -> None:
     import torch
 
+    from layerzero.engine import accelerator
+
     while _waiting:
-        function, traced = _waiting.pop()
-        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)  # type: ignore[no-untyped-call]
+        native, builtin, traced = _waiting.pop()
+        try:
+            torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(traced)
+            # after a graph break the builtin runs while Dynamo listens, and it would compile the kernels' own Python
+            native.unwatched(torch.compiler.disable(builtin))
+            accelerator.HOT.watch(torch._C._dynamo.eval_frame.get_eval_frame_callback)
+        except Exception as error:  # noqa: BLE001  # Dynamo's import, and with it the user's program, must not fail here
+            log.warning("torch.compile will break graphs at lz.%s: %s", builtin.__name__, error)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

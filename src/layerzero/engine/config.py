@@ -261,8 +261,21 @@ class Scopes:
 
     def __init__(self) -> None:
         self.active = 0
+        self._watchers: list[Callable[[int], None]] = []
         self._lock = threading.Lock()
         self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Tell a hit path that is not Python how many blocks are open, now and from now on."""
+        with self._lock:
+            self._watchers.append(watcher)
+            watcher(self.active)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self.active += change
+            for watcher in self._watchers:
+                watcher(self.active)
 
     @contextmanager
     def scope(self, values: Mapping[str, Any]) -> Iterator[None]:
@@ -274,13 +287,11 @@ class Scopes:
         layers = (*(outer.layers if outer else ()), checked(values, "scope"))
         scope = _Scope(layers, CONFIGURATION.policy, CONFIGURATION.effective(*layers))
         token = self._current.set(scope)
-        with self._lock:
-            self.active += 1
+        self._count(1)
         try:
             yield
         finally:
-            with self._lock:
-                self.active -= 1
+            self._count(-1)
             self._current.reset(token)
 
     def layers(self) -> tuple[Mapping[str, Any], ...]:

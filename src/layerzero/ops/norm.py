@@ -274,7 +274,8 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
             problems.append(
                 f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
             )
-        if residual.is_inference() and not torch.is_inference_mode_enabled():
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
+        if not compiling and residual.is_inference() and not torch.is_inference_mode_enabled():
             problems.append("residual: wanted a tensor that may be updated in place, got one made in inference mode")
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
