@@ -9,6 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Kernel
+from layerzero.engine.cache import Key
 from layerzero.engine import health as health_module
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
@@ -217,8 +218,8 @@ def test_a_plan_chosen_under_an_old_epoch_is_not_kept(norm):
     register(slow)
     cache = CALLS["rms_norm"].dispatcher.cache
     plan = CALLS["rms_norm"].dispatcher.choose({"input": norm[0], "weight": norm[1], "eps": 1e-6}, _policy())
-    assert not cache.insert("key", plan, _policy(), cache.epoch - 1, 10)
-    assert cache.insert("key", plan, _policy(), cache.epoch, 10)
+    assert not cache.insert(Key("key", "class"), plan, _policy(), cache.epoch - 1, 10)
+    assert cache.insert(Key("key", "class"), plan, _policy(), cache.epoch, 10)
 
 
 def _policy():

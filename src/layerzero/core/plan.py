@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.core.facts import Facts
@@ -172,6 +172,7 @@ class Plan:
         run: from the function's arguments to the results.
         proved: whether the limits were re-evaluated on the tensors themselves.
         used: reference bit for eviction.
+        reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
     kernel: Kernel
@@ -182,6 +183,10 @@ class Plan:
     adaptations: tuple[Adaptation, ...] = ()
     proved: bool = False
     used: bool = False
+    reads_negated: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_negated = self.kernel.handles_negated
 
     @property
     def kernel_id(self) -> str:

@@ -51,17 +51,18 @@ class InClass(NamedTuple):
 class Table(dict[Hashable, Plan]):
     """The plans of one policy by exact key, or by :class:`InClass`.
 
-    ``seen`` answers the Python path for calls that it has looked up before; it holds no plan that the table does not.
+    ``seen`` and ``last`` answer the Python path for calls that it has looked up before: all of them, and the latest.
     Readers take no lock: a lookup is one dictionary read, and the only write is the plan's reference bit.
     """
 
-    __slots__ = ("_numbers", "classes", "index", "seen")
+    __slots__ = ("_numbers", "classes", "index", "last", "seen")
 
     def __init__(self, index: Any = None) -> None:
         super().__init__()
         self.classes: dict[Hashable, tuple[tuple[InClass, Conditions], ...]] = {}
         self.index = index
         self.seen: dict[Hashable, Plan] = {}
+        self.last: tuple[Hashable, Plan | None] = (None, None)
         self._numbers = 0
 
     def find(
@@ -73,11 +74,17 @@ class Table(dict[Hashable, Plan]):
             if holds(conditions, shapes, strides):
                 plan = self.get(name)
                 break
-        if plan is not None:
-            if len(self.seen) >= MAX_SEEN:
-                self.seen.clear()
-            self.seen[exact] = plan
         return plan
+
+    def saw(self, exact: Hashable, plan: Plan) -> None:
+        """Let the Python path find a plan for a call without looking at conditions again."""
+        if len(self.seen) >= MAX_SEEN:
+            self.seen.clear()
+        self.seen[exact] = plan
+
+    def _forget_seen(self) -> None:
+        self.seen.clear()
+        self.last = (None, None)
 
     def add(self, key: Key, plan: Plan, conditions: Conditions | None) -> None:
         """Keep a plan; the caller holds the cache's lock."""
@@ -96,12 +103,11 @@ class Table(dict[Hashable, Plan]):
             return
         self[name] = plan
         if key.native is not None:
-            negated = plan.kernel.handles_negated
-            key.native.put(self.index, key.exact, key.coarse, plan, plan.run, negated, conditions)
+            key.native.put(self.index, key.exact, key.coarse, plan, plan.run, plan.reads_negated, conditions)
 
     def drop(self, names: Sequence[Hashable]) -> None:
         """Forget plans; the caller holds the cache's lock."""
-        self.seen.clear()
+        self._forget_seen()
         gone = [plan for plan in (self.pop(name, None) for name in names) if plan is not None]
         for name in names:
             if isinstance(name, InClass):
@@ -116,7 +122,7 @@ class Table(dict[Hashable, Plan]):
     def clear(self) -> None:
         """Forget every plan."""
         super().clear()
-        self.seen.clear()
+        self._forget_seen()
         self.classes.clear()
         if self.index is not None:
             self.index.clear()

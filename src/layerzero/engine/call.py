@@ -65,7 +65,7 @@ class Call:
             "_miss": self._miss,
             "_failed": self._failed,
             "_unusual": self._unusual,
-            "_compiling": torch.compiler.is_compiling,
+            "_compiling": torch.compiler.is_dynamo_compiling,
             "_operator": self._operator,
             "_grad_enabled": torch.is_grad_enabled,
             "_inference": torch.is_inference_mode_enabled,
@@ -97,10 +97,15 @@ class Call:
 
     def _miss(self, exact: tuple[Any, ...], *values: Any) -> Any:
         """Look in the table, which has size classes, too; then choose."""
-        coarse, shapes, strides = coarse_key(exact, self.dispatcher.order)
-        plan = self.dispatcher.cache.table(current_policy()).find(exact, coarse, shapes, strides)
+        table = self.dispatcher.cache.table(current_policy())
+        negated = tuple(isinstance(value, torch.Tensor) and value.is_neg() for value in values)
+        found = (*exact, negated) if any(negated) else exact
+        coarse, shapes, strides = coarse_key(found, self.dispatcher.order)
+        plan = table.find(found, coarse, shapes, strides)
         if plan is None:
-            return self.dispatcher.miss(Key(exact, coarse), self._arguments(values))
+            return self.dispatcher.miss(Key(found, coarse), self._arguments(values))
+        if found is exact:
+            table.saw(exact, plan)
         plan.used = True
         try:
             return plan.run(*values)

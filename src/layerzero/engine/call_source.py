@@ -18,9 +18,10 @@ _SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"
 def source(function: Function) -> str:
     """Write the fast path of a function.
 
-    The key holds, for every tensor, dtype, device, shape, strides, the low bits of its address, the negative bit and
-    whether it asks for gradients; every other argument by value; and the eager state. Whatever a limit reads is in it,
-    so a plan that is found is legal for the call that found it.
+    The key holds, for every tensor, shape, strides, dtype, device, the low bits of its address and whether it asks for
+    gradients; every other argument by value; and the eager state. Whatever a limit reads is in it, so a plan that is
+    found is legal for the call that found it. The negative bit alone is asked for where the plan's kernel would misread
+    it: a plan chosen for a call without it is the one that a call with it gets, too, if its kernel reads it rightly.
     """
     parameters = list(function.parameters)
     names = [parameter.name for parameter in parameters]
@@ -29,6 +30,7 @@ def source(function: Function) -> str:
     optional = [name for name in function.tensors if name not in required]
     checks = [f"type({name}) not in _PLAIN" for name in required]
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
+    checks += _odd_values(function, names)
     for name in function.mutates:  # what makes writing into it an error is looked at on every call
         others = [other for other in required if _apart(function, name, other)]
         checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
@@ -43,6 +45,10 @@ def source(function: Function) -> str:
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
         parts.append(_SDPA_STATE)
+    negated = " or ".join(
+        f"{name}.is_neg()" if name in required else f"({name} is not None and {name}.is_neg())"
+        for name in [*required, *optional]
+    )
     lines = [
         f"def {function.name}({_signature(function)}):",
         "    if _compiling():",
@@ -52,11 +58,15 @@ def source(function: Function) -> str:
         "    try:",
         f"        _key = ({', '.join(parts)})",
         "        _table = _cache.current if not _scopes.active else _scoped()",
-        "        _plan = _table.seen.get(_key)",
+        "        _last, _plan = _table.last",
+        "        if _key != _last:  # comparing costs less than hashing, and most calls are like the one before",
+        "            _plan = _table.seen.get(_key)",
+        "            if _plan is not None:",
+        "                _table.last = _key, _plan",
         # no hash (a list), no strides and address (sparse, nested), or no handle where one belongs
         "    except (TypeError, RuntimeError, AttributeError):",
         f"        return _unusual({given})",
-        "    if _plan is None:",
+        f"    if _plan is None or (not _plan.reads_negated and ({negated})):",
         f"        return _miss(_key, {given})",
         "    _plan.used = True",
         "    try:",
@@ -69,7 +79,7 @@ def source(function: Function) -> str:
 
 def _tensor_key(name: str, *, asked: bool = False) -> str:
     gradient = f", {name}.requires_grad" if asked else ""
-    memory = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15, {name}.is_neg()"
+    memory = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15"
     return f"({memory}{gradient})"
 
 
@@ -79,7 +89,24 @@ def _value_key(function: Function, name: str) -> str:
         return f"None if {name} is None else ({name} - 1).bit_length()"
     if name in function.handles:
         return f"None if {name} is None else {name}.kind_for({', '.join(function.handles[name])})"
+    if _takes(function, name, tuple):
+        return f"tuple({name}) if type({name}) is list else {name}"
     return name
+
+
+def _takes(function: Function, name: str, kind: type) -> bool:
+    """Whether a parameter is of this kind in the operations that have it."""
+    kinds = [operation.schema.params.get(name) for operation in function.operations]
+    return any(kind is each or (isinstance(each, tuple) and kind in each) for each in kinds)
+
+
+def _odd_values(function: Function, names: list[str]) -> list[str]:
+    """What equals a legal value without being one: 1 is no flag, and True no number."""
+    flags = [name for name in names if _takes(function, name, bool)]
+    numbers = [name for name in names if _takes(function, name, float)]
+    return [f"({name} is not True and {name} is not False)" for name in flags] + [
+        f"{name} is True or {name} is False" for name in numbers
+    ]
 
 
 def _apart(function: Function, mutated: str, other: str) -> bool:
