@@ -43,7 +43,17 @@ def one_thread():
 
 def on_tensors(call, change):
     arguments = {n: change(t) if isinstance(t, torch.Tensor) else t for n, t in call.arguments.items()}
-    return RandomCall(call.function, arguments, call.name)
+    return RandomCall(call.function, with_its_step(arguments), call.name)
+
+
+def with_its_step(arguments):
+    """A step belongs to the tables that it was made of."""
+    step = arguments.get("step")
+    if step is not None:
+        tables = arguments["block_tables"].detach(), arguments["context_lens"].detach()
+        arguments |= dict(zip(("block_tables", "context_lens"), tables, strict=True))
+        arguments["step"] = lz.StepMetadata(*tables, capturable=step.capturable)
+    return arguments
 
 
 def moved(offset_bytes):
@@ -72,7 +82,8 @@ def resized(call, pick, dense):
     report, _ = dispatcher.explain(dispatcher.function.bind((), call.arguments), current_policy())
     sized = SizedCall(report.facts, None, dispatcher.order, frozenset(report.varies))
     axes = {name: sized.axes(name) for name in report.facts.tensors}
-    there = sorted({axis for each in axes.values() for axis in each} & set(report.varies))
+    there = {axis for each in axes.values() for axis in each} & set(report.varies)
+    there = sorted(there - ({"pages"} if call.function == "append_paged_kv" else set()))  # its slots name them
     if not there:
         return call
     axis = there[pick % len(there)]
@@ -85,7 +96,10 @@ def resized(call, pick, dense):
             arguments[name] = shorter.contiguous() if dense else shorter
     if axis == "pages":  # a table must not name a page that is not there
         arguments["block_tables"] = arguments["block_tables"] % arguments["key_cache"].shape[0]
-    return RandomCall(call.function, arguments, call.name)
+    if axis == "max_blocks":  # nor hold fewer pages than a sequence has
+        capacity = arguments["block_tables"].shape[1] * report.facts.size("page_size")
+        arguments["context_lens"] = arguments["context_lens"].clamp(max=capacity)
+    return RandomCall(call.function, with_its_step(arguments), call.name)
 
 
 def asking_for_gradients(tensor):
@@ -195,6 +209,9 @@ def test_a_reused_plan_is_legal_for_the_call_that_reuses_it(pair):
 @given(st.integers(0, 100_000), st.sampled_from(FUNCTIONS))
 def test_the_same_call_with_other_data_hits_and_is_right(number, function):
     first, second = random_call(4, number, function=function), random_call(4, number, function=function, data=1)
+    if "max_context_len" in first.arguments:  # which follows from the data
+        second.arguments["max_context_len"] = max(each.arguments["max_context_len"] for each in (first, second))
+        first.arguments["max_context_len"] = second.arguments["max_context_len"]
     ENGINE.bump()
     run(first)
     assert len(table(first)) == 1
