@@ -12,7 +12,7 @@ import pytest
 import layerzero
 
 ROOT = Path(layerzero.__file__).parent
-ORDER = ("core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
+ORDER = ("_native", "core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
 ANYWHERE = {"__init__"}
 """The package itself re-exports lazily; importing it from inside is for the version and for command-line code."""
 

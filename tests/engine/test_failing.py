@@ -9,8 +9,8 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Kernel
-from layerzero.engine.cache import Key
 from layerzero.engine import health as health_module
+from layerzero.engine.cache import Key
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Health

@@ -15,9 +15,9 @@ import layerzero as lz
 from layerzero.core.kernel import Kernel
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.ops.attention_math import attention_reference
 
 pytestmark = pytest.mark.usefixtures("path")
-from layerzero.ops.attention_math import attention_reference
 
 X, W = torch.randn(4, 32), torch.randn(32)
 QUERY = torch.randn(2, 8, 4, 16)

@@ -1,7 +1,7 @@
 /* What a plan demands of the exact arguments beyond its coarse key: limits as data, evaluated on the exact key.
  *
- * layerzero.core.conditions writes the same conditions as tuples (code, operands, numbers) and evaluates them in Python;
- * an operand is `tensor << 8 | axis << 1 | 1 for its stride`. Here they are resolved once to word numbers: a coarse key
+ * layerzero.core.conditions writes the same conditions as tuples (code, operands, numbers), and evaluates them in
+ * Python; an operand is `tensor << 8 | axis << 1 | 1 for its stride`. Here they are resolved once to word numbers: a coarse key
  * has the ranks of all tensors, so an operand is the same word in every exact key that reaches the program.
  */
 #include "hot.h"
@@ -58,7 +58,8 @@ int64_t *conditions_parse(PyObject *conditions, const Key *key)
             PyErr_Format(PyExc_TypeError, "wanted (code, operands, numbers), got %R", condition);
             return NULL;
         }
-        words += 3 + PyTuple_GET_SIZE(PyTuple_GET_ITEM(condition, 1)) + PyTuple_GET_SIZE(PyTuple_GET_ITEM(condition, 2));
+        words += 3 + PyTuple_GET_SIZE(PyTuple_GET_ITEM(condition, 1));
+        words += PyTuple_GET_SIZE(PyTuple_GET_ITEM(condition, 2));
     }
     int64_t *program = PyMem_New(int64_t, words), *out = program;
     if (program == NULL) {

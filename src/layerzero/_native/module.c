@@ -358,7 +358,7 @@ static PyMethodDef module_methods[] = {
     {"setup", (PyCFunction)(void (*)(void))setup, METH_VARARGS | METH_KEYWORDS, "Say where torch's state is read."},
     {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
     {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
-    {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode and function modes as read; None where they are not."},
+    {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };
 

@@ -182,7 +182,7 @@ static PyObject *index_remove(PyObject *index, PyObject *identities)
         after[at] = before[i];
         held++;
     }
-    /* the kept slots moved, so what is left in the old ones is to be released; the table is whole before that runs code */
+    /* What was not taken over is released at last, since that runs code: the table is whole by then. */
     size_t capacity = self->capacity, removed = self->held - held;
     self->slots = after;
     self->held = held;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layerzero.core import layouts, limit_kinds
 from layerzero.core.facts import Facts
@@ -29,7 +29,7 @@ Conditions = tuple[Condition, ...]
 
 
 def holds(conditions: Conditions, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> bool:
-    """Whether a call satisfies all of them; shapes and strides by the number of the tensor, empty where it is absent."""
+    """Whether a call satisfies all of them; shapes and strides by the tensor's number, empty where it is absent."""
     for code, operands, numbers in conditions:
         values = [(strides if each & 1 else shapes)[each >> 8][each >> 1 & 0x7F] for each in operands]
         if not _holds(code, values, numbers):
@@ -72,6 +72,7 @@ class SizedCall:
     layout: str | None
     order: tuple[str, ...]
     varying: frozenset[str]
+    _axes: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def varies(self, name: str) -> bool:
         """Whether a fact may differ between the calls: an axis, a size derived of one, or a tensor's memory."""
@@ -81,12 +82,16 @@ class SizedCall:
         return name in self.varying or name in self.facts.tensors
 
     def axes(self, tensor: str) -> tuple[str, ...]:
-        """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty for one without name."""
-        schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
-        named, ndim = schema.axes_in(self.facts.layout), len(self.facts.tensors[tensor].shape)
-        if named and named[0] == "...":
-            return ("...",) * (ndim - len(named) + 1) + named[1:]
-        return named or ("",) * ndim
+        """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty without a name."""
+        known = self._axes.get(tensor)
+        if known is None:
+            schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
+            named, ndim = schema.axes_in(self.facts.layout), len(self.facts.tensors[tensor].shape)
+            known = named or ("",) * ndim
+            if named and named[0] == "...":
+                known = ("...",) * (ndim - len(named) + 1) + named[1:]
+            self._axes[tensor] = known
+        return known
 
     def operand(self, tensor: str, axis: int, *, stride: bool = False) -> int:
         """A size or stride by the caller's axis."""

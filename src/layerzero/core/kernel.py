@@ -51,6 +51,9 @@ class Backend:
     homepage: str = ""
     origin: str = "builtin"
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend
+
     @property
     def distributions(self) -> tuple[str, ...]:
         """Package names to look for, in order."""

@@ -157,6 +157,7 @@ class Function:
         state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
         handles: names of the parameters that are handles, each with the tensors that it must have been made of.
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
+        parameters: the public parameters in order.
     """
 
     name: str
@@ -169,16 +170,15 @@ class Function:
     state: frozenset[str] = frozenset()
     handles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_share_storage: frozenset[frozenset[str]] = frozenset()
+    parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:  # reading a signature costs as much as judging a kernel
+        object.__setattr__(self, "parameters", tuple(inspect.signature(self.signature).parameters.values()))
 
     @property
     def bounds(self) -> tuple[str, ...]:
         """The parameters that are upper bounds."""
         return self.operations[0].schema.bounds
-
-    @property
-    def parameters(self) -> Sequence[inspect.Parameter]:
-        """The public parameters in order."""
-        return tuple(inspect.signature(self.signature).parameters.values())
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in."""

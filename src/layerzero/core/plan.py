@@ -101,7 +101,8 @@ class Report:
     Attributes:
         operation: the routed operation.
         facts: what was known about the call.
-        candidates: every candidate, the chosen first, then by score, then the refused.
+        candidates: every candidate, the chosen first, then by score, then the refused. ``lz.explain`` gives every
+            reason; the report of a plan that runs has one for each refused kernel.
         chosen: the winner, None if nothing is legal.
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).

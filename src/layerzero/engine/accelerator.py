@@ -103,6 +103,19 @@ except _Absent as reason:
     HOT, ABSENT = None, str(reason)
 
 
+def _owner(name: str) -> Any:
+    return importlib.import_module("layerzero.engine.functions").CALLS[name].native
+
+
+if HOT is not None:
+
+    class Owner(HOT.Function):  # type: ignore[misc]  # an extension without types where it was not built
+        """What a builtin belongs to; pickling a builtin asks its owner for it by name."""
+
+        def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+            return _owner, (self.builtin().__name__,)
+
+
 def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
     """Make the C callable's owner for a function; ``ways`` are the Python ones that it hands over to."""
     parameters = function.parameters
@@ -135,7 +148,7 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
         apart = sum(1 << tensors.index(other) for other in others if other not in shared)
         mutated.append((tensors.index(name), apart, sum(1 << tensors.index(other) for other in shared)))
     positional = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in parameters)
-    return HOT.Function(
+    return Owner(
         name=function.name,
         doc=_doc(function),
         parameters=tuple(described),

@@ -1,7 +1,7 @@
 """Plans by key: one table for each policy, one epoch for everything that could make a plan stale.
 
-A plan is kept for the exact key of the call that it was chosen for, or, where nothing read the sizes, for the coarse key
-of its size class with conditions that every call must meet. The C hit path has an index of the same tables.
+A plan is kept for the exact key of the call that it was chosen for, or, where nothing read the sizes, for the coarse
+key of its size class with conditions that every call must meet. The C hit path has an index of the same tables.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ class PlanCache:
         """Let every table have an index, and the C hit path know the one of the process-wide policy."""
         with self._lock:
             self._new_index, self._on_publish = new_index, on_publish
-            self._tables = {policy: Table(new_index()) for policy, table in self._tables.items() if table is self.current}
+            self._tables = {
+                policy: Table(new_index()) for policy, table in self._tables.items() if table is self.current
+            }
             self.current = next(iter(self._tables.values()))
             on_publish(self.current.index)
 

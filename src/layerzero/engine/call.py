@@ -41,18 +41,19 @@ class Call:
         self.source = source(function)
         self.python: Callable[..., Any] = self._generate()
         self.native = self._accelerate() if accelerator.HOT is not None else None
-        self.fast: Callable[..., Any] = self.python if self.native is None else self.native.builtin()
+        self.fast: Callable[..., Any] = self.python if self.native is None else getattr(self.native, function.name)
         if self.native is not None:
             compiling.substitute(self.native, self.fast, self.python)
 
     def _accelerate(self) -> Any:
-        ways = {
+        ways: dict[str, Callable[..., Any]] = {
             "python": self.python,
             "miss": self._native_miss,
             "failed": self._failed,
             "scoped": lambda: self._scoped_table().index,
         }
         native = accelerator.declare(self.function, ways)
+        setattr(native, self.function.name, native.builtin())
         self.dispatcher.cache.attach(accelerator.HOT.Index, native.publish)
         return native
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-
 from layerzero.core.operation import Function
 
 _SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"

@@ -41,7 +41,7 @@ def _register() -> None:
         try:
             torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(traced)
             # after a graph break the builtin runs while Dynamo listens, and it would compile the kernels' own Python
-            native.unwatched(torch.compiler.disable(builtin))
+            native.unwatched(torch.compiler.disable(builtin))  # type: ignore[no-untyped-call]
             accelerator.HOT.watch(torch._C._dynamo.eval_frame.get_eval_frame_callback)
         except Exception as error:  # noqa: BLE001  # Dynamo's import, and with it the user's program, must not fail here
             log.warning("torch.compile will break graphs at lz.%s: %s", builtin.__name__, error)
@@ -51,7 +51,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Waits for the import of Dynamo."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  # the import system passes both
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _DYNAMO:
             return None

@@ -74,8 +74,12 @@ class Dispatcher:
         machine: Machine | None = None,
         call_state: CallState | None = None,
         failed: Collection[str] = (),
+        complete: bool = True,
     ) -> tuple[Report, list[Candidate]]:
-        """Judge and rank every kernel for a call; nothing runs and nothing is kept."""
+        """Judge and rank every kernel for a call; nothing runs and nothing is kept.
+
+        Unless ``complete``, a refused kernel has one reason where it may have more.
+        """
         machine = machine or probe.this_machine()
         call_state = call_state or state.call_state(arguments.values(), policy, self.function.state)
 
@@ -85,7 +89,8 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
-        judged = legality.judge(kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed)
+        health, ledger = self.engine.health, self.engine.ledger
+        judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed, complete=complete)
         ranked = score.rank(judged, facts, policy, self.engine.ledger)
         report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
         return report, ranked
@@ -98,7 +103,9 @@ class Dispatcher:
         """
         failed = set(failed)
         while True:
-            report, _ = self.explain(arguments, policy, failed=failed)
+            report, _ = self.explain(arguments, policy, failed=failed, complete=False)
+            if report.chosen is None or report.chosen.kernel.is_reference:  # someone will ask why
+                report, _ = self.explain(arguments, policy, failed=failed)
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)

@@ -25,8 +25,12 @@ def judge(
     ledger: Ledger,
     *,
     failed: Collection[str] = (),
+    complete: bool = True,
 ) -> list[Candidate]:
-    """Judge every kernel for one call; ``failed`` names kernels that just raised for it."""
+    """Judge every kernel for one call; ``failed`` names kernels that just raised for it.
+
+    Choosing needs no more than one reason of a refused kernel: unless ``complete``, the rest is not looked for.
+    """
     lock = policy.lock_for(facts)
     seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
@@ -36,7 +40,10 @@ def judge(
             seen[layout] = facts.seen_in(layout)
         reasons = policy_reasons(kernel, facts, policy, lock)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
-        findings = limit_findings(kernel, seen[layout])
+        if reasons and not complete:
+            judged.append(Candidate(kernel, tuple(reasons)))
+            continue
+        findings = limit_findings(kernel, seen[layout], complete=complete)
         adaptations = _adaptations(kernel, facts)
         for finding in findings:
             repaired = _repaired(kernel, finding.repair, facts, policy)
@@ -52,7 +59,7 @@ def judge(
 
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
-    reasons = []
+    reasons: list[Reason] = []
     if not policy.enabled and kernel.source not in ("torch", "reference"):
         reasons.append(_denied("enabled: false", "torch's own kernels or the reference", kernel.source))
     if not policy.fallback_enabled and kernel.is_reference:
@@ -110,15 +117,22 @@ def trust_reasons(
     return reasons
 
 
-def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
-    """What the kernel's limits, arguments and flags say about facts that are in its layout."""
+def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> list[Finding]:
+    """What the kernel's limits, arguments and flags say about facts that are in its layout.
+
+    Unless ``complete``, the first finding that nothing can repair is the last.
+    """
     findings: list[Finding] = []
     if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
         return [Finding(reason)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
-        findings += _checked(limit, facts)
+        found = _checked(limit, facts)
+        if found:
+            findings += found
+            if not complete and any(finding.repair is None for finding in found):
+                return findings
     findings += _argument_findings(kernel, facts)
     if facts["requires_grad"] and not kernel.grad:
         findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))

@@ -54,9 +54,10 @@ def _axes(call: SizedCall) -> Iterable[Condition]:
     """Equal names stay equal, and what may not vary stays as it is."""
     first: dict[tuple[str, int], int] = {}
     for tensor, fact in call.facts.tensors.items():
+        start, varying = call.operand(tensor, 0), call.varying
         for place, (axis, size) in enumerate(zip(call.axes(tensor), fact.shape, strict=True)):
-            operand = call.operand(tensor, place)
-            if axis not in call.varying:
+            operand = start | place << 1
+            if axis not in varying:
                 yield WITHIN, (operand,), (size, size)
                 continue
             known = first.setdefault((axis, place if axis == "..." else 0), operand)
@@ -70,7 +71,9 @@ def _classes(call: SizedCall) -> Iterable[Condition]:
     for name in operation.derived:
         axes = operation.derived_from.get(name, ())
         if call.varying.intersection(axes):
-            operands = [operand for axis in axes for operand in (call.sizes(axis) if axis == "..." else [call.size(axis)])]
+            operands = [
+                operand for axis in axes for operand in (call.sizes(axis) if axis == "..." else [call.size(axis)])
+            ]
             product = 1
             for operand in operands:
                 product *= _size_at(call, operand)
@@ -93,7 +96,10 @@ def _fits_in_memory(plan: Plan, policy: Policy, call: SizedCall) -> bool:
     tensors = {}
     for name, fact in facts.tensors.items():
         shape = [(1 << size.bit_length()) - 1 for size in fact.shape]
-        shape = [big if axis in call.varying else size for axis, size, big in zip(call.axes(name), fact.shape, shape, strict=True)]
+        shape = [
+            big if axis in call.varying else size
+            for axis, size, big in zip(call.axes(name), fact.shape, shape, strict=True)
+        ]
         tensors[name] = dataclasses.replace(fact, shape=tuple(shape))
     upper = Facts(facts.operation, facts.device, facts.layout, tensors, {**facts, **largest})
     return kernel.workspace_for(upper) <= policy.memory_headroom_mb * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -63,6 +62,8 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
 
 def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
     kernel = candidate.kernel
+    if not (policy.prefer_sources or policy.avoid_sources or policy.rules):
+        return ()
     prefer, avoid = list(policy.prefer_sources), list(policy.avoid_sources)
     for rule in policy.rules:
         if (rule.prefer or rule.avoid) and rule.matches(facts):
@@ -77,22 +78,17 @@ def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[T
 
 
 def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidence | None) -> Candidate:
+    kernel, adaptations = candidate.kernel, candidate.adaptations
     if found is None:
-        return dataclasses.replace(candidate, terms=terms)
-    return dataclasses.replace(
-        candidate,
-        terms=terms,
-        time_us=found.time_us,
-        provenance=str(found.provenance),
-        confidence=found.confidence,
-        noise=found.noise,
-    )
+        return Candidate(kernel, (), adaptations, terms)
+    provenance = str(found.provenance)
+    return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
 def _order(scored: list[Candidate]) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id among themselves."""
-    if not scored:
-        return []
+    if len(scored) < 2:
+        return scored
     top = max(each.score for each in scored)
     noise = max((each.noise for each in scored), default=0.0)
     margin = POINTS_PER_DOUBLING * math.log2(1.0 + noise)
