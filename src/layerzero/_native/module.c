@@ -34,10 +34,8 @@ static PyObject *hand_over(PyObject *way, PyObject *first, PyObject *second, PyO
 {
     PyObject *arguments[MAX_PARAMETERS + 2];
     size_t leading = 0;
-    if (way == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this function was collected");
-        return NULL;
-    }
+    if (way == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "this function was collected");
     arguments[leading++] = first;
     if (second != NULL)
         arguments[leading++] = second;
@@ -90,6 +88,13 @@ static PyObject *choose(Function *self, Key *key, PyObject *const *values)
     return result;
 }
 
+static PyObject *slowly(Function *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
+{
+    if (self->python == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "this function was collected");
+    return PyObject_Vectorcall(self->python, args, (size_t)given, names);
+}
+
 static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t given, PyObject *names)
 {
     Function *self = (Function *)function;
@@ -105,7 +110,7 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
     if (made < 0)
         return NULL;
     if (made == 0)
-        return PyObject_Vectorcall(self->python, args, (size_t)given, names);
+        return slowly(self, args, given, names);
     /* The table may be replaced while its plan runs, so both are held. */
     PyObject *index = open_scopes ? PyObject_CallNoArgs(self->scoped) : Py_NewRef(self->index);
     if (index == NULL)
@@ -124,7 +129,7 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
     Py_DECREF(index);
     int negated = found.refuses_negated ? reads_negated(self, values) : 0;
     if (negated)
-        result = negated < 0 ? NULL : PyObject_Vectorcall(self->python, args, (size_t)given, names);
+        result = negated < 0 ? NULL : slowly(self, args, given, names);
     else {
         result = PyObject_Vectorcall(run, values, (size_t)self->count, NULL);
         if (result == NULL)

@@ -35,6 +35,7 @@ _ORDER = (
 )
 _ELSEWHERE = {
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
+    "LAYERZERO_NATIVE": ("whether kept plans are found in C, where that was built; read once", "`0`"),
 }
 
 

@@ -180,7 +180,7 @@ def _square_causal(limit: limit_kinds.SquareCausal, call: SizedCall) -> Iterable
 def _same(left: str, right: str, call: SizedCall) -> Iterable[Condition] | None:
     if not call.varies(left) and not call.varies(right):
         return ()
-    if {left, right} <= set(call.facts.operation.derived):
+    if {left, right} & set(call.facts.operation.derived):  # no operand is a derived size
         return None
     return ((SAME, (call.size(left), call.size(right)), ()),)
 

@@ -18,7 +18,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import legality, probe, score
+from layerzero.engine import accelerator, legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
 from layerzero.engine.functions import CALLS
@@ -292,6 +292,7 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else "C",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
