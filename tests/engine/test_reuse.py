@@ -237,6 +237,28 @@ def test_most_changes_of_memory_are_told_apart():
         assert plan is None
 
 
+def test_most_changes_of_size_within_a_class_are_served():
+    """The property above is empty of size classes if they are never shared; this counts that they are."""
+    served = dict.fromkeys(FUNCTIONS, 0)
+    for function in FUNCTIONS:
+        for number in range(80):
+            first = random_call(7, number, function=function)
+            second = resized(random_call(7, number, function=function, data=1), number, dense=bool(number % 2))
+            shapes = [
+                [t.shape for t in call.arguments.values() if isinstance(t, torch.Tensor)] for call in (first, second)
+            ]
+            if shapes[0] == shapes[1]:
+                continue
+            ENGINE.bump()
+            run(first)
+            _, plan = plan_that_served(second)
+            if plan is not None:
+                served[function] += 1
+                assert violations(plan, second) == []
+                assert check(second) == []
+    assert all(count >= 5 for count in served.values()), served
+
+
 # Policies: three right kernels that write down that they ran.
 
 
