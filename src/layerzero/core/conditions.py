@@ -129,20 +129,26 @@ def conditions(limit: Limit, call: SizedCall) -> Iterable[Condition] | None:
     return None
 
 
-@conditions.register(limit_kinds.Platform)
-@conditions.register(limit_kinds.Arch)
-@conditions.register(limit_kinds.Instruction)
-@conditions.register(limit_kinds.Dtype)
-@conditions.register(limit_kinds.LseWithoutGradient)
-@conditions.register(limit_kinds.SdpaEnabled)
-def _reads_no_size(limit: Limit, call: SizedCall) -> Iterable[Condition]:
-    return ()
+def all_conditions(limits: Iterable[Limit], call: SizedCall) -> list[Condition] | None:
+    """The conditions of all limits; None where one of them knows none."""
+    found: list[Condition] = []
+    for limit in limits:
+        if type(limit) not in _TOLD:
+            demanded = conditions(limit, call)
+            if demanded is None:
+                return None
+            found += demanded
+    return found
 
 
-@conditions.register(limit_kinds.LastStrideOne)
-@conditions.register(limit_kinds.Aligned)
-def _told_by_the_coarse_key(limit: Limit, call: SizedCall) -> Iterable[Condition]:
-    return ()
+_TOLD = frozenset({
+    # what reads no size
+    *(limit_kinds.Platform, limit_kinds.Arch, limit_kinds.Instruction, limit_kinds.Dtype),
+    *(limit_kinds.LseWithoutGradient, limit_kinds.SdpaEnabled),
+    # what reads memory in no other way than the coarse key tells it
+    *(limit_kinds.LastStrideOne, limit_kinds.Aligned),
+})  # fmt: skip
+"""Kinds of limits without conditions."""
 
 
 @conditions.register

@@ -200,6 +200,11 @@ class Plan:
         return tuple(adaptation.text for adaptation in self.adaptations)
 
     @property
+    def transforms_data(self) -> bool:
+        """Whether any transform moves data."""
+        return any(adaptation.moves_data for adaptation in self.adaptations)
+
+    @property
     def transform_cost_total(self) -> int:
         """Number of transforms that move data."""
         return sum(adaptation.moves_data for adaptation in self.adaptations)

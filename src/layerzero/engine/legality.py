@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
+from layerzero.core.limit import ARGUMENT_CODES, Finding, Limit, Repair
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.health import Health
@@ -128,7 +128,10 @@ def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> li
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
         return [Finding(reason)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
-        found = _checked(limit, facts)
+        try:
+            found = limit.check(facts)
+        except Exception as error:  # noqa: BLE001  # third parties write limits, too: it refuses its kernel, nothing else
+            found = (_unanswered(limit, error),)
         if found:
             findings += found
             if not complete and any(finding.repair is None for finding in found):
@@ -140,28 +143,19 @@ def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> li
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
-    if not kernel.handles_empty:
-        for name, tensor in facts.tensors.items():
-            if 0 in tensor.shape:
-                wanted = "not empty"
-                reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", wanted, tensor.shape)
-                findings.append(Finding(reason))
-    if not kernel.handles_negated:
-        findings += [
-            Finding(Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True), Repair("negate", name))
-            for name, tensor in facts.tensors.items()
-            if tensor.negated
-        ]
+    for name, tensor in facts.tensors.items():
+        if not kernel.handles_empty and 0 in tensor.shape:
+            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", "not empty", tensor.shape)
+            findings.append(Finding(reason))
+        if tensor.negated and not kernel.handles_negated:
+            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True)
+            findings.append(Finding(reason, Repair("negate", name)))
     return findings
 
 
-def _checked(limit: Limit, facts: Facts) -> Findings:
-    """Evaluate one limit; one that cannot be evaluated refuses its kernel and nothing else."""
-    try:
-        return limit.check(facts)
-    except Exception as error:  # noqa: BLE001  # third parties write limits, too
-        got = f"{type(error).__name__}: {error}"
-        return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
+def _unanswered(limit: Limit, error: Exception) -> Finding:
+    got = f"{type(error).__name__}: {error}"
+    return Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got))
 
 
 def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from layerzero.core.conditions import CLASS, SAME, WITHIN, Condition, Conditions, SizedCall, conditions
+from layerzero.core.conditions import CLASS, SAME, WITHIN, Condition, Conditions, SizedCall, all_conditions
 from layerzero.core.facts import FACT_ALIASES, Facts
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Operation
@@ -23,7 +23,7 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     ``order`` has the function's tensors by number.
     """
     kernel, facts = plan.kernel, plan.report.facts
-    if kernel.sizes_bound is None or any(adaptation.moves_data for adaptation in plan.adaptations):
+    if kernel.sizes_bound is None or plan.transforms_data:
         return None  # a copy's strides and alignment follow from sizes in ways that no condition here says
     read = [*kernel.sizes_bound, *(condition.fact for rule in policy.rules for condition in rule.conditions)]
     read += [name for limit in kernel.limits if isinstance(limit, Custom) for name in limit.reads]
@@ -31,15 +31,10 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     if not varying:
         return None
     call = SizedCall(facts, kernel.layout, order, varying)
-    found = [*_axes(call), *_classes(call)]
-    for limit in kernel.limits:
-        demanded = conditions(limit, call)
-        if demanded is None:
-            return None
-        found += demanded
-    if not _fits_in_memory(plan, policy, call):
+    demanded = all_conditions(kernel.limits, call)
+    if demanded is None or not _fits_in_memory(plan, policy, call):
         return None
-    return tuple(found)
+    return (*_axes(call), *_classes(call), *demanded)
 
 
 def _axes_behind(operation: Operation, name: str) -> Iterable[str]:

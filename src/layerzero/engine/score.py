@@ -89,16 +89,13 @@ def _order(scored: list[Candidate]) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id among themselves."""
     if len(scored) < 2:
         return scored
-    top = max(each.score for each in scored)
-    noise = max((each.noise for each in scored), default=0.0)
-    margin = POINTS_PER_DOUBLING * math.log2(1.0 + noise)
+    scores = {id(each): each.score for each in scored}
+    top = max(scores.values())
+    margin = POINTS_PER_DOUBLING * math.log2(1.0 + max(each.noise for each in scored))
 
-    def tied(candidate: Candidate) -> bool:
-        return top - candidate.score <= margin
+    def place(candidate: Candidate) -> tuple[float, float, str]:
+        score = scores[id(candidate)]
+        tied = top - score <= margin
+        return 0.0 if tied else top - score, -candidate.kernel.priority, candidate.kernel.id
 
-    def by_priority(candidate: Candidate) -> tuple[float, str]:
-        return -candidate.kernel.priority, candidate.kernel.id
-
-    best = sorted((each for each in scored if tied(each)), key=by_priority)
-    rest = sorted((each for each in scored if not tied(each)), key=lambda each: (-each.score, *by_priority(each)))
-    return best + rest
+    return sorted(scored, key=place)
