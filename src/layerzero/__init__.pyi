@@ -9,11 +9,13 @@ from layerzero.core import limits
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
+    DescriptorError,
     InvalidCallError,
     KernelExecutionError,
     LayerZeroError,
     LayerZeroFallbackWarning,
     LayerZeroLayoutWarning,
+    LayerZeroPerformanceWarning,
     LayerZeroWarning,
     NoCompatibleKernelPairError,
     NoKernelFoundError,
@@ -44,14 +46,17 @@ from layerzero.engine.control import (
     unlock,
     unregister_kernel,
 )
+from layerzero.engine.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.tuning.confirm import confirm_suspects
 
 __all__ = [
     "Backend",
     "Case",
     "CudaGraphUnsafeError",
+    "DescriptorError",
     "Device",
     "DeviceSpec",
     "ExecutionPlan",
@@ -65,6 +70,7 @@ __all__ = [
     "LayerZeroError",
     "LayerZeroFallbackWarning",
     "LayerZeroLayoutWarning",
+    "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
     "Machine",
     "NoCompatibleKernelPairError",
@@ -91,16 +97,20 @@ __all__ = [
     "attention",
     "avoid",
     "configure",
+    "confirm_suspects",
+    "descriptor",
     "deterministic",
     "disabled",
     "doctor",
     "explain",
     "facts",
+    "kernels_from_descriptor",
     "layer_norm",
     "limits",
     "list_kernels",
     "list_operations",
     "load_config",
+    "load_descriptor",
     "lock",
     "paged_attention",
     "prefer",
@@ -111,6 +121,7 @@ __all__ = [
     "rms_norm",
     "scope",
     "testing",
+    "unload_descriptor",
     "unlock",
     "unregister_kernel",
     "validate",

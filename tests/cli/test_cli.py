@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli import demo as demonstration
+from layerzero.cli import pages_descriptors
 from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.testing import fuzz
@@ -42,7 +43,7 @@ def process(*arguments, **environment):
 def examples():
     for path, command in COMMANDS.items():
         for line in command.epilog.partition("Examples:\n")[2].splitlines():
-            slow = path in ("layerzero demo", "layerzero fuzz")
+            slow = path in ("layerzero demo", "layerzero fuzz", "layerzero conformance")
             if not slow and line.strip() != "layerzero docs":  # that one would write into the checkout
                 yield pytest.param(path, line.strip(), id=line.strip())
 
@@ -62,6 +63,7 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     assert line.startswith(path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layerzero.yaml").write_text(EXAMPLE)
+    (tmp_path / "torch.json").write_text(json.dumps(pages_descriptors.example()))
     result = run(line.removeprefix("layerzero "))
     assert result.exit_code == (1 if "--strict" in line and lz.doctor().issues else 0), result.output
 

@@ -13,8 +13,8 @@ import layerzero
 
 ROOT = Path(layerzero.__file__).parent
 ORDER = ("_native", "core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
-ANYWHERE = {"__init__"}
-"""The package itself re-exports lazily; importing it from inside is for the version and for command-line code."""
+ASSEMBLY = "layerzero._assembly"
+"""The one file that the order does not bind; only the engine's entrance asks it."""
 
 BACKEND_LIBRARIES = (
     *("flash_attn", "flash_attn_interface", "flashinfer", "xformers", "triton", "transformers", "liger_kernel"),
@@ -51,6 +51,11 @@ def test_imports_point_leftwards(path):
         there = layer(name)
         if there in ORDER:
             assert ORDER.index(there) <= ORDER.index(here), f"{path}: {here} imports {name}, which lies to its right"
+
+
+def test_what_lies_outside_the_layers_is_known():
+    assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
+    assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == ["dispatch.py"]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -12,6 +12,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.engine import health as health_module
 from layerzero.engine.cache import Key
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.first_run import Recent
 from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Health
 
@@ -23,6 +24,7 @@ def norm():
 
 def register(function, kernel_id="user.planted", operation="norm.rms", **declared):
     lz.register_kernel(operation, kernel_id, priority=100, **declared)(function)
+    return kernel_id
 
 
 def breaks(error):
@@ -114,9 +116,106 @@ def test_a_dead_context_is_not_papered_over(norm, monkeypatch):
     register(breaks(torch.AcceleratorError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(lz.KernelExecutionError, match="restart the process"):
         lz.rms_norm(*norm)
+    breaker, suspicion = lz.explain("rms_norm", *norm).reasons("user.planted")
+    assert breaker.code is suspicion.code is lz.ReasonCode.UNHEALTHY
+    assert breaker.wanted == "no failure"  # for the life of the process
+
+
+def test_whoever_was_chosen_last_is_suspected_when_the_context_dies(norm, monkeypatch):
+    def still_broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", still_broken)
+    earlier = register(right_kernel, "user.earlier", "norm.layer", platform="cuda")
+    ENGINE.recent.add(plan_of(earlier, torch.empty(4, 32, device="meta"), (32,), device="H100", function="layer_norm"))
+    register(breaks(torch.AcceleratorError("CUDA error: an illegal memory access was encountered")))
+    with pytest.raises(lz.KernelExecutionError) as caught:
+        lz.rms_norm(*norm)
+    message = str(caught.value)
+    assert message.index("user.planted for norm.rms float32") < message.index("user.earlier for norm.layer float32")
+    assert "layerzero doctor --confirm" in message
+    assert [suspect.kernel_id for suspect in ENGINE.ledger.suspects()] == ["user.planted", "user.earlier"]
+    assert all("context died" in suspect.why for suspect in lz.doctor().suspects)
+
+
+def right_kernel(input, normalized_shape):
+    return input
+
+
+def plan_of(kernel_id, *tensors, device, function="rms_norm"):
+    facts = lz.facts(function, *tensors, device=device)
+    kernel = next(each for each in lz.list_kernels() if each.id == kernel_id)
+    return lz.Plan(kernel, lz.Report(str(facts["operation"]), facts, (), None), "", dict, lambda: None)
+
+
+def test_only_third_parties_on_a_gpu_are_remembered_and_each_class_once():
+    register(lambda input, weight: input, platform=("cuda", "cpu"))
+    recent = Recent()
+    for rows in (*range(1, 600), 3):
+        tensors = (torch.empty(rows, 32, device="meta"), torch.empty(32, device="meta"))
+        recent.add(plan_of("user.planted", *tensors, device="H100"))
+        recent.add(plan_of("user.planted", *tensors, device="CPU"))
+        recent.add(plan_of("torch.rms_norm", *tensors, device="H100"))
+    last = plan_of("torch.rms_norm", *tensors, device="H100")
+    accused = recent.accuse(last, ENGINE.ledger, RuntimeError("planted"))
+    assert len(accused) == 10, "a class for each power of two up to 1024"
+    assert "rows<4" in accused[0], "the latest first"
+    assert len(ENGINE.ledger.suspects()) == 10
+
+
+def test_a_library_without_code_for_the_device_is_out(norm):
+    register(breaks(RuntimeError("CUDA error: no kernel image is available for execution on the device")))
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="no kernel image"):
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
     (reason,) = lz.explain("rms_norm", *norm).reasons("user.planted")
-    assert reason.code is lz.ReasonCode.UNHEALTHY
-    assert reason.wanted == "no failure"  # for the life of the process
+    assert reason.code is lz.ReasonCode.BACKEND_ERROR
+    assert "Install a build of user for" in reason.message
+    assert ENGINE.health.breakers()["user.planted", "norm.rms"].retry_at == float("inf")
+
+
+def test_a_driver_that_does_not_fit_is_an_ordinary_failure(norm):
+    register(breaks(RuntimeError("CUDA driver version is insufficient for CUDA runtime version")))
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="driver version is insufficient"):
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+    assert lz.which("rms_norm", *norm)["kernel_id"] != "user.planted"
+
+
+def test_failures_and_fallbacks_are_counted(norm):
+    register(breaks(RuntimeError("planted")))
+    with pytest.warns(lz.LayerZeroFallbackWarning):
+        lz.rms_norm(*norm)
+    diagnosis = lz.doctor()
+    assert diagnosis.to_dict()["health"] == {"user.planted in norm.rms": {"failures": 1, "fallbacks": 1}}
+    assert diagnosis.failures == {"user.planted in norm.rms": "RuntimeError: planted"}
+    assert "1 failures in this process, 1 times another kernel ran instead" in str(diagnosis)
+    with lz.scope(fallback_enabled=False, allow=["user"]):
+        ENGINE.health.reset()
+        with pytest.raises(lz.KernelExecutionError):
+            lz.rms_norm(*norm)
+    assert lz.doctor().to_dict()["health"] == {"user.planted in norm.rms": {"failures": 1, "fallbacks": 0}}
+
+
+def test_a_library_that_repeats_device_errors_is_disabled_with_all_its_kernels():
+    health = Health(lambda: None)
+    backend = lz.Backend(name="planted", summary="breaks devices")
+    first, second = (
+        Kernel(id=f"planted.{each}", operations=("norm.rms",), backend=backend, load=lambda facts: None)
+        for each in "ab"
+    )
+    for _ in range(health_module.MAX_DEVICE_ERRORS - 1):
+        health.device_error(backend, RuntimeError("CUDA error: unspecified launch failure"))
+    assert not health.reasons(second, "norm.rms")
+    health.device_error(backend, RuntimeError("CUDA error: unspecified launch failure"))
+    for kernel in (first, second):
+        (reason,) = health.reasons(kernel, "norm.rms")
+        assert reason.code is lz.ReasonCode.UNHEALTHY
+        assert "3 device errors, last: CUDA error" in reason.message
+    assert list(health.disabled()) == ["planted"]
+    torchs = next(kernel for kernel in lz.list_kernels("norm.layer") if kernel.source == "torch")
+    for _ in range(9):
+        health.device_error(torchs.backend, RuntimeError("CUDA error"))
+    assert torchs.backend.name not in health.disabled()
 
 
 def test_an_interrupt_is_not_a_failure(norm):

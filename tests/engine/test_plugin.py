@@ -37,7 +37,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
+def environment(tmp_path_factory):
     target = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "plugin"
     source.mkdir()
@@ -49,9 +49,14 @@ def answers(tmp_path_factory):
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(target), str(source)], check=True, capture_output=True)
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def answers(environment):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment,
         check=True,
         capture_output=True,
         text=True,
@@ -77,3 +82,10 @@ def test_it_needs_vetting_where_that_is_required(answers):
 def test_its_broken_entry_point_is_reported_and_harmless(answers):
     assert "a_library_that_nobody_has" in answers["errors"]["example_broken"]
     assert any("example_broken" in text and "was not loaded" in text for text in answers["warnings"])
+
+
+def test_it_conforms_as_its_own_tests_would_show(environment):
+    script = [sys.executable, str(PLUGIN / "conformance.py")]
+    run = subprocess.run(script, env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout.startswith("example.rms_norm: ")
+    assert "limit hidden <= 4096: 4096 right; 4097 refused with CONSTRAINT_FAILED" in run.stdout

@@ -144,6 +144,29 @@ def too_long():
     return refusals("user.short", *qkv(seq_q=2048, seq_k=2048), causal=False)
 
 
+def grid_axis():
+    return refusals("torch.sdpa.flash", *qkv(batch=65536, seq_q=1, seq_k=1), device="H100")
+
+
+def grid_blocks():
+    own_kernel("user.counted", "attention.standard.prefill", lambda q, k, v: q, limits=[
+        lz.limits.grid(x=("batch", "heads"), max_blocks=8),
+    ])  # fmt: skip
+    return refusals("user.counted", *qkv(), causal=False)
+
+
+def generation():
+    own_kernel(platform="cuda", limits=[lz.limits.generation("hopper", "blackwell")])
+    assert not {C.GPU_GENERATION_UNSUPPORTED} & norm_refusals("user.own", device="B200")
+    return norm_refusals("user.own", device="A100")
+
+
+def tensor_core():
+    own_kernel(platform="cuda", limits=[lz.limits.tensor_core(min=4)])
+    assert not {C.TENSOR_CORE_GEN_UNSUPPORTED} & norm_refusals("user.own", device="H100")
+    return norm_refusals("user.own", device="L40S")
+
+
 def deterministic():
     with lz.deterministic():
         return refusals("flash_attn.v2", *qkv(), device="H100", libraries=FA2)
@@ -167,6 +190,10 @@ PRODUCERS = {
     C.SM_TOO_NEW: lambda: refusals("flash_attn.v3", *qkv(), device="B200", libraries=FA3),
     C.INSTRUCTION_SET_MISMATCH: lambda: refusals("flash_attn.v3", *qkv(), device="L40S", libraries=FA3),
     C.DEVICE_CAPABILITY_UNSUPPORTED: cpu_feature,
+    C.GPU_GENERATION_UNSUPPORTED: generation,
+    C.TENSOR_CORE_GEN_UNSUPPORTED: tensor_core,
+    C.CUDA_GRID_DIM_EXCEEDED: grid_axis,
+    C.CUDA_BLOCK_LIMIT_EXCEEDED: grid_blocks,
     C.DTYPE_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(dtype=torch.float32), device="H100", libraries=FA2),
     C.HEAD_DIM_INVALID: lambda: refusals("flash_attn.v2", *qkv(value_dim=32), device="H100", libraries=FA2),
     C.HEAD_DIM_ALIGNMENT: lambda: refusals("flash_attn.v2", *qkv(head_dim=84), device="H100", libraries=FA2),

@@ -23,6 +23,7 @@ def declare(**changes):
     (lambda: lz.register_backend([declare(operations=("norm.rmz",))]), "Unknown operation 'norm.rmz'; did you mean"),
     (lambda: lz.register_backend([declare(accepts=("epz",))]), "accepts .'epz'., which norm.rms does not have"),
     (lambda: lz.register_backend([declare(id="torch.rms_norm")]), "registered already; ids are unique"),
+    (lambda: declare(build_key=lambda facts: 1), "speak of what compiles, and it does not"),
     (lambda: declare(priority=101), "priority must be 0 to 100"),
     (lambda: declare(operations=()), "declares no operation"),
     (lambda: declare(layout="SBHD"), "layout must be one of BSHD, BHSD"),

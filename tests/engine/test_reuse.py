@@ -23,7 +23,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import USER_BACKEND
 from layerzero.testing import check, expected, random_call
-from layerzero.testing.compare import copied
+from layerzero.testing.compare import as_tuple, copied
 from layerzero.testing.generate import FUNCTIONS, RandomCall
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
@@ -149,8 +149,7 @@ def run(call):
     mutated = CALLS[call.function].function.mutates
     arguments = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
     result = getattr(lz, call.function)(**arguments)
-    results = result if isinstance(result, tuple) else () if result is None else (result,)
-    return [*results, *(arguments[name] for name in mutated)]
+    return [*as_tuple(result), *(arguments[name] for name in mutated)]
 
 
 def plan_that_served(call):

@@ -11,18 +11,21 @@ Library: torch 2.13, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -100,33 +103,52 @@ def _build(
         arguments = (torch.zeros((), dtype=torch.float64, device=device), *tensors)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # torch 2.13 warns of its own deprecated calls
-            path, top = _compiled(torch.export.export(formula, arguments, dynamic_shapes=dynamic), facts, high)
+            program = torch.export.export(formula, arguments, dynamic_shapes=dynamic)
+            given = next(node.meta["val"] for node in program.graph.nodes if node.name == "tensors_0")
+            bound = functools.partial(_longest_row, str(given.shape[1]), high)
+            path, top = compiled(program, facts, _OPTIONS, bound)
             index = -1 if device.type == "cpu" else facts.device.index
             package: Any = torch._inductor.aoti_load_package(str(path), device_index=index)
         parts.append((top, package.loader.run))  # without the handling of nested arguments around it, which takes 10 us
     return parts
 
 
-def _compiled(program: torch.export.ExportedProgram, facts: Facts, high: int) -> tuple[Path, int]:
-    """Compile a program, or find what was compiled before; tell up to which row length it is right."""
+def compiled(
+    program: torch.export.ExportedProgram,
+    facts: Facts,
+    options: dict[str, Any],
+    bound: Callable[[Sequence[Any], ShapeEnv], int],
+) -> tuple[Path, int]:
+    """Compile a program, or find what was compiled before; tell up to where it is right.
+
+    ``bound`` says that from what the compiler relied on and nothing would ask at run time; kept with the artefact.
+    Raises: RuntimeError where the artefact would not serve its class; whatever the compiler raises.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    made_of = (str(program), repr(_OPTIONS), torch.__version__, str(torch.version.git_version), facts.device.name)
+    made_of = (str(program), repr(options), torch.__version__, str(torch.version.git_version), facts.device.name)
     folder, name = Path(cache_dir()) / "layerzero", hashlib.sha256("\0".join(made_of).encode()).hexdigest()
     for found in folder.glob(f"{name}.*.pt2"):
         return found, int(found.suffixes[0][1:])
     folder.mkdir(parents=True, exist_ok=True)
-    rows = next(node.meta["val"] for node in program.graph.nodes if node.name == "tensors_0")
-    known, row_length = rows.fake_mode.shape_env, str(rows.shape[1])
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    known = next(each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor))
+    assert known is not None, "a program without sizes"
     before = len(known.guards)
     part = folder / f"part.{os.getpid()}.{name}.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(part), inductor_configs=_OPTIONS)
-    for guard in known.guards[before:]:  # what the compiler relied on, and nothing would ask: 4096 is such a bound
+    torch._inductor.aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+    top = bound(known.guards[before:], known)
+    return part.replace(folder / f"{name}.{top}.pt2"), top
+
+
+def _longest_row(row_length: str, high: int, guards: Sequence[Any], known: ShapeEnv) -> int:
+    """The longest row that the guards allow: 4096 is such a bound."""
+    for guard in guards:
         if {str(symbol) for symbol in guard.expr.free_symbols} != {row_length} or guard.expr.rel_op not in ("<", "<="):
             raise RuntimeError(f"Inductor tied the kernel to {guard.expr}")
         (symbol,) = guard.expr.free_symbols
         high = min(high, int(known.var_to_range[symbol].upper))
-    return part.replace(folder / f"{name}.{high}.pt2"), high
+    return high
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:

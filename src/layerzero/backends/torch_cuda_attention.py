@@ -3,6 +3,13 @@
 The operators check less than ``F.scaled_dot_product_attention`` does: cuDNN's is wrong in silence for float32, and once
 killed the process. Limits were found on an H200 with torch 2.11.0+cu130 and cuDNN 9.19 (2026-11-21): 360 combinations
 of dtype, heads, lengths, causal and head dims for each operator, then 6,000 random calls against float64.
+
+Grids are read from the sources. Flash launches (tiles of 64 or 128 queries, batch, heads), forward and backward
+(flash_fwd_launch_template.h, flash_bwd_launch_template.h); its split-KV form, (tiles, splits, batch * heads), runs only
+where batch * heads * tiles is below 1.6 times the number of multiprocessors. Memory-efficient launches (tiles, heads,
+batch) (kernel_forward.h, kernel_backward.h, ``getBlocksGrid``), and since torch 2.8 (pull request 154029) its operator
+runs batches above 65,535 in chunks, unless there is dropout. Beyond 65,535 either ends in "invalid configuration
+argument" (issues 142228, 146704). cuDNN and cuBLAS, which the math kernel calls, do not publish theirs.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -59,13 +66,13 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         if attn_mask is not None:
-            attn_mask = _padded_mask(attn_mask, query, key)
+            attn_mask = padded_mask(attn_mask, query, key)
         return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
 
     return efficient
 
 
-def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand a mask to (B, H, S_q, S_k) on dense rows that start at multiples of 16 bytes, as the kernel demands."""
     size, step = key.shape[2], 16 // mask.element_size()
     dense = mask.shape[-1] == size and mask.stride(-1) == 1
@@ -107,6 +114,15 @@ def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     if widest <= 128 or (facts.device.sm is not None and facts.device.sm >= (9, 0) and not facts["requires_grad"]):
         return None
     return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
+
+
+def _efficient_dropout(facts: Facts) -> Reason | None:
+    """Its operator refuses to split a batch where there is dropout: one seed serves one launch."""
+    most = facts.device.max_grid[2] if facts.device.max_grid else None
+    batch = facts.size("batch")
+    if most is None or batch <= most or not facts["dropout_p"]:
+        return None
+    return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} beside dropout", f"{batch} (batch)")
 
 
 _WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
@@ -160,6 +176,7 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.LseWithoutGradient(),
             limit.SdpaEnabled("flash"),
+            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),
             _DENSE,
             _SCALE,
             _ALIGNED,
@@ -191,6 +208,8 @@ KERNELS = (
             limit.one_of("mask_dtype", "none", "bool", "query"),
             limit.SdpaEnabled("efficient"),
             limit.SameHeads(),
+            limit.grid(x=(("seq_q", 64),), y=("heads",)),
+            limit.Custom("dropout: batch <= 65535", ("batch", "dropout_p"), _efficient_dropout),
             _DENSE,
             _ALIGNED,
         ),

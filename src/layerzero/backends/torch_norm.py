@@ -15,7 +15,17 @@ from layerzero.backends.torch_attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 
+
+def _infinite_float64(facts: Facts) -> Reason | None:
+    """On a GPU a float64 row with an infinity ends in NaN, not in 0 beside it (H200, torch 2.11, 2026-11-21)."""
+    if facts.device.platform == "cpu" or facts["dtype"] is not torch.float64:
+        return None
+    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")
+
+
+_FINITE = limit.Custom("on a GPU: no float64", ("dtype",), _infinite_float64)
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -63,7 +73,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(limit.dtype(*_FLOATS), _FINITE),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -93,7 +103,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_add_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(limit.dtype(*_FLOATS), _FINITE),
         grad=True,
         deterministic=True,
         graph_safe=True,

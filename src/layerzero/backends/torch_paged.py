@@ -25,6 +25,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 def _load_gather(facts: Facts) -> Callable[..., Any]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     page_size, group = facts.size("page_size"), facts.size("group")
+    on_gpu = facts.device.platform != "cpu"
 
     def gather(
         query: Tensor,
@@ -50,6 +51,8 @@ def _load_gather(facts: Facts) -> Callable[..., Any]:
         if window is not None:
             visible &= positions >= lengths - 1 - window[0]
         mask = visible[:, None, None, :]
+        if on_gpu:  # the kernel that takes a mask loads 16 bytes at a time, whatever the address
+            query = query.clone(memory_format=torch.contiguous_format)
         output = sdpa(query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=group != 1)
         return output.transpose(1, 2).masked_fill(context_lens.view(-1, 1, 1, 1) == 0, 0.0)
 

@@ -156,22 +156,13 @@ def _eps_normal(facts: Facts) -> Reason | None:
     return None if normal else Reason(ReasonCode.CONSTRAINT_FAILED, "eps", "at least 1e-37", eps)
 
 
-def _native_bfloat16(facts: Facts) -> Reason | None:
-    """Its bfloat16 norms are AVX512-BF16 code that nothing guards: an illegal instruction on a Skylake (2026-11-21)."""
-    have = facts.device.instruction_sets
-    if facts["dtype"] is not torch.bfloat16 or "avx512_bf16" in have:
-        return None
-    return Reason(
-        ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED, "instruction_sets", "avx512_bf16", ", ".join(sorted(have)) or "none"
-    )
-
-
 _VECTORS = limit.cpu_feature("avx512")  # without, attention is torch's own, and norms were never tried
 # float16: errors of 0.012 in attention and 0.014 in norms on the Xeon, NaN norms on the EPYC. float64: torch's own
 # attention, which reads a float32 mask wrongly, and an error from the norms.
 _DTYPES = limit.dtype("float32", "bfloat16")
-_BFLOAT16 = limit.Custom("bfloat16: avx512_bf16", ("dtype",), _native_bfloat16)
 _EPS = limit.Custom("eps >= 1e-37", ("eps",), _eps_normal)
+# Without it the norms, not the attention, kill the process with an illegal instruction (Skylake Xeon, 2026-11-21).
+_BFLOAT16 = limit.cpu_feature("avx512_bf16", dtype="bfloat16")
 
 KERNELS = (
     Kernel(
@@ -203,7 +194,7 @@ KERNELS = (
         load=_load_rms_norm,
         accepts=("eps",),
         renames={"eps": "epsilon"},
-        limits=(_VECTORS, _DTYPES, _BFLOAT16, _EPS, limit.contiguous("input", "weight")),
+        limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("input", "weight")),
         deterministic=True,
         sizes_bound=("hidden", "input_ndim"),
         priority=60,
@@ -214,7 +205,7 @@ KERNELS = (
         backend=ZENTORCH,
         load=_load_add_rms_norm,
         accepts=("eps",),
-        limits=(_VECTORS, _DTYPES, _BFLOAT16, _EPS, limit.contiguous("residual", "weight")),
+        limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("residual", "weight")),
         deterministic=True,
         sizes_bound=("hidden",),
         priority=60,

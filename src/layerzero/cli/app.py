@@ -29,6 +29,11 @@ config.info.epilog = "\b\nExamples:\n  layerzero config show\n  layerzero config
 main.add_typer(config, name="config", rich_help_panel=None)
 
 
+descriptor = typer.Typer(help="Check files that narrow kernels without code.", no_args_is_help=True)
+descriptor.info.epilog = "\b\nExamples:\n  layerzero descriptor check torch.json"
+main.add_typer(descriptor, name="descriptor", rich_help_panel=None)
+
+
 def _examples(*lines: str) -> dict[str, Any]:
     return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
 
@@ -94,9 +99,17 @@ main.command(
 )(calls.command(calls.named))
 
 
-@main.command(**_examples("doctor", "doctor --load --strict"))
+@main.command(**_examples("doctor", "doctor --load --strict", "doctor --confirm --module my_kernels"))
 def doctor(
     load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="First run every suspect in a child process: cleared, or banned.")
+    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="With --confirm: run the banned as well.")] = False,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
     json: AsJson = False,
 ) -> Answer:
@@ -106,22 +119,40 @@ def doctor(
     """
     from layerzero.cli import tables
     from layerzero.engine.answers import doctor as diagnose
+    from layerzero.tuning.confirm import confirm_suspects
 
+    if (again or module) and not confirm:
+        raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
+    confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load)
     code = NO if strict and diagnosis.issues else FINE
-    return Answer(diagnosis.to_dict(), lambda: tables.diagnosis(diagnosis), code)
+    data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
+    return Answer(data, lambda: [*(f"confirmed: {each}" for each in confirmed), *tables.diagnosis(diagnosis)], code)
 
 
-@main.command(**_examples("kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json'))
+@main.command(
+    **_examples(
+        "kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json', "kernels --descriptor --backend torch"
+    )
+)
 def kernels(
     operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")] = "*",
+    descriptor: Annotated[
+        bool, typer.Option("--descriptor", help="Print what is declared as capability descriptors, in JSON.")
+    ] = False,
+    backend: Annotated[
+        str | None, typer.Option("--backend", metavar="NAME", help="Only kernels of this library.")
+    ] = None,
     json: AsJson = False,
 ) -> Answer:
     """List kernels, their limits, and what is installed."""
-    from layerzero.cli import listing, tables
+    from layerzero.cli import capabilities, listing, tables
     from layerzero.engine.registry import REGISTRY
 
-    found = listing.on_this_machine(REGISTRY.kernels(operation))
+    if descriptor:
+        return capabilities.declared(operation, backend)
+    kernels = REGISTRY.kernels(operation)
+    found = listing.on_this_machine(capabilities.of_backend(kernels, backend) if backend else kernels)
     return Answer([listing.kernel_data(each) for each in found], lambda: tables.kernels(found))
 
 
@@ -174,6 +205,60 @@ def fuzz(
     if report.comparisons == 0:
         say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
     return Answer(listing.fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
+
+
+@main.command(
+    **_examples(
+        "conformance",
+        'conformance --backend onnxruntime --operation "norm.*"',
+        'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
+    )
+)
+def conformance(
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Check this library only; again for more.")
+    ] = None,
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = "*",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed that draws the random calls.")] = 0,
+    calls: Annotated[
+        int, typer.Option("--calls", metavar="N", help="Random calls of each operation and dtype.", min=1)
+    ] = 20,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+    ] = None,
+    json: AsJson = False,
+) -> Answer:
+    """Put kernels against their references, in other processes.
+
+    Cases, random calls, memory layouts, large axes, NaN, threads, gradients, and both sides of every limit. Exits with
+    1 if a kernel is wrong, dies or hangs, or if nothing passed.
+    """
+    from layerzero.cli import conformance as command
+
+    return command.answer(
+        backends=backend or [],
+        kernels=kernel or [],
+        operation=operation,
+        device=device,
+        seed=seed,
+        calls=calls,
+        modules=module or [],
+    )
 
 
 @main.command(**_examples("docs", "docs --check"))
@@ -233,3 +318,17 @@ def config_check(
     found = problems(file)
     data = {"file": str(file), "valid": not found, "problems": found}
     return Answer(data, lambda: found or [f"{file}: fine"], NO if found else FINE)
+
+
+@descriptor.command("check", **_examples("descriptor check torch.json"))
+def descriptor_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file with a capability descriptor.")],
+    json: AsJson = False,
+) -> Answer:
+    """Check a capability descriptor.
+
+    Exits with 1 if a field, a value, or the name of a kernel or operation in it is wrong; every problem is listed.
+    """
+    from layerzero.cli import capabilities
+
+    return capabilities.checked(file)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from layerzero.core.errors import PolicyError
+from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.engine.config import Configuration, read_yaml
+from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.policy import Policy, names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
@@ -23,7 +24,15 @@ def problems(file: Path) -> list[str]:
         policy = Configuration({}).effective(values)
     except PolicyError as error:
         return [str(error)]
-    return [f"{file}: {problem}" for problem in _unknown_names(policy)]
+    return [f"{file}: {problem}" for problem in (*_unknown_names(policy), *_wrong_descriptors(policy))]
+
+
+def _wrong_descriptors(policy: Policy) -> Iterator[str]:
+    for path in policy["descriptors"]:
+        try:
+            DESCRIPTORS.check(path)
+        except DescriptorError as error:
+            yield from (f"descriptors: {path}: {problem}" for problem in error.problems)
 
 
 def kernels_exist(patterns: Iterable[str]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from layerzero.cli import pages, pages_usage
+from layerzero.cli import pages, pages_descriptors, pages_usage
 from layerzero.cli.output import FINE, NO, Answer
 
 START, END = "<!-- generated: support -->", "<!-- /generated -->"
 PAGES: dict[str, Callable[[], str]] = {
     "docs/commands.md": pages_usage.commands,
+    "docs/descriptors.md": pages_descriptors.descriptors,
     "docs/kernels.md": pages.kernels,
     "docs/operations.md": pages.operations,
     "docs/reasons.md": pages.reasons,

@@ -48,7 +48,7 @@ def _listed(kernel: Kernel, devices: list[Device]) -> Listed:
 
 def kernel_data(listed: Listed) -> dict[str, Any]:
     """One kernel for JSON."""
-    kernel, reason = listed.kernel, listed.reason
+    kernel, reason, revision = listed.kernel, listed.reason, listed.kernel.revision
     return {
         "id": kernel.id,
         "operations": list(kernel.operations),
@@ -64,6 +64,7 @@ def kernel_data(listed: Listed) -> dict[str, Any]:
         "limits": [limit.describe() for limit in kernel.limits],
         "accepts": list(kernel.accepts),
         "aliases": list(kernel.aliases),
+        "descriptor": {"name": revision.name, "sha256": revision.sha256} if revision else None,
         **{flag: getattr(kernel, flag) for flag in describe.FLAGS},
     }
 

@@ -34,6 +34,10 @@ _ORDER = (
     "comes from; `layerzero config check FILE` checks a file."
 )
 _ELSEWHERE = {
+    "LAYERZERO_CACHE_DIR": (
+        "the folder of what is learnt about kernels on this machine; empty: nothing is kept on disk",
+        "`/var/cache/layerzero`",
+    ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
     "LAYERZERO_NATIVE": ("whether kept plans are found in C, where that was built; read once", "`0`"),
 }
@@ -93,6 +97,8 @@ def _effect(key: str, value: Any) -> str:
 
 def _example(key: str, text: str) -> str:
     kind = SETTINGS[key].kind
+    if key == "descriptors":
+        return "flash_attn.json:torch.json"
     if kind == list[str]:
         return "torch,flash_attn.v2"
     if key == "locks":

@@ -122,6 +122,7 @@ def kernels(found: Sequence[Listed]) -> Iterator[RenderableType]:
         limits = describe.limits(kernel)
         lines += [f"limits: {'; '.join(limits)}"] if limits else []
         lines.append(f"flags: {', '.join(describe.flags(kernel)) or 'none'}")
+        lines += [f"narrowed by: {kernel.revision}"] if kernel.revision else []
         _row(table, _lines(name, here), str(kernel.priority), _lines(*lines))
         table.add_section()
     if references:
@@ -156,8 +157,12 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
     yield table
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
+    for line in found.health_lines():
+        yield Text(line)
     for name, error in found.plugin_errors.items():
         yield Text(f"plugin {name} failed: {error}", style="red")
+    for each in found.descriptors:
+        yield Text(f"descriptor: {each['name']} (sha256 {each['sha256']})")
     for issue in found.issues:
         yield Text(f"issue: {issue}", style="yellow")
     if not found.issues:

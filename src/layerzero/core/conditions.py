@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.core import layouts, limit_kinds
+from layerzero.core import layouts, limit_kinds, limit_launch
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
 
@@ -144,7 +144,7 @@ def all_conditions(limits: Iterable[Limit], call: SizedCall) -> list[Condition] 
 _TOLD = frozenset({
     # what reads no size
     *(limit_kinds.Platform, limit_kinds.Arch, limit_kinds.Instruction, limit_kinds.Dtype),
-    *(limit_kinds.LseWithoutGradient, limit_kinds.SdpaEnabled),
+    *(limit_kinds.LseWithoutGradient, limit_kinds.SdpaEnabled, limit_launch.Generation, limit_launch.TensorCore),
     # what reads memory in no other way than the coarse key tells it
     *(limit_kinds.LastStrideOne, limit_kinds.Aligned),
 })  # fmt: skip
@@ -207,6 +207,14 @@ def _contiguous(limit: limit_kinds.Contiguous, call: SizedCall) -> Iterable[Cond
             strides = [call.operand(tensor, axis, stride=True) for axis in axes]
             if axes:
                 yield (DENSE, (*sizes, *strides), ())
+
+
+@conditions.register
+def _grid(limit: limit_launch.Grid, call: SizedCall) -> Iterable[Condition] | None:
+    facts = call.facts
+    largest = {name: (1 << size.bit_length()) - 1 for name, size in facts.sizes().items() if call.varies(name)}
+    upper = Facts(facts.operation, facts.device, facts.layout, facts.tensors, {**facts, **largest})
+    return () if not limit.check(upper) else None  # a grid grows with every size
 
 
 @conditions.register

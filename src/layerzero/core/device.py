@@ -18,6 +18,9 @@ GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
 )
 """Compute capability range (inclusive) to generation; below 7.5 there is none."""
 
+PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu")
+"""What a device's ``platform`` may be."""
+
 TENSOR_CORE_GENERATIONS = {"turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
 """As the specification numbers them. Ada's cores are fourth generation in fact; instruction sets decide, not this."""
 
@@ -226,6 +229,7 @@ def _amd(name: str, architecture: str, gib: int) -> Device:
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         total_bytes=gib * 2**30,
         max_grid=(2**31 - 1, 65535, 65535),
+        runtime="6.4",
     )
 
 

@@ -4,6 +4,7 @@ LayerZeroError
 +-- InvalidCallError (ValueError)          the caller's arguments are wrong
 +-- PolicyError (ValueError)               a configuration key or value is wrong
 +-- RegistrationError (ValueError)         a kernel, operation or backend is declared wrongly
+|   +-- DescriptorError                    a capability descriptor is invalid or fits no kernel
 +-- NoKernelFoundError                     nothing legal is left to run
 +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
 +-- KernelExecutionError                   a kernel was called and failed
@@ -12,6 +13,7 @@ LayerZeroError
 LayerZeroWarning (UserWarning)
 +-- LayerZeroLayoutWarning                 a layout had to be assumed
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
++-- LayerZeroPerformanceWarning            a call has to run in a slow way, and what would spare it
 """
 
 from __future__ import annotations
@@ -61,6 +63,21 @@ class PolicyError(LayerZeroError, ValueError):
 
 class RegistrationError(LayerZeroError, ValueError):
     """A kernel, operation or backend was declared in a way that cannot work."""
+
+
+class DescriptorError(RegistrationError):
+    """A capability descriptor is invalid, or speaks of kernels that do not exist; nothing of it is used.
+
+    Attributes:
+        name: the file, or what stands for it.
+        problems: one line per problem, each with the field, what was wanted and what came.
+    """
+
+    def __init__(self, name: str, problems: Sequence[str]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{name}:{' ' if len(problems) == 1 else ''}{body}")
 
 
 class NoKernelFoundError(LayerZeroError):
@@ -152,3 +169,7 @@ class LayerZeroLayoutWarning(LayerZeroWarning):
 
 class LayerZeroFallbackWarning(LayerZeroWarning):
     """The slow reference runs, or a kernel failed and another one took its place."""
+
+
+class LayerZeroPerformanceWarning(LayerZeroWarning):
+    """A call has to run in a slower way than its kernel could, because of its sizes."""

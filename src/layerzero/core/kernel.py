@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
+from layerzero.core.operation import Tolerance
 
 
 class Trust(StrEnum):
@@ -62,6 +64,24 @@ class Backend:
         return (self.distribution,)
 
 
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A capability descriptor that changed a kernel.
+
+    Attributes:
+        name: the file, or what stands for it.
+        sha256: hash of its content.
+        before: the kernel without it.
+    """
+
+    name: str
+    sha256: str
+    before: Kernel
+
+    def __str__(self) -> str:
+        return f"{self.name} (sha256 {self.sha256[:12]})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One implementation; everything that choosing needs to know about it.
@@ -84,6 +104,8 @@ class Kernel:
         deterministic: whether repeated calls give the same bits.
         graph_safe: whether it may run under CUDA graph capture.
         jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
+        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
+        prebuilt: whether the artefact for a call came with an installed package, so that nothing compiles.
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
@@ -93,6 +115,9 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured.
         trust: why it may run here.
         aliases: other names that locks and rules may use.
+        tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
+        tolerance_reason: why it is that far; the conformance report prints it.
+        revision: the capability descriptor that changed it, if one did; declarations leave it out.
     """
 
     id: str
@@ -109,6 +134,8 @@ class Kernel:
     deterministic: bool = False
     graph_safe: bool = False
     jit: bool = False
+    build_key: Callable[[Facts], Hashable] | None = None
+    prebuilt: Callable[[Facts], bool] | None = None
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False
@@ -117,9 +144,20 @@ class Kernel:
     priority: int = 50
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
+    tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
+    tolerance_reason: str = ""
+    revision: Revision | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
+        object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
+        if bool(self.tolerance) != bool(self.tolerance_reason.strip()):
+            raise RegistrationError(
+                f"{self.id}: tolerance and tolerance_reason belong together, got {dict(self.tolerance)} and "
+                f"{self.tolerance_reason!r}"
+            )
+        for name in self.tolerance:
+            dtype_named(name)  # a misspelt dtype would widen nothing, in silence
         if not 0 <= self.priority <= 100:
             raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
         if not self.operations:
@@ -130,8 +168,15 @@ class Kernel:
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
+        if (self.build_key or self.prebuilt) and not self.jit:
+            raise RegistrationError(f"{self.id}: build_key and prebuilt speak of what compiles, and it does not (jit)")
         if self.folds and "attn_mask" not in self.accepts:
             raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
+
+    @property
+    def declared(self) -> Kernel:
+        """The kernel as its backend declares it, without descriptors."""
+        return self if self.revision is None else self.revision.before.declared
 
     @property
     def source(self) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.recipe import CallRecipe
 
 
 class Provenance(StrEnum):
@@ -39,17 +41,63 @@ class Evidence:
 
 
 class Verdict(StrEnum):
-    """What vetting found out about a kernel and a class of calls on this machine."""
+    """What a run in a child process found out about a kernel and a class of calls on this machine."""
 
     PASSED = "passed"
     WRONG = "wrong"
     CRASHED = "crashed"
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A kernel that may have killed a process or a device context, with a class of calls.
+
+    Attributes:
+        kernel_id: the kernel.
+        call_class: the class, as :func:`class_text` writes it.
+        why: what raised the suspicion.
+        call: the call that was being made.
+        module: where the kernel was registered; a child that does not know the kernel imports it.
+        verdict: what a child found; None as long as none was asked.
+        detail: what the child said.
+    """
+
+    kernel_id: str
+    call_class: str
+    why: str
+    call: CallRecipe
+    module: str
+    verdict: Verdict | None = None
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "kernel_id": self.kernel_id,
+            "call_class": self.call_class,
+            "why": self.why,
+            "verdict": None if self.verdict is None else str(self.verdict),
+            "detail": self.detail,
+        }
+
+    def __str__(self) -> str:
+        found = f"found {self.verdict} in a child process" if self.verdict else self.why
+        detail = f" ({self.detail})" if self.verdict and self.detail else ""
+        return f"{self.kernel_id} for {self.call_class}: {found}{detail}"
 
 
 def call_class(facts: Facts) -> tuple[object, ...]:
     """The class of a call: operation, dtype, layout and the power-of-two bucket of each size."""
     buckets = tuple(sorted((name, max(size, 1).bit_length()) for name, size in facts.sizes().items()))
     return (facts["operation"], dtype_name(facts["dtype"]), facts.layout, buckets)  # type: ignore[arg-type]
+
+
+def class_text(facts: Facts) -> str:
+    """The class of a call in a line; each size as the power of two that it stays below."""
+    operation, dtype, layout, buckets = call_class(facts)
+    sizes = " ".join(f"{name}<{2**bits}" for name, bits in buckets)  # type: ignore[attr-defined]  # pairs, see above
+    return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
 def call_work(facts: Facts) -> tuple[object, ...]:
@@ -80,6 +128,30 @@ class Ledger(Protocol):
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Errors by (kernel id, operation), oldest first."""
 
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
+        """Commit a marker before a class runs for the first time here; None where it ran before."""
+
+    def accept(self, marker: object) -> None:
+        """Take a marker away: the first result was accepted, and no marker is needed for this class again."""
+
+    def withdraw(self, marker: object) -> None:
+        """Take a marker away: the first run ended in an exception, which is not what markers are for."""
+
+    def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why this kernel may not run this class until a child process cleared it; None if it may."""
+
+    def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Suspect a kernel and a class of calls."""
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Every suspect, and every one that a child found guilty."""
+
+    def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
+        """Remember what a child found: passed clears the suspect, anything else bans it."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What is wrong with the place where things are remembered, for doctor."""
+
 
 class MemoryLedger:
     """A ledger for the life of the process."""
@@ -91,6 +163,7 @@ class MemoryLedger:
         self._times: dict[tuple[str, tuple[object, ...]], Evidence] = {}
         self._verdicts: dict[tuple[str, tuple[object, ...]], Verdict] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
+        self._suspects: dict[tuple[str, str], Suspect] = {}
 
     def evidence(self, kernel: Kernel, facts: Facts) -> Evidence | None:
         """A time recorded for exactly this work."""
@@ -98,6 +171,10 @@ class MemoryLedger:
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """What was recorded for this class of calls."""
+        if self._suspects:
+            settled = self._suspects.get((kernel.id, class_text(facts)))
+            if settled is not None and settled.verdict is not None:
+                return settled.verdict
         return self._verdicts.get((kernel.id, call_class(facts))) if self._verdicts else None
 
     def record_time(self, kernel: Kernel, facts: Facts, evidence: Evidence) -> None:
@@ -121,3 +198,48 @@ class MemoryLedger:
         """A copy of what failed."""
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
+
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:  # noqa: ARG002  # the protocol's names
+        """No marker: it would die with the process."""
+        return None
+
+    def accept(self, marker: object) -> None:
+        """Nothing to take away."""
+
+    def withdraw(self, marker: object) -> None:
+        """Nothing to take away."""
+
+    def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why it is suspected in this process."""
+        found = self._suspects.get((kernel.id, class_text(facts))) if self._suspects else None
+        return found.why if found is not None and found.verdict is None else None
+
+    def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember a suspect."""
+        found = Suspect(kernel.id, class_text(facts), why, CallRecipe.of(facts), home_of(kernel))
+        with self._lock:
+            self._suspects[found.kernel_id, found.call_class] = found
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Those of this process."""
+        with self._lock:
+            return tuple(self._suspects.values())
+
+    def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
+        """Forget a suspect that passed; keep the verdict on another."""
+        with self._lock:
+            self._suspects.pop((suspect.kernel_id, suspect.call_class), None)
+            if verdict is not Verdict.PASSED:
+                settled = replace(suspect, verdict=verdict, detail=detail)
+                self._suspects[suspect.kernel_id, suspect.call_class] = settled
+
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: memory does not break."""
+        return ()
+
+
+def home_of(kernel: Kernel) -> str:
+    """The module that registers a kernel: where its load function lives; ``python -m name`` has a name, too."""
+    module = getattr(kernel.load, "__module__", None) or ""
+    spec = getattr(sys.modules.get(module), "__spec__", None) if module == "__main__" else None
+    return spec.name if spec is not None else module

@@ -19,7 +19,7 @@ ARGUMENT_CODES = {
 
 
 class Repair(NamedTuple):
-    """What the plan could do about a violation: ``copy``, ``expand`` or ``fold`` the named argument."""
+    """What the plan could do about a violation: ``copy``, ``expand``, ``fold`` or ``split`` the named argument."""
 
     kind: str
     argument: str

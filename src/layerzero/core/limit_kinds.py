@@ -58,19 +58,23 @@ def _sm(version: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Instruction(Limit):
-    """The device has this matrix or vector instruction (``wgmma``, ``avx512_bf16``)."""
+    """The device has this matrix or vector instruction (``wgmma``, ``avx512_bf16``).
+
+    Where ``dtype`` is given, calls of other dtypes need none.
+    """
 
     name: str
     code: ReasonCode = ReasonCode.INSTRUCTION_SET_MISMATCH
+    dtype: str = ""
 
     def check(self, facts: Facts) -> Findings:
         have = facts.device.instruction_sets
-        if self.name in have:
+        if self.name in have or (self.dtype and dtype_name(facts["dtype"]) != self.dtype):  # type: ignore[arg-type]
             return NOTHING
         return violated(self.code, "instruction_sets", self.name, ", ".join(sorted(have)) or "none known")
 
     def describe(self) -> str:
-        return f"needs {self.name}"
+        return f"{self.dtype} needs {self.name}" if self.dtype else f"needs {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

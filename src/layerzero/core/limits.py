@@ -24,6 +24,7 @@ from layerzero.core.limit_kinds import (
     SdpaEnabled,
     SquareCausal,
 )
+from layerzero.core.limit_launch import Factor, Generation, Grid, TensorCore
 from layerzero.core.reasons import ReasonCode
 
 __all__ = [
@@ -44,11 +45,14 @@ __all__ = [
     "dim",
     "dtype",
     "equal",
+    "generation",
+    "grid",
     "instruction",
     "last_stride_one",
     "one_of",
     "platform",
     "positive",
+    "tensor_core",
 ]
 
 
@@ -67,9 +71,9 @@ def instruction(name: str) -> Limit:
     return Instruction(name)
 
 
-def cpu_feature(name: str) -> Limit:
-    """Need a CPU vector extension."""
-    return Instruction(name, ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED)
+def cpu_feature(name: str, dtype: str = "") -> Limit:
+    """Need a CPU vector extension, for one dtype or for all."""
+    return Instruction(name, ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED, dtype)
 
 
 def dtype(*names: str) -> Limit:
@@ -122,3 +126,24 @@ def contiguous(*tensors: str) -> Limit:
 def aligned(bytes: int, *tensors: str) -> Limit:  # noqa: A002
     """Need aligned data."""
     return Aligned(tensors, bytes)
+
+
+def grid(
+    x: tuple[Factor, ...] = (),
+    y: tuple[Factor, ...] = (),
+    z: tuple[Factor, ...] = (),
+    *,
+    max_blocks: int | None = None,
+) -> Limit:
+    """Launch this grid: each axis a product of sizes (``"batch"``) and numbers of tiles (``("seq_q", 64)``)."""
+    return Grid(x, y, z, max_blocks)
+
+
+def generation(*names: str) -> Limit:
+    """Run on these NVIDIA generations only: ``turing``, ``ampere``, ``ada``, ``hopper``, ``blackwell``."""
+    return Generation(names)
+
+
+def tensor_core(min: int) -> Limit:  # noqa: A002
+    """Need tensor cores of this generation or a newer one."""
+    return TensorCore(min)

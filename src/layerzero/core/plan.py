@@ -16,7 +16,8 @@ class Adaptation:
     """One thing the plan does to an argument so that a kernel becomes legal.
 
     Attributes:
-        kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``.
+        kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``,
+            ``split`` (the batch runs in chunks).
         argument: the argument it works on.
         text: what happens, for people.
     """

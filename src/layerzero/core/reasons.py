@@ -19,6 +19,11 @@ class ReasonCode(StrEnum):
     SM_TOO_NEW = "SM_TOO_NEW"
     INSTRUCTION_SET_MISMATCH = "INSTRUCTION_SET_MISMATCH"
     DEVICE_CAPABILITY_UNSUPPORTED = "DEVICE_CAPABILITY_UNSUPPORTED"
+    GPU_GENERATION_UNSUPPORTED = "GPU_GENERATION_UNSUPPORTED"
+    TENSOR_CORE_GEN_UNSUPPORTED = "TENSOR_CORE_GEN_UNSUPPORTED"
+    # the launch
+    CUDA_GRID_DIM_EXCEEDED = "CUDA_GRID_DIM_EXCEEDED"
+    CUDA_BLOCK_LIMIT_EXCEEDED = "CUDA_BLOCK_LIMIT_EXCEEDED"
     # sizes and dtypes
     DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED"
     HEAD_DIM_INVALID = "HEAD_DIM_INVALID"
@@ -62,6 +67,10 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.SM_TOO_NEW: "works up to compute capability {wanted}, the device has {got}",
     ReasonCode.INSTRUCTION_SET_MISMATCH: "needs the {wanted} instructions, the device has {got}",
     ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED: "needs the device feature {wanted}, the device has {got}",
+    ReasonCode.GPU_GENERATION_UNSUPPORTED: "made for {wanted}, the device's generation is {got}",
+    ReasonCode.TENSOR_CORE_GEN_UNSUPPORTED: "needs tensor cores of generation {wanted}, the device has {got}",
+    ReasonCode.CUDA_GRID_DIM_EXCEEDED: "{fact} may be {wanted} here, it would launch {got}",
+    ReasonCode.CUDA_BLOCK_LIMIT_EXCEEDED: "may launch {wanted} {fact}, it would launch {got}",
     ReasonCode.DTYPE_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.HEAD_DIM_INVALID: "{fact} must be {wanted}, is {got}",
     ReasonCode.HEAD_DIM_ALIGNMENT: "{fact} must be {wanted}, is {got}",

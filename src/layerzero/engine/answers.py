@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,14 +15,17 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.ledger import Suspect
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import accelerator, legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
 from layerzero.engine.functions import CALLS
+from layerzero.engine.health import Counts
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
@@ -205,7 +209,11 @@ class Diagnosis:
         devices: devices that torch sees here.
         libraries: every library that LayerZero knows.
         resting: kernels that failed and rest, with the error.
+        health: failures and fallbacks of each kernel that failed in this process.
+        failures: errors of this process and of earlier ones, the latest of each kernel.
+        suspects: kernels that may have killed a process, and those that a child process found guilty.
         plugin_errors: plugins that did not load.
+        descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
     """
 
@@ -214,7 +222,11 @@ class Diagnosis:
     libraries: tuple[LibraryFinding, ...]
     resting: dict[str, str]
     plugin_errors: dict[str, str]
+    descriptors: tuple[dict[str, object], ...]
     issues: tuple[str, ...]
+    health: dict[str, Counts] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    suspects: tuple[Suspect, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -233,9 +245,22 @@ class Diagnosis:
                 for each in self.libraries
             ],
             "resting": self.resting,
+            "health": {name: asdict(counts) for name, counts in self.health.items()},
+            "failures": self.failures,
+            "suspects": [suspect.to_dict() for suspect in self.suspects],
             "plugin_errors": self.plugin_errors,
+            "descriptors": list(self.descriptors),
             "issues": list(self.issues),
         }
+
+    def health_lines(self) -> list[str]:
+        """What failed, a line for each kernel and operation."""
+        lines = [
+            f"{name}: {counts.failures} failures in this process, {counts.fallbacks} times another kernel ran instead"
+            for name, counts in self.health.items()
+        ]
+        earlier = [name for name in self.failures if name not in self.health]
+        return lines + [f"{name}: failed in an earlier process, last: {self.failures[name]}" for name in earlier]
 
     def __str__(self) -> str:
         lines = [", ".join(f"{name} {version}" for name, version in self.versions.items())]
@@ -244,7 +269,9 @@ class Diagnosis:
             state = "usable" if library.reason is None else str(library.reason)
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
+        lines += [f"  {line}" for line in self.health_lines()]
         lines += [f"  plugin {name} failed: {error}" for name, error in self.plugin_errors.items()]
+        lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
         lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
         return "\n".join(lines)
 
@@ -273,14 +300,21 @@ def doctor(*, load: bool = False) -> Diagnosis:
         count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason))
-    resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in ENGINE.health.breakers().items()}
+    health, ledger = ENGINE.health, ENGINE.ledger
+    resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
+    resting |= health.disabled()
+    suspects = ledger.suspects()
     return Diagnosis(
         versions=_versions(),
         devices=tuple(devices),
         libraries=tuple(libraries),
         resting=resting,
         plugin_errors=dict(REGISTRY.plugin_errors),
-        issues=tuple(_issues(libraries, devices, resting)),
+        descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
+        issues=(*_issues(libraries, devices, resting), *_accused(suspects), *ledger.notes()),
+        health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
+        failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
+        suspects=suspects,
     )
 
 
@@ -312,13 +346,33 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 
 
+def _import(backend: Backend) -> None:
+    if backend.import_name:
+        try:
+            importlib.import_module(backend.import_name)
+        except Exception as error:  # noqa: BLE001  # any failure to load is what this looks for
+            probe.mark_broken(backend, error)
+
+
+def _accused(suspects: Iterable[Suspect]) -> Iterator[str]:
+    for suspect in suspects:
+        if suspect.verdict is None:
+            yield f"{suspect}; it is refused until `layerzero doctor --confirm` has run it in a child process"
+        else:
+            way_out = "until its version changes, or `layerzero doctor --confirm --again` clears it"
+            yield f"{suspect}; it is refused {way_out}"
+
+
 def _load_everything(device: Device) -> None:
     """Load one kernel of every usable library on small calls; what fails is marked broken."""
     from layerzero.engine.warmup import example_calls
 
     machine = probe.this_machine()
     for kernel in REGISTRY.kernels():
-        if machine.state(kernel.backend, device).reason is not None or kernel.jit:
+        if machine.state(kernel.backend, device).reason is not None:
+            continue
+        if kernel.jit:  # compiling takes long; importing shows what is broken
+            _import(kernel.backend)
             continue
         for call in example_calls(kernel, device):
             try:

@@ -24,8 +24,9 @@ from layerzero.ops import OPERATIONS
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
-_ELSEWHERE = frozenset({"CONFIG", "NATIVE"})
-"""Variables with a meaning of their own: the configuration file, and whether the C hit path is loaded."""
+_PATHS = {"DESCRIPTORS": "descriptors"}
+_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE"})
+"""Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
@@ -193,6 +194,8 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
             values[key] = when_set if _boolean(variable, text) else not when_set
         elif name in _LISTS:
             values[_LISTS[name]] = [item.strip() for item in text.split(",") if item.strip()]
+        elif name in _PATHS:
+            values[_PATHS[name]] = [item for item in text.split(os.pathsep) if item]
         elif name == "LOCK":
             values.setdefault("locks", {}).update(_locks(variable, text))
         elif name.startswith("LOCK_"):
@@ -208,7 +211,11 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 def known_variables() -> list[str]:
     """Every environment variable that LayerZero reads, except ``LAYERZERO_LOCK_<OPERATION>``."""
     settings = [name.upper() for name, setting in SETTINGS.items() if setting.kind in (bool, int, str, str | None)]
-    return [_PREFIX + name for name in (*settings, *_FLAGS, *_LISTS, "LOCK", *sorted(_ELSEWHERE)) if "." not in name]
+    return [
+        _PREFIX + name
+        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "LOCK", *sorted(_ELSEWHERE))
+        if "." not in name
+    ]
 
 
 def _boolean(variable: str, text: str) -> bool:
@@ -284,7 +291,11 @@ class Scopes:
         Raises: PolicyError before the block is entered, if a key or value is wrong.
         """
         outer = self._current.get()
-        layers = (*(outer.layers if outer else ()), checked(values, "scope"))
+        inner = checked(values, "scope")
+        for name in inner:
+            if not SETTINGS[name].scoped:
+                raise PolicyError(f"scope: {name} holds for the whole process; set it with lz.configure or in a file")
+        layers = (*(outer.layers if outer else ()), inner)
         scope = _Scope(layers, CONFIGURATION.policy, CONFIGURATION.effective(*layers))
         token = self._current.set(scope)
         self._count(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
+from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY, kernel_of_function
+from layerzero.engine.settings import checked
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -25,7 +27,16 @@ def configure(**settings: Any) -> None:
 
     Takes effect on the next call. Raises: PolicyError for an unknown key or a value that does not fit.
     """
+    _check_descriptors(settings, "configure")
     config.CONFIGURATION.configure(**settings)
+    DESCRIPTORS.sync(again="descriptors" in settings)
+
+
+def _check_descriptors(settings: Mapping[str, Any], origin: str) -> None:
+    """Raise for a file that could not be put in force before a setting that names it is."""
+    if settings.get("descriptors"):
+        for path in checked({"descriptors": settings["descriptors"]}, origin)["descriptors"]:
+            DESCRIPTORS.check(path)
 
 
 def load_config(path: str | os.PathLike[str]) -> None:
@@ -33,7 +44,9 @@ def load_config(path: str | os.PathLike[str]) -> None:
 
     Raises: PolicyError naming the file, the key, what was wanted and what came.
     """
+    _check_descriptors(config.read_yaml(path), str(path))
     config.CONFIGURATION.load(path)
+    DESCRIPTORS.sync(again=True)
 
 
 def lock(operation: str, kernel: str, otherwise: str = "error") -> None:

@@ -15,13 +15,14 @@ import torch
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.layouts import warn_assumed
-from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import failing, legality, planning, probe, reuse, score, state
 from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -37,12 +38,27 @@ class Engine:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self.ledger: Ledger = MemoryLedger()
+        self._ledger: Ledger | None = None
+        self.recent = Recent()
         self.health = Health(self.bump)
         self.caches: list[PlanCache] = []
         self._lock = threading.RLock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is remembered about kernels; the first question opens it, so that importing touches no disk."""
+        if self._ledger is None:
+            from layerzero import _assembly
+
+            with self._lock:
+                self._ledger = self._ledger or _assembly.ledger()
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._ledger = ledger
 
     def bump(self) -> None:
         """Start a new epoch: every plan is chosen anew on its next call."""
@@ -150,10 +166,12 @@ class Dispatcher:
 
     def _checked(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan for the first time: its result must be of the kind that the operation defines."""
-        result = plan.run(**arguments)
-        problem = failing.wrong_result(plan, result)
-        if problem is not None:
-            raise problem
+        self.engine.recent.add(plan)
+        with first_run(plan, self.engine.ledger):
+            result = plan.run(**arguments)
+            problem = failing.wrong_result(plan, result)
+            if problem is not None:
+                raise problem
         self.engine.health.worked(plan.kernel, plan.report.operation)
         return result
 
@@ -171,6 +189,7 @@ class Dispatcher:
             except (NoKernelFoundError, CudaGraphUnsafeError) as nothing_left:
                 raise nothing_left from error
             failing.tell_fallback(plan, another, error)
+            self.engine.health.fell_back(plan.kernel, plan.report.operation)
             try:
                 return self._checked(another, arguments)
             except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
@@ -215,7 +234,9 @@ class Dispatcher:
             plan.proved = True
             return True
         seen = judged.with_tensors(tensors)
-        allowed = {adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold")}
+        allowed = {
+            adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold", "split")
+        }
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or finding.repair.argument not in allowed:
                 log.error(
@@ -231,6 +252,7 @@ class Dispatcher:
         empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
         if plan.kernel.is_reference and policy.enabled and not empty:
             failing.tell_reference(plan)
+        failing.tell_split(plan)
 
 
 def _on_meta(arguments: dict[str, Any]) -> bool:

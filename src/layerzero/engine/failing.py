@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.core.errors import InvalidCallError, KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.errors import (
+    InvalidCallError,
+    KernelExecutionError,
+    LayerZeroFallbackWarning,
+    LayerZeroPerformanceWarning,
+    LayerZeroWarning,
+)
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
@@ -70,7 +77,8 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
 
     Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, so are a warning
     that the user turned into an error and values on the device that debug mode found wrong. A device error that stays
-    leaves a dead context. A kernel that writes into its arguments may have written already. In all other cases the
+    leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device will
+    not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases the
     kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
     kernel, operation = plan.kernel, plan.report.operation
@@ -78,10 +86,17 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
         raise error
     sticky = _context_is_dead(error)
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
-    engine.health.failed(kernel, operation, error, forever=sticky)
+    if "no kernel image" in str(error):
+        hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
+        engine.health.failed(kernel, operation, error, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint)
+    else:
+        engine.health.failed(kernel, operation, error, forever=sticky)
+    if isinstance(error, torch.AcceleratorError):
+        engine.health.device_error(kernel.backend, error)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")
     if sticky:
-        raise KernelExecutionError(kernel.id, operation, "the device's context is lost; restart the process") from error
+        suspects = engine.recent.accuse(plan, engine.ledger, error)
+        raise KernelExecutionError(kernel.id, operation, _context_lost(suspects)) from error
     mutated = plan.report.facts.operation.schema.mutated
     if mutated:
         why = f"it may have written into {', '.join(mutated)} before it failed"
@@ -90,6 +105,17 @@ def check_retry(plan: Plan, error: Exception, policy: Policy, engine: Engine) ->
         raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     if not policy.fallback_enabled:
         raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
+
+
+def _context_lost(suspects: Sequence[str]) -> str:
+    """Why nothing can run in this process any more, who may have done it, and how to find out."""
+    if not suspects:
+        return "the device's context is lost; restart the process. Only torch's own kernels ran, none is suspected"
+    return (
+        "the device's context is lost; restart the process. The error may be that of an earlier launch; suspected, the "
+        f"latest first: {'; '.join(suspects)}. They are refused until `layerzero doctor --confirm` or "
+        "lz.confirm_suspects() has run each in a child process"
+    )
 
 
 def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:
@@ -143,19 +169,31 @@ def tell_reference(plan: Plan) -> None:
     )
 
 
+def tell_split(plan: Plan) -> None:
+    """Say once for each kernel and operation that a batch runs in chunks."""
+    for adaptation in plan.adaptations:
+        if adaptation.kind == "split":
+            _once(
+                (plan.kernel.id, f"split {plan.report.operation}"),
+                f"{plan.report.operation} has to {adaptation.text} on {plan.kernel.id}: the whole is beyond its launch "
+                "limits and no other kernel is legal. A smaller batch spares the copies.",
+                LayerZeroPerformanceWarning,
+            )
+
+
 def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, int]:
     """How far a kernel is from being legal: what is not here at all is farthest."""
     absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
     return bool(absent & {reason.code for reason in reasons}), len(reasons)
 
 
-def _once(key: tuple[str, str], message: str) -> None:
+def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:
     with _told_lock:
         if key in _told:
             return
         _told.add(key)
     log.warning("%s", message)
-    warnings.warn(message, LayerZeroFallbackWarning, stacklevel=5)
+    warnings.warn(message, kind, stacklevel=5)
 
 
 def forget_told() -> None:

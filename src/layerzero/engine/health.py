@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 
 FIRST_RETRY_S = 10.0
 """How long a kernel rests after its first failure; doubles with each further one."""
 
 LONGEST_RETRY_S = 3600.0
+
+MAX_DEVICE_ERRORS = 3
+"""Device errors of one library, in whatever kernels, after which the process does without it."""
 
 
 @dataclass(slots=True)
@@ -24,18 +27,31 @@ class Breaker:
         failures: how often it failed since it last worked.
         error: what it said last.
         retry_at: when it may be tried again, on the monotonic clock; infinite where it never may.
+        hint: what would help, where that is known.
+        code: the reason that it gives meanwhile.
     """
 
     failures: int
     error: str
     retry_at: float
+    hint: str = ""
+    code: ReasonCode = ReasonCode.UNHEALTHY
+
+
+@dataclass(slots=True)
+class Counts:
+    """How often, in the life of this process, a kernel failed in an operation, and another ran in its place."""
+
+    failures: int = 0
+    fallbacks: int = 0
 
 
 class Health:
     """The breakers of this process.
 
     A breaker opens at the first failure. When its time has come the epoch is bumped by a timer, since hits read no
-    clock; the kernel is then a candidate again (half open), and the next failure rests it twice as long.
+    clock; the kernel is then a candidate again (half open), and the next failure rests it twice as long. A breaker says
+    nothing about another operation. Only a library that repeats errors of the device is disabled as a whole.
     """
 
     def __init__(self, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,20 +60,37 @@ class Health:
         self._lock = threading.Lock()
         self._breakers: dict[tuple[str, str], Breaker] = {}
         self._timers: dict[tuple[str, str], threading.Timer] = {}
+        self._counts: dict[tuple[str, str], Counts] = {}
+        self._device_errors: dict[str, int] = {}
+        self._disabled: dict[str, str] = {}
 
     def reasons(self, kernel: Kernel, operation: str) -> list[Reason]:
         """Why the kernel rests, empty if it does not."""
-        if not self._breakers:
+        if not self._breakers and not self._disabled:
             return []
+        if kernel.source in self._disabled:
+            wanted, got = f"fewer than {MAX_DEVICE_ERRORS} device errors in this process", self._disabled[kernel.source]
+            return [Reason(ReasonCode.UNHEALTHY, kernel.source, wanted, got)]
         breaker = self._breakers.get((kernel.id, operation))
         if breaker is None or self._clock() >= breaker.retry_at:
             return []
         rest_s = breaker.retry_at - self._clock()
         wanted = "no failure" if rest_s == float("inf") else f"no failure; tried again in {rest_s:.0f} s"
         got = f"failed {breaker.failures} times, last: {breaker.error}"
-        return [Reason(ReasonCode.UNHEALTHY, f"{kernel.id} in {operation}", wanted, got)]
+        if breaker.code is ReasonCode.BACKEND_ERROR:
+            return [Reason(breaker.code, operation, "a result", breaker.error, breaker.hint)]
+        return [Reason(breaker.code, f"{kernel.id} in {operation}", wanted, got, breaker.hint)]
 
-    def failed(self, kernel: Kernel, operation: str, error: BaseException, *, forever: bool = False) -> Breaker:
+    def failed(
+        self,
+        kernel: Kernel,
+        operation: str,
+        error: BaseException,
+        *,
+        forever: bool = False,
+        code: ReasonCode = ReasonCode.UNHEALTHY,
+        hint: str = "",
+    ) -> Breaker:
         """Open the breaker; ``forever`` bans the kernel for the life of the process."""
         key = (kernel.id, operation)
         text = f"{type(error).__name__}: {str(error).strip()[:200]}"
@@ -65,10 +98,30 @@ class Health:
             before = self._breakers.get(key)
             failures = before.failures + 1 if before else 1
             rest_s = float("inf") if forever else min(FIRST_RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
-            breaker = self._breakers[key] = Breaker(failures, text, self._clock() + rest_s)
+            breaker = self._breakers[key] = Breaker(failures, text, self._clock() + rest_s, hint, code)
+            self._counts.setdefault(key, Counts()).failures += 1
             self._start_timer(key, rest_s)
         self._on_change()
         return breaker
+
+    def fell_back(self, kernel: Kernel, operation: str) -> None:
+        """Count that another kernel ran in place of this one."""
+        with self._lock:
+            self._counts.setdefault((kernel.id, operation), Counts()).fallbacks += 1
+
+    def device_error(self, backend: Backend, error: BaseException) -> None:
+        """Count a device error of a library; too many disable it, with all its kernels, for the process.
+
+        Torch stays, since the references need it; so do functions registered by hand, which only share a name.
+        """
+        if backend.name in ("torch", "reference") or backend.origin == "decorator":
+            return
+        with self._lock:
+            count = self._device_errors[backend.name] = self._device_errors.get(backend.name, 0) + 1
+            if count >= MAX_DEVICE_ERRORS:
+                text = str(error).strip().partition("\n")[0][:200]
+                self._disabled[backend.name] = f"{count} device errors, last: {text}"
+        self._on_change()
 
     def worked(self, kernel: Kernel, operation: str) -> None:
         """Close the breaker after a half-open trial went well."""
@@ -93,6 +146,16 @@ class Health:
         with self._lock:
             return dict(self._breakers)
 
+    def counts(self) -> dict[tuple[str, str], Counts]:
+        """A copy of the counters, for doctor."""
+        with self._lock:
+            return {key: Counts(each.failures, each.fallbacks) for key, each in self._counts.items()}
+
+    def disabled(self) -> dict[str, str]:
+        """Libraries that too many device errors disabled, and the last error of each."""
+        with self._lock:
+            return dict(self._disabled)
+
     def reset(self) -> None:
         """Forget every failure."""
         with self._lock:
@@ -100,4 +163,7 @@ class Health:
                 timer.cancel()
             self._timers.clear()
             self._breakers.clear()
+            self._counts.clear()
+            self._device_errors.clear()
+            self._disabled.clear()
         self._on_change()

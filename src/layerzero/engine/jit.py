@@ -1,8 +1,12 @@
-"""Which compiled artefacts exist: a JIT kernel is refused until it was built for the class of the call."""
+"""Which compiled artefacts exist: a JIT kernel is refused until it was built for calls like this one.
+
+Which calls are alike the kernel says (``build_key``); where it says nothing, those of one class are.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -10,25 +14,31 @@ from layerzero.core.ledger import call_class
 
 
 class Built:
-    """The (kernel, class of calls) pairs that were compiled in this process."""
+    """The (kernel, build key) pairs that were compiled in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pairs: set[tuple[str, tuple[object, ...]]] = set()
+        self._pairs: set[tuple[str, Hashable]] = set()
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether the kernel was built for calls like this one."""
-        return bool(self._pairs) and (kernel.id, call_class(facts)) in self._pairs
+        if self._pairs and (kernel.id, _key(kernel, facts)) in self._pairs:
+            return True
+        return kernel.prebuilt is not None and kernel.prebuilt(facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
         with self._lock:
-            self._pairs.add((kernel.id, call_class(facts)))
+            self._pairs.add((kernel.id, _key(kernel, facts)))
 
     def clear(self) -> None:
         """Forget all artefacts."""
         with self._lock:
             self._pairs.clear()
+
+
+def _key(kernel: Kernel, facts: Facts) -> Hashable:
+    return kernel.build_key(facts.seen_in(kernel.layout)) if kernel.build_key else call_class(facts)
 
 
 BUILT = Built()

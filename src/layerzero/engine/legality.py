@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limit import ARGUMENT_CODES, Finding, Limit, Repair
+from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
+from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import split
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -54,7 +57,7 @@ def judge(
         if kernel.id in failed:
             reasons.append(Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log"))
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
-    return judged
+    return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
@@ -92,10 +95,17 @@ def trust_reasons(
     reasons = []
     library = machine.state(kernel.backend, facts.device).reason
     if library is not None:
-        reasons.append(library)
+        revision = kernel.revision
+        own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
+        reasons.append(library if own else _hinted(library, kernel))
     reasons += health.reasons(kernel, str(facts["operation"]))
     verdict = ledger.verdict(kernel, facts)
-    if verdict in (Verdict.WRONG, Verdict.CRASHED):
+    suspicion = ledger.suspicion(kernel, facts)
+    if suspicion is not None:
+        hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
+        wanted = "a suspect that a child process cleared"
+        reasons.append(Reason(ReasonCode.UNHEALTHY, f"{kernel.id} with sizes like these", wanted, suspicion, hint))
+    if verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG):
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
@@ -120,21 +130,36 @@ def trust_reasons(
 def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> list[Finding]:
     """What the kernel's limits, arguments and flags say about facts that are in its layout.
 
-    Unless ``complete``, the first finding that nothing can repair is the last.
+    What only a descriptor refuses names it: the kernel without it is asked, too. Unless ``complete``, the first finding
+    that nothing makes good is the last.
     """
+    findings = _findings(kernel, facts, complete)
+    if kernel.revision is None or not findings:
+        return findings
+    before = {(found.reason.code, found.reason.fact): found for found in limit_findings(kernel.revision.before, facts)}
+    told = []
+    for finding in findings:
+        earlier = before.get((finding.reason.code, finding.reason.fact))
+        hint = _hinted(finding.reason, kernel) if earlier is None else replace(finding.reason, hint=earlier.reason.hint)
+        told.append(Finding(hint, finding.repair))
+    return told
+
+
+def _hinted(reason: Reason, kernel: Kernel) -> Reason:
+    return replace(reason, hint=f"{reason.hint} Said by the descriptor {kernel.revision}".strip())
+
+
+def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
     findings: list[Finding] = []
     if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
         return [Finding(reason)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
-        try:
-            found = limit.check(facts)
-        except Exception as error:  # noqa: BLE001  # third parties write limits, too: it refuses its kernel, nothing else
-            found = (_unanswered(limit, error),)
+        found = _checked(limit, facts)
         if found:
             findings += found
-            if not complete and any(finding.repair is None for finding in found):
+            if not complete and any(_final(finding) for finding in found):
                 return findings
     findings += _argument_findings(kernel, facts)
     if facts["requires_grad"] and not kernel.grad:
@@ -153,9 +178,18 @@ def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> li
     return findings
 
 
-def _unanswered(limit: Limit, error: Exception) -> Finding:
-    got = f"{type(error).__name__}: {error}"
-    return Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got))
+def _checked(limit: Limit, facts: Facts) -> Findings:
+    """Evaluate one limit; one that cannot be evaluated refuses its kernel and nothing else."""
+    try:
+        return limit.check(facts)
+    except Exception as error:  # noqa: BLE001  # third parties write limits, too
+        got = f"{type(error).__name__}: {error}"
+        return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
+
+
+def _final(finding: Finding) -> bool:
+    """Whether nothing makes it good: no repair does, and no smaller batch (:mod:`layerzero.engine.split`)."""
+    return finding.repair is None and finding.reason.code not in LAUNCH_CODES
 
 
 def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
@@ -197,7 +231,7 @@ _REPAIR_TEXT = {
 
 def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Policy) -> Adaptation | None:
     """The adaptation that makes a violation good, None if there is none or it is not allowed."""
-    if repair is None or policy.strict_mode or not policy.allow_adaptation:
+    if repair is None or repair.kind == "split" or policy.strict_mode or not policy.allow_adaptation:
         return None
     if repair.kind in ("copy", "negate"):
         schema = next(each for each in facts.operation.schema.inputs if each.name == repair.argument)

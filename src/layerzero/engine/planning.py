@@ -1,6 +1,6 @@
 """Write a plan: the straight-line Python that adapts the arguments, calls the kernel and adapts the results.
 
-This is the only place that moves layouts, copies, repeats heads, folds masks and guards devices.
+This is the only place that moves layouts, copies, repeats heads, folds masks, cuts batches and guards devices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.engine import split
+from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.ops.attention_math import FOLDABLE
 
@@ -32,7 +34,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     Raises whatever the library raises when it does not load.
     """
     kernel, facts = candidate.kernel, report.facts
-    target = kernel.load(facts.seen_in(kernel.layout))
+    chunk = _chunk(candidate, facts)
+    target = split.load(kernel, facts, chunk) if chunk else kernel.load(facts.seen_in(kernel.layout))
     names = tuple(parameter.name for parameter in function.parameters)
     lines = _adapting(candidate, facts)
     adapting = [*lines, "return " + _dict_of(function, facts)]
@@ -49,6 +52,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
         "synchronize": torch.cuda.synchronize,
         "contiguous_format": torch.contiguous_format,
+        **split.NAMES,
     }
     exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
     return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations)
@@ -81,6 +85,12 @@ def _compiled(source: str) -> types.CodeType:
 def _function(name: str, parameters: tuple[str, ...], lines: list[str]) -> str:
     body = "".join(f"    {line}\n" for line in lines)
     return f"def {name}({', '.join(parameters)}):\n{body}"
+
+
+def _chunk(candidate: Candidate, facts: Facts) -> int:
+    """Sequences that run at once, 0 where all do."""
+    splits = any(adaptation.kind == "split" for adaptation in candidate.adaptations)
+    return split.chunk(candidate.kernel, facts) if splits else 0
 
 
 def _dict_of(function: Function, facts: Facts) -> str:
@@ -146,9 +156,13 @@ def _literal(value: object) -> str:
 
 
 def _guards(kernel: Kernel, facts: Facts) -> list[str]:
-    if facts.device.supports_graphs and not kernel.graph_safe and not facts["capturing"]:
-        return ["if capturing():", "    raise PlanUnusableError"]
-    return []
+    """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open."""
+    if not facts.device.supports_graphs or facts["capturing"]:
+        return []
+    captured = facts.on(facts.device, capturing=True).seen_in(kernel.layout)
+    if all(finding.repair for finding in limit_findings(kernel, captured)):
+        return []
+    return ["if capturing():", "    raise PlanUnusableError"]
 
 
 def _checks(facts: Facts, policy: Policy) -> list[str]:
@@ -176,6 +190,9 @@ def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
             arguments.append(f"{kernel.renames.get(name, name)}={_literal(value)}")
     arguments += [f"{kernel.renames.get(name, name)}={name}" for name in schema.passed if name in kernel.accepts]
     lines = [f"output = kernel({', '.join(arguments)})"]
+    chunk = _chunk(candidate, facts)
+    if chunk:
+        lines = [split.calling(arguments, split.split_tensors(facts), facts.size("batch"), chunk)]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
     if facts.device.torch_type == "cuda" and not kernel.device_guard and torch.cuda.device_count() > 1:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core.device import Device
@@ -80,7 +80,7 @@ class Machine:
             found = self._distribution_version(name)
             if found is not None:
                 return found
-        if self.libraries is None and backend.import_name and importlib.util.find_spec(backend.import_name):
+        if self.libraries is None and backend.import_name and _importable(backend.import_name):
             return ""  # importable, yet no distribution tells its version: fails a version range, as it should
         return None
 
@@ -93,10 +93,7 @@ class Machine:
             return None
 
     def _unmet(self, requirement: str, device: Device) -> Reason | None:
-        match = _REQUIREMENT.match(requirement)
-        if match is None:
-            raise ValueError(f"cannot read the requirement {requirement!r}; wanted name>=version")
-        name, specifier = match[1], match[2]
+        name, specifier = check_requirement(requirement)
         if name == "torch":
             version: str | None = (self.libraries or {}).get("torch") or torch.__version__
         elif name in ("cuda", "rocm"):
@@ -108,6 +105,25 @@ class Machine:
         if version and _fits(version, specifier):
             return None
         return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent")
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False
+
+
+def check_requirement(requirement: str) -> tuple[str, str]:
+    """Split ``torch>=2.10`` into name and specifier. Raises: ValueError where it is neither."""
+    match = _REQUIREMENT.match(requirement)
+    try:
+        if match is not None:
+            SpecifierSet(match[2])
+            return match[1], match[2]
+    except InvalidSpecifier:
+        pass  # told below, like any other text that is no requirement
+    raise ValueError(f"wanted name>=version, got {requirement!r}")
 
 
 def _fits(version: str, specifier: str) -> bool:
@@ -130,7 +146,8 @@ def this_machine() -> Machine:
 
 def mark_broken(backend: Backend, error: BaseException) -> Reason:
     """Remember that a library is installed but does not load; it is tried once a process."""
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    root = error.__cause__ or error  # torch says which library did not load; its cause, which system library is missing
+    text = f"{type(root).__name__}: {str(root).strip().splitlines()[0] if str(root).strip() else 'no message'}"
     hint = f"Reinstall it for torch {torch.__version__}: {backend.install}" if backend.install else ""
     reason = Reason(ReasonCode.BACKEND_IMPORT_FAILED, backend.name, "a library that loads", text, hint)
     with _lock:

@@ -37,8 +37,10 @@ USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel",
 class Registry:
     """Every operation and every kernel that this process knows."""
 
-    def __init__(self, entry_points: bool = True) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, entry_points: bool = True, before_use: Callable[[], None] = lambda: None) -> None:
+        self.lock = self._lock = threading.RLock()
+        self._before_use = before_use
+        self.revise: Callable[[Kernel], Kernel] = lambda kernel: kernel
         self._operations: dict[str, Operation] = {}
         self._kernels: dict[str, list[Kernel]] = {}
         self._by_id: dict[str, Kernel] = {}
@@ -94,9 +96,24 @@ class Registry:
             raise
 
     def _remove(self, kernel: Kernel) -> None:
-        del self._by_id[kernel.id]
+        kernel = self._by_id.pop(kernel.id)  # as registered, or as a descriptor left it
         for operation in kernel.operations:
             self._kernels[operation].remove(kernel)
+
+    def revise_kernels(self) -> None:
+        """Ask :attr:`revise` about every kernel again, all or none. Raises: RegistrationError as on registering."""
+        with self._lock:
+            pairs = [(kernel, self.revise(kernel.declared)) for kernel in self._by_id.values()]
+            changed = [(before, kernel) for before, kernel in pairs if before != kernel]
+            for _, kernel in changed:
+                self.check(kernel)
+            for before, kernel in changed:
+                self._by_id[kernel.id] = kernel
+                for operation in kernel.operations:
+                    row = self._kernels[operation]
+                    row[row.index(before)] = kernel
+        if changed:
+            self._changed()
 
     def unregister_kernel(self, kernel_id: str) -> None:
         """Remove a kernel."""
@@ -107,6 +124,14 @@ class Registry:
     def _add(self, kernel: Kernel) -> None:
         if kernel.id in self._by_id:
             raise RegistrationError(f"kernel {kernel.id!r} is registered already; ids are unique")
+        kernel = self.revise(kernel)
+        self.check(kernel)
+        self._by_id[kernel.id] = kernel
+        for name in kernel.operations:
+            self._kernels[name].append(kernel)
+
+    def check(self, kernel: Kernel) -> None:
+        """Raise RegistrationError if the kernel names an operation, argument or fact that does not exist."""
         for name in kernel.operations:
             if name not in self._operations:
                 raise RegistrationError(f"{kernel.id}: Unknown operation {name!r}{nearest(name, self._operations)}")
@@ -129,9 +154,6 @@ class Registry:
         for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
             if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
                 raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
-        self._by_id[kernel.id] = kernel
-        for name in kernel.operations:
-            self._kernels[name].append(kernel)
 
     def _load(self) -> None:
         """Read the declarations of built-in and plugin backends, once."""
@@ -146,6 +168,14 @@ class Registry:
                 self._load_plugin(entry_point)
         self._loaded = True  # last: other threads read it without the lock
         self._changed()
+
+    def _ready(self) -> None:
+        """Have every declaration, and every configured descriptor in force."""
+        if not self._loaded:
+            with self._lock:
+                self._load()
+        if self._loaded:  # not for a plugin that asks while it is loaded
+            self._before_use()
 
     def _load_plugin(self, entry_point: importlib.metadata.EntryPoint) -> None:
         try:
@@ -183,9 +213,7 @@ class Registry:
 
     def candidates(self, operation: str) -> Sequence[Kernel]:
         """Every kernel of an operation, the reference first as it came first."""
-        if not self._loaded:
-            with self._lock:
-                self._load()
+        self._ready()
         return self._kernels[operation]
 
     def lock_for(self, policy: Policy, facts: Facts) -> Lock | None:
@@ -200,28 +228,31 @@ class Registry:
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
-        with self._lock:
-            self._load()
-        if pattern in OPERATION_ALIASES:
-            names: Iterable[str] = OPERATION_ALIASES[pattern][0]
-        elif pattern in FUNCTIONS:
-            names = [operation.name for operation in FUNCTIONS[pattern].operations]
-        else:
-            names = [
-                name
-                for name in self._operations
-                if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-            ]
-        if not names:
-            known = [*self._operations, *OPERATION_ALIASES, *FUNCTIONS]
-            raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
+        self._ready()
+        names = self.operations_named(pattern)
         found = {kernel.id: kernel for name in names for kernel in self._kernels[name]}
         return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
 
+    def operations_named(self, pattern: str) -> list[str]:
+        """Names of the operations that a name, alias, function, prefix or glob covers.
+
+        Raises: KeyError naming the nearest.
+        """
+        if pattern in OPERATION_ALIASES:
+            return list(OPERATION_ALIASES[pattern][0])
+        if pattern in FUNCTIONS:
+            return [operation.name for operation in FUNCTIONS[pattern].operations]
+        names = [
+            name for name in self._operations if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+        ]
+        if not names:
+            known = [*self._operations, *OPERATION_ALIASES, *FUNCTIONS]
+            raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
+        return names
+
     def kernel(self, kernel_id: str) -> Kernel:
         """One kernel by id or alias. Raises KeyError naming the nearest."""
-        with self._lock:
-            self._load()
+        self._ready()
         if kernel_id in self._by_id:
             return self._by_id[kernel_id]
         for kernel in self._by_id.values():
@@ -231,8 +262,7 @@ class Registry:
 
     def backends(self) -> list[Backend]:
         """Every backend that owns a kernel, by name."""
-        with self._lock:
-            self._load()
+        self._ready()
         unique = {kernel.backend: None for kernel in self._by_id.values()}
         return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
 
@@ -320,6 +350,7 @@ def kernel_of_function(
     def load(facts: Facts) -> Callable[..., Any]:
         return function
 
+    load.__module__ = function.__module__  # where a child process finds it
     return Kernel(
         id=kernel_id,
         operations=operations,
@@ -340,6 +371,7 @@ def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
         "load",
         "accepts",
         "implies",
+        "revision",
     }
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
@@ -362,5 +394,11 @@ def _sm(version: int | tuple[int, int] | None) -> tuple[int, int] | None:
     return divmod(version, 10) if isinstance(version, int) else version
 
 
-REGISTRY = Registry()
+def _descriptors_in_force() -> None:
+    from layerzero.engine.descriptors import DESCRIPTORS  # it works on this registry
+
+    DESCRIPTORS.sync()
+
+
+REGISTRY = Registry(before_use=_descriptors_in_force)
 """The registry of this process."""

@@ -25,6 +25,8 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     kernel, facts = plan.kernel, plan.report.facts
     if kernel.sizes_bound is None or plan.transforms_data:
         return None  # a copy's strides and alignment follow from sizes in ways that no condition here says
+    if kernel.build_key is not None or kernel.prebuilt is not None:
+        return None  # what is compiled for one size of a class may not be for another
     read = [*kernel.sizes_bound, *(condition.fact for rule in policy.rules for condition in rule.conditions)]
     read += [name for limit in kernel.limits if isinstance(limit, Custom) for name in limit.reads]
     varying = frozenset(plan.report.varies).difference(*(_axes_behind(facts.operation, name) for name in read))

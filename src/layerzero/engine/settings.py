@@ -23,6 +23,7 @@ class Setting:
         meaning: one line for the documentation.
         choices: allowed values, any of the type if empty.
         built: whether its feature exists; a key without one is accepted at its default and refuses other values.
+        scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
     """
 
     kind: Any
@@ -30,6 +31,7 @@ class Setting:
     meaning: str
     choices: tuple[Any, ...] = ()
     built: bool = True
+    scoped: bool = True
 
 
 SETTINGS: dict[str, Setting] = {
@@ -51,6 +53,7 @@ SETTINGS: dict[str, Setting] = {
     "deny": Setting(list[str], [], "libraries or kernel globs that never run"),
     "locks": Setting(dict[str, Any], {}, "operation to kernel: skips scoring, never legality"),
     "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
+    "descriptors": Setting(list[str], [], "JSON files of capability descriptors that narrow kernels", scoped=False),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),

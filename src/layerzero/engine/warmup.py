@@ -19,6 +19,7 @@ from layerzero.core.operation import Case, Operation
 from layerzero.engine import legality, planning
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
+from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
@@ -94,8 +95,9 @@ def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
             error = ""
             try:
                 plan = planning.build(dispatcher.function, candidate, report, policy)
-                for _ in range(2):  # the first call compiles; the second shows that it need not again
-                    plan.run(**_copies(bound, operation))
+                with first_run(plan, ENGINE.ledger):
+                    for _ in range(2):  # the first call compiles; the second shows that it need not again
+                        plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"

@@ -151,12 +151,12 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
 
 
 def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Mend a log-sum-exp of FlashAttention: it says +inf both of a query that sees no key and of NaN scores.
+    """Mend a log-sum-exp of FlashAttention: of a query that sees no key it says +inf, of NaN scores either infinity.
 
     Shapes: output (B, H, S_q, D_v), lse (B, H, S_q) → (B, H, S_q)
     """
-    missing = torch.where(output[..., 0].isnan(), torch.nan, NEGATIVE_INFINITY)
-    return torch.where(lse == torch.inf, missing, lse)
+    seen = torch.where(lse == torch.inf, NEGATIVE_INFINITY, lse)
+    return torch.where(output[..., 0].isnan(), torch.nan, seen)
 
 
 def attention_fake(

@@ -58,7 +58,8 @@ def paged_attention_reference(
     first = torch.arange(blocks, device=query.device) * page_size
     used = first < context_lens.unsqueeze(1)
     pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
-    keys, values = (cache[pages].flatten(1, 2) for cache in (key_cache, value_cache))
+    caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
+    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
     return attention_reference(
         query, keys, values, scale=scale, window=window, softcap=softcap, kv_lens=context_lens, return_lse=return_lse
     )
@@ -112,6 +113,7 @@ def _examples(
     """Full sequences on shuffled pages."""
     size = case.sizes
     cache = (size["pages"], size["page_size"], size["kv_heads"])
+    tokens = size["max_blocks"] * size["page_size"] if size["pages"] else 0
     meta = device.type == "meta"
 
     def normal(*shape: int) -> Tensor:
@@ -119,13 +121,14 @@ def _examples(
             return torch.empty(shape, dtype=dtype, device=device)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    pages = torch.randperm(size["pages"], generator=generator)[: size["batch"] * size["max_blocks"]]
+    entries = size["batch"] * size["max_blocks"]
+    pages = torch.randperm(entries, generator=generator) % max(size["pages"], 1)  # each its own where there are enough
     return {
         "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
         "key_cache": normal(*cache, size["head_dim"]),
         "value_cache": normal(*cache, size["value_dim"]),
-        "block_tables": pages.view(size["batch"], -1).to(device, torch.int32),
-        "context_lens": torch.full((size["batch"],), size["max_blocks"] * size["page_size"]).to(device, torch.int32),
+        "block_tables": pages.view(size["batch"], size["max_blocks"]).to(device, torch.int32),
+        "context_lens": torch.full((size["batch"],), tokens).to(device, torch.int32),
     }
 
 

@@ -6,6 +6,9 @@
     fuzz.run(1000, seed=0, kernels=["mine.*"])      the kernels of a third party
     check(random_call(0, 17))                       one call; an empty list means that it is right
 
+    from layerzero.testing import conformance
+    conformance.run(kernels=["mine.*"])             everything that a kernel declares, in other processes
+
 No test framework is needed, so that a backend's own tests, vetting and ``layerzero fuzz`` share it.
 """
 

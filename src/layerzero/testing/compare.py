@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed, Tolerance
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
@@ -30,6 +32,7 @@ class Expected:
         dtypes: dtypes that the results must have.
         mutated: what the arguments that it writes into hold afterwards.
         tolerance: how far a kernel may be.
+        dtype: that of the call.
     """
 
     operation: str
@@ -37,6 +40,7 @@ class Expected:
     dtypes: tuple[torch.dtype, ...]
     mutated: Mapping[str, Tensor]
     tolerance: Tolerance
+    dtype: torch.dtype
 
 
 def expected(call: RandomCall) -> Expected:
@@ -52,12 +56,21 @@ def expected(call: RandomCall) -> Expected:
     results = as_tuple(result)
     dtypes = tuple(each.dtype if each.dtype != torch.float64 else dtype for each in results)
     mutated = {name: wide[name] for name in schema.mutated}
-    return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype])
+    return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype], dtype)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Results as a tuple; a function that only writes into its arguments has none."""
     return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
+    """The same truth with the kernel's own tolerance, where it has one that is wider."""
+    own = kernel.tolerance.get(dtype_name(truth.dtype))
+    if own is None:
+        return truth
+    wide = Tolerance(max(own.rtol, truth.tolerance.rtol), max(own.atol, truth.tolerance.atol))
+    return replace(truth, tolerance=wide)
 
 
 def route(call: RandomCall) -> Routed:
@@ -119,19 +132,24 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     truth = truth or expected(call)
     arguments = {name: copied(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments) if name not in truth.mutated}
-    result = (run or CALLS[call.function].fast)(**arguments)
+    found = problems((run or CALLS[call.function].fast)(**arguments), arguments, truth)
+    for name, memory in before.items():
+        if not torch.equal(_memory(arguments[name]), memory):
+            found.append(f"{name}: wanted it untouched, got other bytes in its memory")
+    return found
+
+
+def problems(result: Any, arguments: Mapping[str, Any], truth: Expected) -> list[str]:
+    """List what is wrong with a result, and with the arguments that were written into."""
     results = as_tuple(result)
     if len(results) != len(truth.results):
         return [f"wanted {len(truth.results)} results, got {len(results)}"]
-    problems = []
+    found = []
     for index, (got, want, dtype) in enumerate(zip(results, truth.results, truth.dtypes, strict=True)):
-        problems.append(_told(f"result {index}", difference(got, want, dtype, truth.tolerance)))
+        found.append(_told(f"result {index}", difference(got, want, dtype, truth.tolerance)))
     for name, want in truth.mutated.items():
-        problems.append(_told(name, difference(arguments[name], want, arguments[name].dtype, truth.tolerance)))
-    for name, memory in before.items():
-        if not torch.equal(_memory(arguments[name]), memory):
-            problems.append(f"{name}: wanted it untouched, got other bytes in its memory")
-    return [problem for problem in problems if problem]
+        found.append(_told(name, difference(arguments[name], want, arguments[name].dtype, truth.tolerance)))
+    return [problem for problem in found if problem]
 
 
 def _told(name: str, problem: str) -> str:

@@ -20,14 +20,18 @@ def _head_dims(draw: Draw) -> tuple[int, int]:
     return head_dim, draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS) if draw.chance(0.1) else head_dim
 
 
-def _caches(draw: Draw, pages: int, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype) -> Any:
-    """Key and value caches full of NaN in NHD, apart, side by side in one tensor, or padded."""
+def _caches(
+    draw: Draw, pages: int, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool
+) -> Any:
+    """Key and value caches full of NaN in NHD, apart, side by side in one tensor, padded, or with transposed keys."""
     key_dim, value_dim = dims
     form = draw.of(("apart", "apart", "joined", "padded"))
     nan = float("nan")
-    if form == "joined" and key_dim == value_dim:
-        both = torch.full((pages, 2, page_size, kv_heads, key_dim), nan, dtype=dtype, device=draw.device)
-        return both[:, 0], both[:, 1]
+    if transposed:  # each page of the keys the other way round in memory, seen in HND
+        shape = (pages, kv_heads, key_dim, page_size)
+        keys = torch.full(shape, nan, dtype=dtype, device=draw.device).permute(0, 3, 1, 2)
+        shape = (pages, kv_heads, page_size, value_dim)
+        return keys, torch.full(shape, nan, dtype=dtype, device=draw.device).transpose(1, 2)
     extra = 1 if form == "padded" else 0
     shapes = [(pages + extra, page_size, kv_heads, dim + 8 * extra) for dim in dims]
     keys, values = (torch.full(shape, nan, dtype=dtype, device=draw.device) for shape in shapes)
@@ -48,24 +52,29 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     heads = kv_heads * draw.of((1, 2, 4), (6, 2, 2))
     dims = _head_dims(draw)
     page_size = draw.of((1, 3, 8, 16, 32), (1, 1, 3, 8, 3))
+    transposed = draw.chance(0.15)  # as vLLM's CPU kernels want them, which know fewer sizes
+    if transposed:
+        dims, page_size = (draw.of((32, 64, 128)),) * 2, draw.of((16, 32, 48, 64))
     blocks = draw.of((1, 2, 3, 7), (2, 3, 3, 2)) if not draw.chance(0.05) else -(-2100 // page_size)
     capacity = blocks * page_size
     least = 0 if draw.chance(0.1) else 1
-    lens = (draw.uniform((batch,), torch.float32).cpu() * (capacity - least + 1)).int().clamp_(max=capacity - least)
+    bound = draw.of((None, capacity, draw.stream.randint(1, capacity), 2 * capacity), (7, 1, 1, 1))
+    longest = capacity if bound is None else min(bound, capacity)
+    lens = (draw.uniform((batch,), torch.float32).cpu() * (longest - least + 1)).int().clamp_(max=longest - least)
     lens = (lens + least).to(draw.device)
     pages = batch * blocks + draw.of((1, 2))
     table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
     first = torch.arange(blocks, device=draw.device) * page_size
     garbage = draw.of((0, -1, 2**30))
     table = torch.where(first < lens.unsqueeze(1), table, garbage).int()
-    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype)
+    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
     positions = torch.arange(capacity, device=draw.device)
     owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
     page, offset = table[owner, position // page_size].long(), position % page_size
     keys[page, offset] = draw.normal((len(page), kv_heads, dims[0]), dtype)
     values[page, offset] = draw.normal((len(page), kv_heads, dims[1]), dtype)
     layout = draw.of(CACHE_LAYOUTS)
-    solid = draw.chance(0.5)
+    solid = draw.chance(0.5) and not transposed
     arguments: dict[str, Any] = {
         "query": draw.laid_out(draw.normal((batch, 1, heads, dims[0]), dtype)),
         "key_cache": _in_layout(keys, layout, solid),
@@ -84,11 +93,9 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
     if draw.chance(0.15):
         arguments["return_lse"] = True
-    if draw.chance(0.3):
-        longest = int(lens.max()) if batch else 1
-        arguments["max_context_len"] = max(1, draw.of((longest, capacity, longest + 1)))
+    if bound is not None:
+        arguments["max_context_len"] = bound
     if draw.chance(0.4):
-        bound = arguments.get("max_context_len")
         arguments["step"] = StepMetadata(table, lens, max_context_len=bound, capturable=draw.chance(0.5))
     draw.poison(arguments, ("query",))
     return arguments
@@ -98,16 +105,19 @@ def append_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_paged_kv``."""
     kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
     dims, pages = _head_dims(draw), draw.of((1, 2, 9))
+    transposed = draw.chance(0.15)
+    if transposed:
+        dims, page_size = (draw.of((32, 64, 128)),) * 2, draw.of((16, 32, 48))
     capacity = pages * page_size
     tokens = min(draw.of((0, 1, 2, 3, 17), (1, 6, 6, 6, 4)), capacity)
     slots = torch.randperm(capacity, generator=draw.data)[:tokens]
     if draw.chance(0.3):
         slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
-    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype)
+    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
     for cache in (keys, values):
         cache.copy_(draw.normal(cache.shape, dtype))
     layout = draw.of(CACHE_LAYOUTS)
-    solid = draw.chance(0.5)
+    solid = draw.chance(0.5) and not transposed
     return {
         "key": draw.laid_out(draw.normal((tokens, kv_heads, dims[0]), dtype)),
         "value": draw.laid_out(draw.normal((tokens, kv_heads, dims[1]), dtype)),

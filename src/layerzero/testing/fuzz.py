@@ -20,7 +20,7 @@ from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import names_kernel
-from layerzero.testing.compare import Expected, check, expected
+from layerzero.testing.compare import Expected, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall, random_call
 
 EVERY_KERNEL_SHARE = 0.2
@@ -195,12 +195,12 @@ class _Round:
         truth = expected(call)
         answer = explain(call.function, **call.arguments)
         if self.kernels is None:
-            self._compare(call, truth, answer.kernel_id or "nothing", "chosen", nullcontext())
+            self._compare(call, _of_chosen(answer, truth), answer.kernel_id or "nothing", "chosen", nullcontext())
             if self.reuse:
-                self._again(answer.kernel_id or "nothing")
+                self._again(answer)
         for kernel in self._others(answer):
             scope = SCOPES.scope({"locks": {answer.operation: kernel.id}, "fallback_enabled": True})
-            self._compare(call, truth, kernel.id, "locked", scope)
+            self._compare(call, for_kernel(truth, kernel), kernel.id, "locked", scope)
 
     def _call(self, data: int) -> RandomCall:
         call = random_call(self.report.seed, self.number, data=data, device=self.device)
@@ -216,12 +216,13 @@ class _Round:
             return [each for each in legal if any(names_kernel(pattern, each) for pattern in self.kernels)]
         return [each for each in legal if each.id != answer.kernel_id] if self.every else []
 
-    def _again(self, kernel_id: str) -> None:
+    def _again(self, answer: Report) -> None:
         """Other data on the plan that was just kept."""
         call = self._call(1)
         cache = CALLS[call.function].dispatcher.cache
         kept = cache.size()
-        self._compare(call, expected(call), kernel_id, "reused", nullcontext())
+        truth = _of_chosen(answer, expected(call))
+        self._compare(call, truth, answer.kernel_id or "nothing", "reused", nullcontext())
         self.report.reused += cache.size() == kept
 
     def _compare(
@@ -240,3 +241,7 @@ class _Round:
         for problem in problems:
             failure = Failure(self.report.seed, self.number, kernel_id, way, problem, call.text)
             self.report.failures.append(failure)
+
+
+def _of_chosen(answer: Report, truth: Expected) -> Expected:
+    return for_kernel(truth, answer.chosen.kernel) if answer.chosen else truth

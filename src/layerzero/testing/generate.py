@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Case, Operation
+from layerzero.core.step import StepMetadata
 from layerzero.ops import function_of
 from layerzero.testing.draw import Draw
 from layerzero.testing.draw_attention import attention
@@ -43,6 +44,17 @@ class RandomCall:
     arguments: Mapping[str, Any]
     name: str = ""
 
+    def __post_init__(self) -> None:
+        """Give a call whose tables were copied or moved a step of its own: a step belongs to its very tensors."""
+        step, tables = (
+            self.arguments.get("step"),
+            [self.arguments.get(name) for name in ("block_tables", "context_lens")],
+        )
+        if not isinstance(step, StepMetadata) or step.kind_for(*tables) != "foreign":  # type: ignore[arg-type]
+            return
+        own = StepMetadata(*tables, max_context_len=step.max_context_len, capturable=step.capturable)  # type: ignore[arg-type]
+        object.__setattr__(self, "arguments", {**self.arguments, "step": own})
+
     @property
     def text(self) -> str:
         """The call in one line: shapes, strides that are not contiguous, dtypes, and every other argument."""
@@ -50,6 +62,10 @@ class RandomCall:
 
     def __repr__(self) -> str:
         return f"<{self.name or 'a call'}: {self.text}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002  # the protocol of IPython
+        """Show the same in IPython and in hypothesis, which would print every element otherwise."""
+        printer.text(repr(self))
 
 
 def _shown(value: object) -> str:

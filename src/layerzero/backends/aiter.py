@@ -1,0 +1,97 @@
+"""AITER's attention on AMD Instinct: declared from its sources, never run by this project.
+
+Read: aiter/ops/mha.py of ROCm/aiter, commit e4048607a5 (2026-11-21). ``flash_attn_func`` takes BSHD, aligns causal
+bottom-right, groups query heads, and returns the log-sum-exp (natural, (B, H, S_q)) beside the output. Its window has a
+third number, sinks at the start of the keys, which is 0 here. It compiles kernels on first use.
+Library: amd-aiter, MIT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops import attention
+from layerzero.ops.attention_math import lse_of_hidden_rows
+
+AITER = Backend(
+    name="aiter",
+    summary="AMD's AI tensor engine: attention on Instinct GPUs",
+    import_name="aiter",
+    distribution=("amd-aiter", "aiter"),
+    versions=">=0.1,<1",
+    platforms=("rocm",),
+    install="pip install amd-aiter",
+    homepage="https://github.com/ROCm/aiter",
+)
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    from aiter import flash_attn_func
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        left, right = window or (-1, -1)
+        result = flash_attn_func(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=(left, right, 0),
+            return_lse=return_lse,
+        )
+        if not return_lse:
+            return result[0] if isinstance(result, (tuple, list)) else result
+        output, lse = result[:2]
+        return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
+
+    return flash
+
+
+def _instinct(facts: Facts) -> Reason | None:
+    """Composable Kernel and assembly for CDNA 3 and 4."""
+    if facts.device.architecture in ("gfx942", "gfx950"):
+        return None
+    got = facts.device.architecture or "unknown"
+    return Reason(ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED, "architecture", "gfx942 or gfx950", got)
+
+
+_TENSORS = ("query", "key", "value")
+
+KERNELS = (
+    Kernel(
+        id="aiter.flash_attn",
+        operations=attention.ALL,
+        backend=AITER,
+        load=_load,
+        layout="BSHD",
+        accepts=("causal", "scale", "window", "return_lse"),
+        limits=(
+            limit.platform("rocm"),
+            limit.Custom("gfx942 or gfx950", (), _instinct),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.positive("scale"),
+            limit.last_stride_one(*_TENSORS),
+            limit.aligned(16, *_TENSORS),
+        ),
+        jit=True,
+        priority=90,
+    ),
+)

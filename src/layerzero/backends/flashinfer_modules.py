@@ -1,0 +1,111 @@
+"""Which compiled modules FlashInfer needs for a call, and which of them a package brought along.
+
+A module is compiled for dtype, head dims, whether there is a window, and whether there is a softcap; one for a single
+sequence and one for batches. flashinfer-jit-cache, where its version is FlashInfer's own, brings those for batches,
+which then serve single sequences, too. (flashinfer-cubin holds kernels of other backends than those declared here.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from layerzero.core.facts import Facts
+
+NO_POSITIONS = 0
+"""FlashInfer's PosEncodingMode.NONE."""
+
+
+class Variant(NamedTuple):
+    """What a call asks of a module beside shapes."""
+
+    causal: bool
+    left: int
+    softcap: float
+    scale: float
+
+    @staticmethod
+    def of(facts: Facts) -> Variant:
+        """Read it from the facts of a call whose limits hold: a window is (left, 0) or (left, -1), or S_q is 1."""
+        window: Any = facts["window"]
+        scale: Any = facts["scale"]
+        softcap: Any = facts["softcap"]
+        left, right = window or (-1, -1)
+        causal = facts.get("causal") is True or (right == 0 and facts.size("seq_q") > 1)
+        return Variant(causal, left, softcap or 0.0, facts.size("head_dim") ** -0.5 if scale is None else scale)
+
+
+def compiled_for(facts: Facts) -> tuple[Any, ...]:
+    """The arguments that name a module, in the library's order, less index dtype and the precision of scores."""
+    variant, dtype = Variant.of(facts), facts["dtype"]
+    dims = facts.size("head_dim"), facts.size("value_dim")
+    return (dtype, dtype, dtype, *dims, NO_POSITIONS, variant.left >= 0, variant.softcap > 0)
+
+
+@functools.cache
+def _shipped() -> frozenset[tuple[str, str]]:
+    """Modules and architectures (``sm90a``) that a matching flashinfer-jit-cache brings."""
+    try:
+        library, cache = (importlib.metadata.version(name) for name in ("flashinfer-python", "flashinfer-jit-cache"))
+    except importlib.metadata.PackageNotFoundError:
+        return frozenset()
+    if cache.split("+")[0] != library:  # FlashInfer ignores it, too
+        return frozenset()
+    import flashinfer_jit_cache  # a list of files: nothing is loaded
+
+    providers = flashinfer_jit_cache.get_jit_cache_providers()
+    return frozenset(
+        (module, arch) for each in providers for module in each.modules for arch in each.cuda_architectures
+    )
+
+
+def is_shipped(module: str, facts: Facts) -> bool:
+    """Whether a package brought this module for the call's device."""
+    sm = "".join(map(str, facts.device.sm or ()))
+    return any(name == module and arch.removeprefix("sm").rstrip("af") == sm for name, arch in _shipped())
+
+
+_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_SUFFIX = {"fa2": "_kv_stride_equal", "fa3": "_sm90"}
+
+
+def shipped_for_batches(backend: str, facts: Facts) -> bool:
+    """Whether the module for batches came with a package."""
+    dtype, _, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
+    if dtype not in _SHORT or not _shipped():
+        return False
+    short = _SHORT[dtype]
+    name = (
+        f"batch_prefill_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_head_dim_qk_{head_dim}"
+        f"_head_dim_vo_{value_dim}_posenc_{positions}_use_swa_{windowed}_use_logits_cap_{capped}_f16qk_False"
+    )
+    return is_shipped(name + _SUFFIX[backend], facts)
+
+
+def planned(backend: str, facts: Facts) -> bool:
+    """Whether a call takes the module for batches, which needs a plan."""
+    return facts.size("batch") > 1 or shipped_for_batches(backend, facts)
+
+
+def prebuilt(backend: str) -> Callable[[Facts], bool]:
+    """Whether a call compiles nothing: its module was shipped, and the one that packs masks if it has one."""
+
+    def check(facts: Facts) -> bool:
+        masked = facts["attn_mask"] != "none"
+        return shipped_for_batches(backend, facts) and (not masked or is_shipped("quantization", facts))
+
+    return check
+
+
+def build_key(backend: str) -> Callable[[Facts], Hashable]:
+    """What must have been built for a call; packing a mask is a module of its own."""
+
+    def key(facts: Facts) -> Hashable:
+        alone = backend == "decode" or not planned(backend, facts)
+        return backend, alone, facts.device.sm, facts["attn_mask"], compiled_for(facts)
+
+    return key

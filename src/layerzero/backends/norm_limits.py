@@ -1,0 +1,72 @@
+"""What the CUDA kernels of norms share in limits: vector loads at the start of a row, and offsets in 32 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
+from layerzero.core.reasons import Reason, ReasonCode
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAligned(limit.Limit):
+    """Rows start where the kernel's vector load may: it moves as many of 16 bytes as divide a row. A copy repairs it.
+
+    A row of 100 float16 values is read 8 bytes at a time, so its rows need 8 bytes of alignment and not 16.
+    """
+
+    tensors: tuple[str, ...]
+
+    def check(self, facts: Facts) -> limit.Findings:
+        found = []
+        for name in self.tensors:
+            tensor = facts.tensors.get(name)
+            if tensor is None:
+                continue
+            wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size("hidden") * tensor.dtype.itemsize)
+            got = tensor.row_alignment_bytes
+            if got < wanted:
+                reason = Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes")
+                found.append(limit.Finding(reason, limit.Repair("copy", name)))
+        return tuple(found)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return ("hidden", *self.tensors)
+
+    def describe(self) -> str:
+        return "rows aligned to gcd(16, their bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class ElementsBelow(limit.Limit):
+    """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond."""
+
+    bound: int
+
+    def check(self, facts: Facts) -> limit.Findings:
+        got = facts.size("rows") * facts.size("hidden")
+        if got < self.bound:
+            return ()
+        return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, "rows * hidden", f"below {self.bound}", got)),)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return ("rows", "hidden")
+
+    def describe(self) -> str:
+        return f"rows * hidden < {self.bound}"
+
+
+def row_length(facts: Facts) -> Hashable:
+    """What a norm compiled for one length of rows is made for."""
+    given = tuple(name for name in ("weight", "bias") if name in facts.tensors)
+    return facts.device.sm, facts["dtype"], facts.size("hidden"), given
+
+
+def specialised(facts: Facts) -> Hashable:
+    """What Triton makes a variant for beside the length of rows: sizes that are 1 or multiples of 16, aligned data."""
+    rows = facts.size("rows")
+    aligned = tuple(tensor.alignment_bytes == MAX_ALIGNMENT_BYTES for tensor in facts.tensors.values())
+    return row_length(facts), rows == 1, rows % 16 == 0, aligned

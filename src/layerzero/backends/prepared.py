@@ -1,0 +1,57 @@
+"""What a backend makes once for calls of one shape and keeps: constant tensors, plans, graphs of operators.
+
+Making them copies from the host, allocates or compiles, which a CUDA graph capture forbids; and a captured graph goes
+on using what it saw. So a kernel that needs one is legal in a capture only after a call of the same shape outside of
+it, and what a capture used is kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.reasons import Reason, ReasonCode
+
+
+class Prepared:
+    """Things made by ``make(*key)``, the ``size`` made last, and all that a capture used."""
+
+    def __init__(self, make: Callable[..., Any], size: int) -> None:
+        self._make, self._size = make, size
+        self._kept: dict[Hashable, Any] = {}
+        self._pinned: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def get(self, *key: Hashable, capturing: bool) -> Any:
+        """The thing for a key; it is made where it is missing. Raises RuntimeError if that happens in a capture."""
+        with self._lock:
+            thing = self._pinned.get(key, self._kept.get(key))
+            if thing is None:
+                if capturing:
+                    raise RuntimeError(f"{self._make.__name__}{key} was not made before the CUDA graph capture")
+                while len(self._kept) >= self._size:
+                    del self._kept[next(iter(self._kept))]
+                thing = self._kept[key] = self._make(*key)
+            if capturing:
+                self._pinned[key] = thing
+        return thing
+
+    def has(self, *key: Hashable) -> bool:
+        """Whether the thing for a key is there."""
+        return key in self._kept or key in self._pinned
+
+    def before_capture(
+        self, text: str, reads: tuple[str, ...], key: Callable[[Facts], tuple[Hashable, ...]]
+    ) -> limit.Custom:
+        """A limit: under capture the thing must be there already. ``reads`` are the facts that ``key`` asks for."""
+
+        def check(facts: Facts) -> Reason | None:
+            if not facts["capturing"] or self.has(*key(facts)):
+                return None
+            wanted, hint = f"{text} made before", "Call it once with these shapes outside of the capture"
+            return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, text, wanted, "not made", hint)
+
+        return limit.Custom(f"under capture: {text} made by an earlier call", ("capturing", *reads), check)

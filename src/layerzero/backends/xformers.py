@@ -1,0 +1,115 @@
+"""xFormers' memory-efficient attention: it chooses among its own kernels and torch's for each call.
+
+Read: xformers 0.0.35 (ops/fmha, _cpp_lib.py, info.py; 2026-11-21). A causal mask is aligned bottom-right
+(LowerTriangularFromBottomRightMask); anything else that hides keys becomes one additive bias, expanded to (B, H, S_q,
+S_k) on the query's device, since it takes no broadcast one. Key and value heads are repeated: its grouped layout is
+experimental. Which of its kernels are there is asked of the same registry that ``python -m xformers.info`` prints.
+Wheels fit one torch and one CUDA. 0.0.35 imports beside another torch without its operators (H200 host, torch
+2.11+cu130, 2026-11-21), and xformers.ops fails beside flash-attn-4, whose namespace it takes for FlashAttention 2:
+loading says which. On ROCm it runs Composable Kernel; that has not been run.
+Library: xformers 0.0.35, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch_cuda_attention import padded_mask
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops import attention
+
+XFORMERS = Backend(
+    name="xformers",
+    summary="xFormers' memory-efficient attention",
+    import_name="xformers",
+    distribution="xformers",
+    versions=">=0.0.34,<0.0.36",
+    requires=("torch>=2.10",),
+    platforms=("cuda", "rocm"),
+    install="pip install xformers (the wheel for this torch and CUDA)",
+    homepage="https://github.com/facebookresearch/xformers",
+)
+
+
+def _operators() -> Any:
+    """The fmha module, once it is sure that kernels are behind it."""
+    from xformers import _cpp_lib
+
+    broken = _cpp_lib._cpp_library_load_exception
+    if broken is not None:
+        built = getattr(broken, "build_info", None)
+        made_for = "unknown versions"
+        if built is not None:
+            made_for = f"torch {built.torch_version}, CUDA {built.cuda_version}"
+        raise ImportError(
+            f"its operators do not load: they were built for {made_for}; here is torch {torch.__version__}"
+        ) from broken
+    try:
+        from xformers.ops import fmha
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"xformers.ops does not import: {error} (flash-attn-4 has the name flash_attn, too)"
+        ) from error
+    available = [operator.NAME for operator in fmha.ALL_FW_OPS if operator.is_available()]
+    if not available:
+        raise ImportError("none of its kernels is available; python -m xformers.info lists them")
+    return fmha
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    fmha = _operators()
+    forward = fmha.memory_efficient_attention_forward
+    bottom_right = fmha.attn_bias.LowerTriangularFromBottomRightMask()
+
+    def memory_efficient(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Any:
+        bias = bottom_right if causal else None
+        if attn_mask is not None:  # BHSD views: the mask's axes are those of scores
+            bias = padded_mask(attn_mask, query.transpose(1, 2), key.transpose(1, 2))
+        return forward(query, key, value, attn_bias=bias, p=0.0, scale=scale)
+
+    return memory_efficient
+
+
+_TENSORS = ("query", "key", "value")
+
+KERNELS = (
+    Kernel(
+        id="xformers.memory_efficient",
+        operations=attention.ALL,
+        backend=XFORMERS,
+        load=_load,
+        layout="BSHD",
+        accepts=("causal", "scale", "attn_mask"),
+        folds=("causal", "attn_mask", "window", "kv_lens"),  # a mask in 16 bits is too coarse for ALiBi
+        limits=(
+            limit.platform("cuda", "rocm"),
+            limit.arch(min=(7, 5), max=(9, 9)),  # its kernel for sm_10 has neither float32 nor a bias
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("mask_dtype", "none", "bool", "query"),
+            limit.SameHeads(),
+            limit.positive("scale"),
+            limit.last_stride_one(*_TENSORS),
+            limit.aligned(16, *_TENSORS),
+        ),
+        graph_safe=True,
+        priority=45,
+        aliases=("xformers.memory_efficient_attention",),
+    ),
+)

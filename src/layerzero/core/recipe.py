@@ -1,0 +1,54 @@
+"""What a child process needs to make a call again: sizes, strides and arguments, without the data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
+
+Value = None | bool | int | float | str | list[int]
+
+
+class TensorRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor: shape and strides in elements in the caller's layout, dtype by name, alignment of its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    alignment_bytes: int = 16
+
+
+class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call of an operation; ``device`` as torch names it."""
+
+    operation: str
+    layout: str | None
+    device: str
+    tensors: dict[str, TensorRecipe]
+    params: dict[str, Value]
+    requires_grad: bool = False
+
+    @staticmethod
+    def of(facts: Facts) -> CallRecipe:
+        """Write down a call."""
+        tensors = {
+            name: TensorRecipe(each.shape, each.strides, dtype_name(each.dtype), each.alignment_bytes)
+            for name, each in facts.tensors.items()
+        }
+        params = {
+            name: _plain(facts[name]) for name in (*facts.operation.schema.params, *facts.operation.schema.bounds)
+        }
+        grad = bool(facts["requires_grad"])
+        return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
+
+
+def _plain(value: object) -> Value:
+    """A value as JSON has it; a number of NumPy's as what it stands for, anything unknown as text."""
+    if isinstance(value, (tuple, list)) and all(isinstance(each, int) for each in value):
+        return [int(each) for each in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    return str(value)

@@ -1,0 +1,123 @@
+"""The last resort where a launch grid is too small: run the batch in chunks and put the results together.
+
+Only where no kernel but the reference is legal as the call is; another kernel, however slow, is always preferred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from layerzero.core.facts import Facts, TensorFacts
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Finding
+from layerzero.core.limit_launch import LAUNCH_CODES, Grid
+from layerzero.core.plan import Adaptation, Candidate
+from layerzero.engine.policy import Lock, Policy, names_kernel
+
+_ROUND = 16
+"""Chunks start at multiples of this many sequences, so that a one-dimensional tensor's slices stay aligned."""
+
+Judge = Callable[[Kernel, Facts], list[Finding]]
+
+
+def last_resort(
+    judged: list[Candidate], facts: Facts, policy: Policy, lock: Lock | None, findings: Judge
+) -> list[Candidate]:
+    """Make kernels legal that only their launch grid refuses, if nothing but the reference is legal otherwise.
+
+    ``findings`` lists what a kernel's limits say about facts; the chunks' facts must satisfy every one of them.
+    """
+    if policy.strict_mode or not policy.allow_adaptation or facts.operation.schema.mutated:
+        return judged
+    named = [each for each in judged if lock is not None and names_kernel(lock.kernel, each.kernel)] or judged
+    if any(each.legal and not each.kernel.is_reference for each in named):
+        return judged
+    return [_split(each, facts, findings) if each in named else each for each in judged]
+
+
+def _split(candidate: Candidate, facts: Facts, findings: Judge) -> Candidate:
+    if candidate.legal or any(reason.code not in LAUNCH_CODES for reason in candidate.reasons):
+        return candidate
+    size = chunk(candidate.kernel, facts)
+    if size == 0:
+        return candidate
+    for rows in sizes(facts.size("batch"), size):
+        seen = of_batch(facts, rows).seen_in(candidate.kernel.layout)
+        if any(finding.reason.code in LAUNCH_CODES for finding in findings(candidate.kernel, seen)):
+            return candidate
+    text = f"run the batch of {facts.size('batch')} in chunks of {size}"
+    adaptations = (*candidate.adaptations, Adaptation("split", "batch", text))
+    return dataclasses.replace(candidate, reasons=(), adaptations=adaptations)
+
+
+def chunk(kernel: Kernel, facts: Facts) -> int:
+    """How many sequences the kernel may launch at once; 0 where the batch cannot be cut."""
+    schema = facts.operation.schema
+    cut = [tensor for tensor in schema.inputs if tensor.name in facts.tensors]
+    unknown = [each for each in cut if not each.shape_vars and each.name != "attn_mask"]
+    if unknown or any(output.shape_vars[:1] != ("batch",) for output in schema.outputs):
+        return 0
+    size = min((limit.safe_batch(facts) for limit in kernel.limits if isinstance(limit, Grid)), default=0)
+    return size - size % _ROUND if size > _ROUND else size
+
+
+def sizes(batch: int, size: int) -> tuple[int, ...]:
+    """The different chunk sizes: the full one, and what is left."""
+    return tuple(dict.fromkeys(each for each in (size, batch % size) if each))
+
+
+def of_batch(facts: Facts, rows: int) -> Facts:
+    """The facts of so many sequences of a call."""
+    cut = {name: _cut(facts, name, tensor, rows) for name, tensor in facts.tensors.items()}
+    values = {name: rows if name == "batch" else facts[name] for name in facts}
+    return Facts(facts.operation, facts.device, facts.layout, cut, values)
+
+
+def _cut(facts: Facts, name: str, tensor: TensorFacts, rows: int) -> TensorFacts:
+    if name not in split_tensors(facts) or tensor.shape[0] == 1 or (name == "attn_mask" and len(tensor.shape) < 4):
+        return tensor
+    return dataclasses.replace(tensor, shape=(rows, *tensor.shape[1:]))
+
+
+def split_tensors(facts: Facts) -> frozenset[str]:
+    """Tensors whose first axis is the batch; a mask's may be, which its size tells."""
+    inputs = facts.operation.schema.inputs
+    return frozenset(each.name for each in inputs if each.shape_vars[:1] == ("batch",) or each.name == "attn_mask")
+
+
+def load(kernel: Kernel, facts: Facts, size: int) -> Callable[[int], Callable[..., Any]]:
+    """Load the kernel for each chunk size; what it returns answers which callable runs so many sequences."""
+    seen = facts.seen_in(kernel.layout)
+    loaded = {rows: kernel.load(of_batch(seen, rows)) for rows in sizes(facts.size("batch"), size)}
+    return loaded.__getitem__
+
+
+def in_chunks(batch: int, size: int, call: Callable[[int, slice], Any]) -> Any:
+    """Call with the number of sequences and their place for every chunk; concatenate what comes back on axis 0."""
+    places = [slice(start, min(start + size, batch)) for start in range(0, batch, size)]
+    parts = [call(place.stop - place.start, place) for place in places]
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    return torch.cat(parts)
+
+
+def rows_of(tensor: torch.Tensor, place: slice) -> torch.Tensor:
+    """The chunk's rows of a tensor that may be broadcast over the batch."""
+    return tensor if tensor.shape[0] == 1 else tensor[place]
+
+
+def calling(arguments: Sequence[str], tensors: frozenset[str], batch: int, size: int) -> str:
+    """The statement that runs a kernel in chunks; ``arguments`` as they are written in its call."""
+    written = []
+    for argument in arguments:
+        name, equals, value = argument.rpartition("=")
+        written.append(f"{name}{equals}rows_of({value}, place)" if value in tensors else argument)
+    return f"output = in_chunks({batch}, {size}, lambda rows, place: kernel(rows)({', '.join(written)}))"
+
+
+NAMES: dict[str, Any] = {"in_chunks": in_chunks, "rows_of": rows_of}
+"""What a plan's text needs to run in chunks."""

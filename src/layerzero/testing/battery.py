@@ -1,0 +1,394 @@
+"""Every check of one kernel in one operation, in an order that never changes, so that a later process can go on.
+
+First the checks of what the kernel declares; last, what the library does beyond its limits, because that may do harm.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit_kinds import Dtype
+from layerzero.core.operation import Case, Operation
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine.config import SCOPES
+from layerzero.engine.functions import CALLS
+from layerzero.engine.probe import mark_broken
+from layerzero.testing import boundaries, execution, generate
+from layerzero.testing.boundaries import Bound
+from layerzero.testing.generate import RandomCall, random_call
+from layerzero.testing.memory import FORMS, poisoned, reshaped
+from layerzero.testing.sizes import (
+    LARGE,
+    Setting,
+    base_case,
+    cheap_case,
+    resized,
+    small_cases,
+    tied,
+    with_axis,
+)
+from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build, raised
+
+BUILD_SECONDS = 600.0
+"""How long a check may take that compiles."""
+
+BUILDING_SECONDS = 10.0
+"""After so many seconds of compiling for a kernel, no other build is begun; what is not built is not tried."""
+
+_building: dict[str, float] = defaultdict(float)
+
+DRAWS_A_CALL = 16
+"""How many random calls are drawn, at most, to find one that the kernel takes."""
+
+POOL = 100
+"""Random calls among which those are looked for that one limit alone refuses."""
+
+ALL_THREADS_EVERY = 8
+"""One random call in so many runs on all of torch's threads; small tensors gain nothing from them."""
+
+Note = Callable[[str], None]
+Play = Callable[[Note], "Outcome | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, unique for a kernel and operation, what it does, and how long it may be silent.
+
+    ``play`` gets a function that it tells what it is about to run, and returns None where there is nothing to check.
+    """
+
+    name: str
+    play: Play
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Battery:
+    """The checks of a kernel in one of its operations."""
+
+    kernel: Kernel
+    operation: Operation
+    device: str
+    seed: int
+    calls: int
+    _found: list[Bound] | None = None
+    _broken: bool = False
+
+    def checks(self) -> Iterator[Check]:
+        """What the kernel declares, checked."""
+        if function_of(self.operation) is None:
+            reason = f"{self.operation.name} belongs to no public function"
+            yield Check("every check", _just(Outcome, "not tried", reason))
+            return
+        for setting in self._settings():
+            if self.kernel.jit:
+                yield Check(f"build, {dtype_name(setting.dtype)}", self._build(setting), BUILD_SECONDS)
+            case, trial = base_case(self.kernel, setting)
+            if trial is None or trial.reasons:
+                yield Check(f"cases, {dtype_name(setting.dtype)}", _just(_refused, trial))
+                yield Check(f"random calls, {dtype_name(setting.dtype)}", self._random(setting.dtype))
+                continue
+            yield Check(f"load, {dtype_name(setting.dtype)}", _just(self._load, trial), BUILD_SECONDS)
+            if self._broken:
+                return
+            yield from self._of_dtype(setting, case, trial)
+        yield from self._limits()
+
+    def probes(self) -> Iterator[Check]:
+        """What the library does beyond the kernel's limits."""
+        setting, _, trial = self._first_taken()
+        if setting is None or trial is None:
+            return
+        for bound in self._bounds():
+            if bound.untried and not bound.illegal:
+                yield Check(f"beyond {bound.text}", _just(Outcome, "not tried", bound.untried))
+            for number, (shown, lifted) in enumerate(bound.illegal, 1):
+                count = f" ({number})" if len(bound.illegal) > 1 else ""
+                yield Check(
+                    f"beyond {bound.text}{count}",
+                    _just(boundaries.probe_outcome, shown, lifted),
+                )
+
+    def _settings(self) -> list[Setting]:
+        layout = self.operation.layouts[0] if self.operation.layouts else ""
+        return [self._setting(dtype, layout) for dtype in generate.DTYPES if dtype in self.operation.tolerance]
+
+    def _setting(self, dtype: torch.dtype, layout: str) -> Setting:
+        return Setting(self.operation, dtype, self.device, layout)
+
+    def _build(self, setting: Setting) -> Play:
+        def play(note: Note) -> Outcome:
+            spent = _building[self.kernel.id]
+            if spent > BUILDING_SECONDS:
+                return Outcome("not tried", f"not built: building others took {spent:.0f} s already")
+            with SCOPES.scope({"allow_jit_compile": True}):
+                case, _ = base_case(self.kernel, setting)
+            call = setting.call(case)
+            note(f"building for {call.text}")
+            started = time.perf_counter()
+            try:
+                build(self.kernel, self.operation, call)
+            except (ImportError, OSError) as error:
+                return self._unloadable(error)
+            _building[self.kernel.id] += time.perf_counter() - started
+            trial = attempt(self.kernel, self.operation, call)
+            if trial is None or trial.reasons:
+                return Outcome("refused", trial.codes if trial else "no call")
+            return Outcome("passed", "built")
+
+        return play
+
+    def _load(self, trial: Trial) -> Outcome:
+        """Load the library: one that does not is a reason against all its kernels and no mistake of this one."""
+        try:
+            trial.plan()
+        except (ImportError, OSError) as error:
+            return self._unloadable(error)
+        except Exception as error:  # noqa: BLE001  # whatever loading raises is a finding
+            return Outcome("wrong", raised(error))
+        return Outcome("passed", "loaded")
+
+    def _unloadable(self, error: ImportError | OSError) -> Outcome:
+        self._broken = True
+        return Outcome("refused", str(mark_broken(self.kernel.backend, error)))
+
+    def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
+        dtype, kernel = dtype_name(setting.dtype), self.kernel
+        for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
+            yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(_one, setting, case)))
+        for layout in self.operation.layouts[1:]:
+            other = self._setting(setting.dtype, layout)
+            yield Check(f"layout {layout}, {dtype}", self._calls(functools.partial(_one, other, base)))
+        for form in FORMS:
+            yield Check(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))
+        yield from self._axes(setting, base)
+        yield Check(f"NaN, {dtype}", self._calls(functools.partial(_with_value, trial, math.nan, 5)))
+        yield Check(f"infinity, {dtype}", self._infinity(trial))
+        yield Check(f"random calls, {dtype}", self._random(setting.dtype))
+        yield Check(f"two threads, {dtype}", _just(execution.threads, trial))
+        if kernel.deterministic:
+            yield Check(f"same bits, {dtype}", _just(execution.repeats, trial))
+        if kernel.grad:
+            yield Check(f"gradients, {dtype}", _just(execution.gradients, trial))
+        if trial.facts.device.torch_type == "cuda":
+            yield Check(f"other stream, {dtype}", _just(execution.other_stream, trial))
+            yield Check(f"other device, {dtype}", _just(execution.other_device, trial))
+            if kernel.graph_safe:
+                yield Check(f"graph capture, {dtype}", _just(execution.captured, trial))
+
+    def _infinity(self, base: Trial) -> Play:
+        def play(note: Note) -> Outcome | None:
+            for text, call in _with_value(base, math.inf, -1):
+                trial = attempt(self.kernel, self.operation, call)
+                if trial is not None and not trial.reasons:
+                    note(f"{text}: {call.text}")
+                    return execution.infinity(trial)
+            return None
+
+        return play
+
+    def _axes(self, setting: Setting, base: Case) -> Iterator[Check]:
+        """Each axis empty, of one element, and beyond 2048 where the others are small."""
+        dtype = dtype_name(setting.dtype)
+        first = self._first_taken()[0] == setting  # a square of 2304 takes a second of float64
+        cheap = functools.cache(lambda: cheap_case(self.kernel, setting, base))
+        for axis in base.sizes:
+            for size in (0, 1):
+                yield Check(
+                    f"{axis} = {size}, {dtype}",
+                    self._first(functools.partial(with_axis, self.operation, base, axis, size), setting),
+                )
+            for size in LARGE:
+                yield Check(
+                    f"{axis} = {size}, {dtype}",
+                    self._first(functools.partial(_resized, cheap, {axis: size}), setting),
+                )
+            group = tied(self.operation, axis)
+            if group[0] == axis and len(group) > 1 and first:
+                sizes = dict.fromkeys(group, LARGE[0])
+                yield Check(
+                    f"{' = '.join(group)} = {LARGE[0]}, {dtype}",
+                    self._first(functools.partial(_resized, cheap, sizes), setting),
+                )
+
+    def _first(self, cases: Callable[[], Iterable[Case]], setting: Setting) -> Play:
+        """Run the first of these cases that the kernel takes; refused if it takes none, nothing if none is a call."""
+
+        def play(note: Note) -> Outcome | None:
+            refused = None
+            for case in cases():
+                trial = setting.attempt(self.kernel, case)
+                if trial is not None and not trial.reasons:
+                    note(trial.call.text)
+                    return trial.outcome()
+                refused = refused or trial
+            return None if refused is None else _refused(refused)
+
+        return play
+
+    def _calls(self, calls: Callable[[], Iterable[tuple[str, RandomCall]]]) -> Play:
+        """Run each of these calls that the kernel takes."""
+
+        def play(note: Note) -> Outcome | None:
+            wrong, refused, passed = [], [], 0
+            for text, call in calls():
+                trial = attempt(self.kernel, self.operation, call)
+                if trial is None:
+                    continue
+                if trial.reasons:
+                    refused.append(trial)
+                    continue
+                note(f"{text or call.name}: {call.text}")
+                outcome = trial.outcome()
+                passed += outcome.status == "passed"
+                if outcome.status == "wrong":
+                    wrong.append(f"{text}: {outcome.message}" if text else outcome.message)
+            if wrong:
+                more = [f"and in {len(wrong) - 1} more ways"] if len(wrong) > 1 else []
+                return Outcome("wrong", "; ".join([wrong[0], *more]))
+            return Outcome("passed") if passed else _refused(refused[0]) if refused else None
+
+        return play
+
+    def _random(self, dtype: torch.dtype) -> Play:
+        def play(note: Note) -> Outcome:
+            passed, refused = 0, Counter[str]()
+            for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
+                if passed == self.calls:
+                    break
+                call = _draw(self.operation, dtype, self.seed, number, self.device)
+                trial = attempt(self.kernel, self.operation, call)
+                assert trial is not None
+                if trial.reasons:
+                    refused[trial.codes] += 1
+                    continue
+                note(f"{call.name}: {call.text}")
+                if number % ALL_THREADS_EVERY:
+                    outcome = trial.outcome()
+                else:
+                    with all_threads():
+                        outcome = trial.outcome()
+                if outcome.status == "wrong":
+                    return Outcome("wrong", f"{call.name}: {call.text}: {outcome.message}")
+                passed += 1
+            if passed:
+                return Outcome("passed", f"{passed} calls")
+            ((codes, _),) = refused.most_common(1) or [("no call of this operation was drawn", 0)]
+            return Outcome("refused" if refused else "not tried", codes)
+
+        return play
+
+    def _limits(self) -> Iterator[Check]:
+        setting, _, trial = self._first_taken()
+        if setting is None or trial is None:
+            return
+        for text, device, limit in boundaries.device_bounds(self.kernel, trial):
+            yield Check(
+                f"limit {text}",
+                _just(boundaries.device_outcome, self.kernel, trial, device, limit),
+            )
+        for bound in self._bounds():
+            yield Check(
+                f"limit {bound.text}",
+                _just(boundaries.bound_outcome, self.kernel, setting, bound),
+            )
+
+    def _first_taken(self) -> tuple[Setting | None, Case, Trial | None]:
+        """The first dtype that the kernel takes a case in."""
+        for setting in self._settings() if function_of(self.operation) else []:
+            case, trial = base_case(self.kernel, setting)
+            if trial is not None and not trial.reasons:
+                return setting, case, trial
+        return None, self.operation.cases[0], None
+
+    def _bounds(self) -> list[Bound]:
+        if self._found is None:
+            self._found = self._look_for_bounds()
+        return self._found
+
+    def _look_for_bounds(self) -> list[Bound]:
+        setting, case, trial = self._first_taken()
+        if setting is None or trial is None:
+            return []
+        found = list(boundaries.sized_bounds(self.kernel, setting, case))
+        dtypes = [limit for limit in self.kernel.limits if isinstance(limit, Dtype)]
+        for limit in dtypes:
+            found += boundaries.dtype_bounds(self.kernel, limit, self._settings(), case)
+        dtype = setting.dtype
+
+        def drawn() -> list[RandomCall]:
+            numbers = drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL)
+            return [_draw(self.operation, dtype, self.seed, number, self.device) for number in numbers[:POOL]]
+
+        return [*found, *boundaries.other_bounds(self.kernel, setting, trial, drawn)]
+
+
+def _just(function: Callable[..., Outcome], *arguments: Any) -> Play:
+    """A check of one step, which needs no telling what it is at."""
+    return lambda _: function(*arguments)
+
+
+def _one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:
+    return [("", setting.call(case))]
+
+
+def _resized(cheap: Callable[[], Case], sizes: dict[str, int]) -> list[Case]:
+    return [resized(cheap(), sizes)]
+
+
+def function_of(operation: Operation) -> str | None:
+    """The public function that leads to an operation, None where there is none."""
+    for name, call in CALLS.items():
+        if any(each.name == operation.name for each in call.function.operations):
+            return name
+    return None
+
+
+@functools.cache
+def _numbers(function: str, dtype: torch.dtype, seed: int, draws: int) -> dict[str, list[int]]:
+    """Numbers of random calls, by the operation that they are routed to."""
+    found: dict[str, list[int]] = {}
+    for number in range(draws):
+        call = random_call(seed, number, function=function, dtype=dtype)
+        routed = CALLS[function].function
+        name = routed.route(routed.bind((), call.arguments), None).operation.name
+        found.setdefault(name, []).append(number)
+    return found
+
+
+def drawn_numbers(operation: Operation, dtype: torch.dtype, seed: int, draws: int) -> list[int]:
+    """Numbers of the random calls of an operation among so many draws of its function."""
+    function = function_of(operation)
+    if function is None or function not in generate.FUNCTIONS:
+        return []
+    return _numbers(function, dtype, seed, draws).get(operation.name, [])
+
+
+def _draw(operation: Operation, dtype: torch.dtype, seed: int, number: int, device: str) -> RandomCall:
+    return random_call(seed, number, function=function_of(operation), dtype=dtype, device=device)
+
+
+def _with_value(trial: Trial, value: float, place: int) -> list[tuple[str, RandomCall]]:
+    """The call with one such element in its first floating tensor, where a reference says what must come of it."""
+    first = trial.facts.operation.schema.inputs[0].name
+    if not trial.call.arguments[first].is_floating_point():
+        return []
+    return [(f"{value} in {first}", poisoned(trial.call, first, place, value))]
+
+
+def _refused(trial: Trial | None) -> Outcome:
+    if trial is None:
+        return Outcome("not tried", "no case is a call of this operation")
+    if {reason.code for reason in trial.reasons} == {ReasonCode.JIT_DISABLED}:
+        return Outcome("not tried", "not built")
+    return Outcome("refused", "; ".join(dict.fromkeys(str(reason) for reason in trial.reasons)))

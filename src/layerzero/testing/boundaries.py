@@ -1,0 +1,254 @@
+"""A kernel's limits: the last legal value works, the first illegal one is refused, and whether that was needed.
+
+A limit decides alone where the kernel is refused, and a copy of it without that limit is not. There the copy is asked
+what the library does: if it is right, the limit is too strict; if it raises, dies or is wrong, the limit is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Arch, Dim, Dtype, Instruction, OneOf, Platform
+from layerzero.core.operation import Case
+from layerzero.engine import legality
+from layerzero.testing.compare import call_dtype
+from layerzero.testing.generate import RandomCall
+from layerzero.testing.memory import FORMS, reshaped
+from layerzero.testing.sizes import BOUNDARY_ELEMENTS, Setting, elements, tied, with_axis
+from layerzero.testing.trial import Outcome, Trial, attempt, judged
+
+PROBES = 3
+"""Calls on which the library is asked beyond a limit: one may be right by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One way in which a limit can be broken.
+
+    Attributes:
+        text: the bound in words, ``head_dim <= 256``.
+        lifted: the kernel without it.
+        legal: calls on the legal side, with what they show; each must be right.
+        illegal: calls that it alone refuses, with what they show.
+        untried: why there are none, if so.
+    """
+
+    text: str
+    lifted: Kernel
+    legal: tuple[tuple[str, Trial], ...]
+    illegal: tuple[tuple[str, Trial], ...]
+    untried: str = ""
+
+
+def without(kernel: Kernel, limit: Limit, instead: Limit | None = None) -> Kernel:
+    """A copy of a kernel that lacks a limit, or has another one in its place."""
+    kept = [instead if each is limit else each for each in kernel.limits]
+    return replace(kernel, limits=tuple(each for each in kept if each is not None))
+
+
+def size_bounds(kernel: Kernel, limit: Dim) -> Iterator[tuple[str, int, int, Kernel]]:
+    """Each bound of a size: its text, the last legal size, the first illegal one, and the kernel without it."""
+    name, step = limit.name, limit.multiple or 1
+    least = max(limit.min or 0, step)
+    least += -least % step
+    if limit.one_of:
+        sizes = sorted(limit.one_of)
+        gap = min((high - low for low, high in itertools.pairwise(sizes)), default=sizes[0])
+        missing = next(size for size in itertools.count(sizes[0], gap) if size not in sizes)
+        yield f"{name} in {limit.one_of}", sizes[-1], missing, without(kernel, limit)
+    if limit.max is not None:
+        top = limit.max - limit.max % step
+        yield f"{name} <= {limit.max}", top, top + step, without(kernel, limit, replace(limit, max=None))
+    if limit.min is not None:
+        yield f"{name} >= {limit.min}", least, least - step, without(kernel, limit, replace(limit, min=None))
+    if limit.multiple is not None:
+        odd = least + 1 if limit.max is None or least + 1 <= limit.max else least - 1
+        yield f"{name} % {step} == 0", least, odd, without(kernel, limit, replace(limit, multiple=None))
+
+
+def sized_bounds(kernel: Kernel, setting: Setting, case: Case) -> Iterator[Bound]:
+    """The bounds of a kernel's sizes."""
+    for limit in kernel.limits:
+        if not isinstance(limit, Dim):
+            continue
+        for text, legal, illegal, lifted in size_bounds(kernel, limit):
+            taken = _first(kernel, setting, case, limit.name, legal)
+            beyond = _first(lifted, setting, case, limit.name, illegal)
+            untried = "" if taken else f"no legal call has {limit.name} {legal}"
+            untried = untried or ("" if beyond else f"no call that it alone refuses has {limit.name} {illegal}")
+            yield Bound(
+                text,
+                lifted,
+                ((f"{legal}", taken),) if taken else (),
+                ((f"{illegal}", beyond),) if beyond else (),
+                untried,
+            )
+
+
+def _first(kernel: Kernel, setting: Setting, case: Case, fact: str, size: int) -> Trial | None:
+    """The first call with this size that the kernel takes: the axis alone, then with those that go with it."""
+    if size < 0:
+        return None
+    for changed in _cases_with(setting, case, fact, size):
+        if elements(setting.operation, changed) <= BOUNDARY_ELEMENTS:
+            trial = setting.attempt(kernel, changed)
+            if trial is not None and not trial.reasons and trial.facts.get(fact) == size:
+                return trial
+    return None
+
+
+def _cases_with(setting: Setting, case: Case, fact: str, size: int) -> Iterator[Case]:
+    if fact in case.sizes:
+        yield from with_axis(setting.operation, case, fact, size)
+        return
+    for axis, now in case.sizes.items():  # a derived size (heads a kv head) follows from one of the axes, or two
+        for other in (size, size * now):
+            yield from with_axis(setting.operation, case, axis, other)
+
+
+def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Case) -> Iterator[Bound]:
+    """The dtypes that a kernel takes, then each of its operation that it does not."""
+    lifted = without(kernel, limit)
+    legal: list[tuple[str, Trial]] = []
+    refused: list[Bound] = []
+    for setting in settings:
+        name = dtype_name(setting.dtype)
+        trial = setting.attempt(kernel if name in limit.names else lifted, case)
+        if trial is None or trial.reasons:
+            continue
+        if name in limit.names:
+            legal.append((name, trial))
+        else:
+            refused.append(Bound(f"dtype {name}", lifted, (), ((name, trial),)))
+    untried = "" if refused else "it takes every dtype of the operation"
+    yield Bound(f"dtype in {limit.describe()}", lifted, tuple(legal), (), untried)
+    yield from refused
+
+
+def other_bounds(
+    kernel: Kernel, setting: Setting, base: Trial, drawn: Callable[[], list[RandomCall]]
+) -> Iterator[Bound]:
+    """The limits on arguments and memory; calls that break them are looked for among forms and random calls."""
+    limits = [each for each in kernel.limits if not isinstance(each, (Dim, Dtype, Platform, Arch, Instruction))]
+    if not limits:
+        return
+    pool = [changed for form in FORMS for _, changed in reshaped(base.call, form)] + [
+        *_unequal(setting, base),
+        *drawn(),
+    ]
+    trials = [trial for call in pool if (trial := attempt(kernel, setting.operation, call)) is not None]
+    for limit in limits:
+        lifted = without(kernel, limit)
+        illegal: list[tuple[str, Trial]] = []
+        for trial in trials:
+            found = legality._checked(limit, trial.facts.seen_in(kernel.layout))
+            if found and len(illegal) < PROBES:
+                alone = attempt(lifted, setting.operation, trial.call)
+                if alone is not None and not alone.reasons:
+                    illegal.append((found[0].reason.message, alone))
+        untried = "" if illegal else f"none of {len(trials)} calls is refused by it alone"
+        yield Bound(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
+
+
+def _unequal(setting: Setting, base: Trial) -> Iterator[RandomCall]:
+    """Calls in which axes that go together have different sizes."""
+    sizes = {axis: base.facts.size(axis) for axis in setting.operation.cases[0].sizes if axis in base.facts}
+    case = Case("unequal", sizes, setting.operation.cases[0].params)
+    for axis, size in sizes.items():
+        if len(tied(setting.operation, axis)) > 1:
+            yield setting.call(Case(f"unequal {axis}", {**sizes, axis: 2 * size}, case.params))
+
+
+def _legal(limit: Limit, base: Trial, trials: list[Trial]) -> Iterator[tuple[str, Trial]]:
+    """A legal call for each value that a limit allows; for other limits the smallest case."""
+    if not isinstance(limit, OneOf):
+        yield "the smallest case", base
+        return
+    for value in limit.values:
+        found = (each for each in (base, *trials) if not each.reasons and each.facts.get(limit.fact) == value)
+        trial = next(found, None)
+        if trial is not None:
+            yield f"{limit.fact} {value}", trial
+
+
+def device_bounds(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Device, Limit]]:
+    """Devices like this one that a limit on the device refuses; the kernel cannot run there, only be refused."""
+    here = base.facts.device
+    for limit in kernel.limits:
+        if isinstance(limit, Platform):
+            other = next(each for each in ("cpu", "cuda", "rocm", "hpu") if each not in limit.names)
+            yield f"platform {limit.describe()}", replace(here, platform=other), limit
+        elif isinstance(limit, Arch) and here.sm is not None:
+            if limit.min is not None:
+                older = (limit.min[0], limit.min[1] - 1) if limit.min[1] else (limit.min[0] - 1, 9)
+                yield f"sm >= {limit.min[0]}.{limit.min[1]}", replace(here, sm=older), limit
+            if limit.max is not None:
+                newer = (limit.max[0], limit.max[1] + 1)
+                yield f"sm <= {limit.max[0]}.{limit.max[1]}", replace(here, sm=newer), limit
+        elif isinstance(limit, Instruction):
+            yield limit.describe(), replace(here, instruction_sets=here.instruction_sets - {limit.name}), limit
+
+
+def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) -> Outcome:
+    """The kernel is refused on a device that the limit excludes, with the limit's own code."""
+    facts = base.facts.on(device, capturing=False)
+    codes = {str(finding.reason.code) for finding in legality._checked(limit, facts.seen_in(kernel.layout))}
+    got = {str(reason.code) for reason in judged(kernel, facts).reasons}
+    if not codes:
+        return Outcome("not tried", f"it says nothing about {dtype_name(call_dtype(base.routed))} there")
+    if not codes <= got:
+        wanted = ", ".join(sorted(codes))
+        return Outcome(
+            "wrong", f"on {device.platform} {device.sm or ''}: wanted {wanted}, got {', '.join(got) or 'legal'}"
+        )
+    return Outcome(
+        "passed", f"refused elsewhere with {', '.join(sorted(codes))}; the library there: not tried: needs that device"
+    )
+
+
+def bound_outcome(kernel: Kernel, setting: Setting, bound: Bound) -> Outcome:
+    """The legal side is right; the illegal side is refused, or adapted and then right."""
+    said = []
+    for shown, trial in bound.legal:
+        outcome = trial.outcome()
+        if outcome.status == "wrong":
+            return Outcome("wrong", f"{shown} is legal by {bound.text!r}, but the result is wrong: {outcome.message}")
+    if bound.legal:
+        said.append(f"{', '.join(dict.fromkeys(shown for shown, _ in bound.legal))} right")
+    for shown, lifted in bound.illegal:
+        refused = attempt(kernel, setting.operation, lifted.call)
+        assert refused is not None
+        if refused.reasons:
+            said.append(f"{shown} refused with {refused.codes}")
+            continue
+        adapting = [each.text for each in refused.candidate.adaptations if each.moves_data]
+        if not adapting:
+            return Outcome("wrong", f"{shown} lies beyond {bound.text!r} and is not refused")
+        outcome = refused.outcome()
+        if outcome.status == "wrong":
+            return Outcome("wrong", f"{shown}, adapted ({'; '.join(adapting)}), is wrong: {outcome.message}")
+        said.append(f"{shown} adapted: {'; '.join(adapting)}")
+    if bound.untried:
+        said.append(f"not tried: {bound.untried}")
+    status = "passed" if bound.legal or bound.illegal else "not tried"
+    return Outcome(status, "; ".join(dict.fromkeys(said)))
+
+
+def probe_outcome(shown: str, lifted: Trial) -> Outcome:
+    """What the library does on a call that only the lifted limit refuses."""
+    outcome = lifted.outcome()
+    if outcome.status == "passed":
+        return Outcome("too strict", f"{shown}: right")
+    if outcome.status == "wrong":
+        kind = "" if outcome.message.startswith("raised") else "wrong: "
+        return Outcome(
+            "needed",
+            f"{shown}: {kind}{outcome.message.replace('raised', 'raises', 1) if not kind else outcome.message}",
+        )
+    return Outcome("not tried", f"{shown}: {outcome.message}")

@@ -1,0 +1,236 @@
+"""How a kernel runs: two threads at once, the same bits again, gradients, streams, devices, graph capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.operation import Tolerance
+from layerzero.engine.reference import reference_call
+from layerzero.testing import compare
+from layerzero.testing.generate import RandomCall
+from layerzero.testing.memory import other_values
+from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
+
+GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+GRADIENT_REASON = (
+    "relative to the gradient itself and to the largest one of its tensor: a gradient is a sum over rows, and where "
+    "its terms cancel, their rounding stays"
+)
+
+REPEATS = 4
+THREADS, CALLS_A_THREAD = 2, 8
+
+
+def threads(trial: Trial) -> Outcome:
+    """Two threads run the same plan at once, each on values of its own."""
+    calls = [trial.call, other_values(trial.call)]
+    truths = [compare.for_kernel(compare.expected(call), trial.kernel) for call in calls]
+
+    def work(index: int) -> list[str]:
+        for _ in range(CALLS_A_THREAD):
+            problems = trial.problems(duplicate(calls[index]), truths[index])
+            if problems:
+                return problems
+        return []
+
+    trial.plan()
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [problem for problems in pool.map(work, range(THREADS)) for problem in problems]
+    if found:
+        return Outcome("wrong", f"with {THREADS} threads at once: {'; '.join(found)}")
+    return Outcome("passed", f"{THREADS} threads, {CALLS_A_THREAD} calls each")
+
+
+def infinity(trial: Trial) -> Outcome:
+    """An infinity reaches what it should and nothing else.
+
+    Where float64 gives NaN, infinities met (inf - inf, 0 * inf), and what comes of that depends on the order of the
+    work: a kernel may give anything there, and the outcome says so if it gave numbers.
+    """
+    truth = trial.truth()
+    numbers = 0
+
+    def run(**given: Any) -> Any:
+        nonlocal numbers
+        result = trial.run(**given)
+        blanked = []
+        for got, want in zip(compare.as_tuple(result), truth.results, strict=True):
+            unsaid = want.isnan()
+            numbers += int((unsaid & ~got.isnan()).sum())
+            blanked.append(got.masked_fill(unsaid, math.nan))
+        return tuple(blanked) or None
+
+    problems = trial.problems(duplicate(trial.call), truth, run)
+    if problems:
+        return Outcome("wrong", f"with an infinity: {'; '.join(problems)}")
+    return Outcome("passed", f"{numbers} numbers where infinities meet, float64 gives NaN" if numbers else "")
+
+
+def repeats(trial: Trial) -> Outcome:
+    """The same call gives the same bits: in results and in what it writes into."""
+    mutated = trial.facts.operation.schema.mutated
+    first: list[Tensor] = []
+    with all_threads():
+        for number in range(REPEATS):
+            call = duplicate(trial.call)
+            try:
+                result = trial.run(**call.arguments)
+            except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+                return Outcome("wrong", raised(error))
+            values = [
+                *compare.as_tuple(result),
+                *(call.arguments[each] for each in mutated),
+            ]
+            bits = [value.detach().contiguous().view(torch.uint8).clone() for value in values]
+            if number and not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
+                return Outcome("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
+            first = first or bits
+    return Outcome("passed", f"{REPEATS} runs, the same bits")
+
+
+def gradients(trial: Trial) -> Outcome:
+    """Gradients of a weighted sum of the results are those of the reference in float64."""
+    if not trial.facts.operation.schema.outputs:
+        return Outcome("not tried", "it returns nothing whose gradient could be asked for")
+    call = duplicate(trial.call)
+    leaves, given = _leaves(call.arguments)
+    watched = attempt(trial.kernel, trial.facts.operation, replace(call, arguments=given))
+    if watched is None or watched.reasons:
+        return Outcome("refused", watched.codes if watched else "no call once gradients are recorded")
+    exact, exact_given = _leaves({name: compare.widened(value) for name, value in call.arguments.items()})
+    _backward(reference_call(compare.route(RandomCall(call.function, exact_given))))
+    try:
+        _backward(watched.run(**given))
+    except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+        return Outcome("wrong", f"the backward pass {raised(error)}")
+    tolerance = GRADIENT_TOLERANCE[compare.call_dtype(trial.routed)]
+    for name, leaf in leaves.items():
+        want = exact[name].grad
+        if want is None:
+            continue
+        if leaf.grad is None:
+            return Outcome("wrong", f"the gradient of {name}: wanted one, got None")
+        allowed = Tolerance(tolerance, tolerance * want.abs().max().item())
+        problem = compare.difference(leaf.grad, want, leaf.dtype, allowed)
+        if problem:
+            return Outcome("wrong", f"the gradient of {name}: {problem}; {GRADIENT_REASON}")
+    return Outcome("passed", f"within {tolerance} of the largest gradient")
+
+
+def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Leaves that ask for gradients, and the arguments made of them; tensors that are written into are no leaves."""
+    leaves = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return leaves, {name: leaves[name] * 1.0 if name in leaves else value for name, value in arguments.items()}
+
+
+def _backward(result: Any) -> None:
+    """Weights of 1 and -1 at random: exact in every dtype, and no sum of them runs away and comes back."""
+    flat = torch.cat([each.double().flatten() for each in compare.as_tuple(result)])
+    signs = torch.randint(0, 2, (flat.numel(),), generator=torch.Generator().manual_seed(0))
+    (flat * (2.0 * signs - 1.0).to(flat)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def other_stream(trial: Trial) -> Outcome:
+    """The kernel waits for the stream that is current, on which its input is only just being written."""
+    call, mutated = duplicate(trial.call), trial.facts.operation.schema.mutated
+    late = next(name for name, each in tensors(call).items() if each.is_floating_point() and name not in mutated)
+    values = call.arguments[late]
+    written = torch.zeros_like(values)
+    arguments = {**call.arguments, late: written}
+    truth = trial.truth()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    trial.plan()
+    torch.cuda.synchronize()
+
+    def run(**given: Any) -> Any:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long beside a launch
+            written.copy_(values)
+            result = trial.run(**given)
+        stream.synchronize()
+        return result
+
+    return _compared(run, RandomCall(call.function, arguments, call.name), truth, {late}, "on another stream")
+
+
+def other_device(trial: Trial) -> Outcome:
+    """Another device is the current one."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return Outcome("not tried", "one device")
+    here = trial.facts.device.index
+
+    def run(**given: Any) -> Any:
+        with torch.cuda.device((here + 1) % count):
+            return trial.run(**given)
+
+    return _compared(run, duplicate(trial.call), trial.truth(), set(), "with another device current")
+
+
+def captured(trial: Trial) -> Outcome:
+    """A captured call gives the right result when it is replayed with other values in the same memory."""
+    call, second = _with_handles(trial), other_values(trial.call)
+    truth = compare.for_kernel(compare.expected(second), trial.kernel)
+    watched = attempt(trial.kernel, trial.facts.operation, call)
+    if watched is None or watched.reasons:
+        return Outcome("refused", watched.codes if watched else "no call with fixed buffers")
+    plan = watched.plan()
+    bound = trial.function.bind((), call.arguments)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        try:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    plan.run(**bound)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                result = plan.run(**bound)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+            return Outcome("wrong", f"under graph capture it {raised(error)}")
+
+        def replay(**_: Any) -> Any:
+            for name, tensor in tensors(second).items():
+                call.arguments[name].copy_(tensor)
+            for name in trial.function.handles:
+                call.arguments[name].advance()
+            graph.replay()
+            torch.cuda.synchronize()
+            return result
+
+        problems = compare.problems(replay(), call.arguments, truth)
+    return Outcome("wrong", f"replayed: {'; '.join(problems)}") if problems else Outcome("passed")
+
+
+def _with_handles(trial: Trial) -> RandomCall:
+    """The call in memory of its own, with the handles whose buffers a captured graph needs to stay where they are."""
+    call = duplicate(trial.call)
+    types = trial.facts.operation.schema.handles
+    made = {
+        name: types[name](*(call.arguments[tensor] for tensor in tensor_names), capturable=True)
+        for name, tensor_names in trial.function.handles.items()
+    }
+    return RandomCall(call.function, {**call.arguments, **made}, call.name)
+
+
+def _compared(
+    run: Callable[..., Any], call: RandomCall, truth: compare.Expected, written: set[str], where: str
+) -> Outcome:
+    try:
+        problems = compare.check(call, run, truth)
+    except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+        problems = [raised(error)]
+    problems = [each for each in problems if each.partition(":")[0] not in written]
+    return Outcome("wrong", f"{where}: {'; '.join(problems)}") if problems else Outcome("passed")

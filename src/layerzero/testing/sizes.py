@@ -1,0 +1,161 @@
+"""Calls of an operation at given sizes: its smaller cases, one axis changed, cheap shapes for large axes.
+
+Which axes an operation has, and which go together, follows from its schema and cases; no operation is named here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit_kinds import Dim
+from layerzero.core.operation import Case, Operation
+from layerzero.testing.generate import RandomCall, case_call
+from layerzero.testing.trial import Trial, attempt
+
+ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
+"""How many elements the tensors of a case may have together to be run in full; a small machine takes a second then."""
+
+BOUNDARY_ELEMENTS = 2**24
+"""The same for the calls at a limit, which are few."""
+
+LARGE = (2304, 2051)
+"""Beyond 2048, where kernels were seen to go wrong in silence: a multiple of 256, and a prime's neighbour of none."""
+
+_SMALL = (1, 2, 4, 8, 16, 32, 64)
+_SMALL_LAST = (16, 32, 64)
+"""Sizes to which other axes are cut down; rows keep 16 elements, so that a result still depends on several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every call of a check has in common."""
+
+    operation: Operation
+    dtype: torch.dtype
+    device: str
+    layout: str
+
+    def call(self, case: Case) -> RandomCall:
+        """The call that a case describes."""
+        return case_call(self.operation, case, self.dtype, layout=self.layout, device=self.device)
+
+    def attempt(self, kernel: Kernel, case: Case) -> Trial | None:
+        """A kernel judged for a case; None if the case is no call of this operation."""
+        return attempt(kernel, self.operation, self.call(case))
+
+
+def elements(operation: Operation, case: Case) -> int:
+    """How many elements the required tensors of a case have together."""
+    named = {axis for tensor in operation.schema.inputs for axis in tensor.shape_vars}
+    leading = math.prod(size for axis, size in case.sizes.items() if axis not in named)
+    total = 0
+    for tensor in operation.schema.required:
+        own = math.prod(case.sizes[axis] for axis in tensor.shape_vars if axis in case.sizes)
+        total += own * (leading if tensor.shape_vars[:1] == ("...",) else 1)
+    return total
+
+
+def by_size(operation: Operation) -> list[Case]:
+    """The operation's cases, the smallest first; those of a single row last, since no stride shows in one."""
+
+    def weight(case: Case) -> tuple[int, int]:
+        return sum(size == 1 for size in case.sizes.values()), elements(operation, case)
+
+    return sorted(operation.cases, key=weight)
+
+
+def small_cases(operation: Operation, device: str) -> list[Case]:
+    """The cases that are small enough to be run in full; at least one."""
+    budget = ELEMENTS["cpu" if device.startswith("cpu") else "cuda"]
+    return [case for case in by_size(operation) if elements(operation, case) <= budget] or by_size(operation)[:1]
+
+
+def tied(operation: Operation, axis: str) -> tuple[str, ...]:
+    """The axes that have this one's size in every case, itself included: keys and values, queries and keys."""
+    axes = operation.cases[0].sizes
+    return tuple(each for each in axes if all(case.sizes[each] == case.sizes[axis] for case in operation.cases))
+
+
+def resized(case: Case, sizes: dict[str, int]) -> Case:
+    """The same case with other sizes; its name says which."""
+    text = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return Case(f"{case.name} {text}", {**case.sizes, **sizes}, case.params)
+
+
+def with_axis(operation: Operation, case: Case, axis: str, size: int) -> Iterator[Case]:
+    """The case with one axis changed: alone, then together with the axes that go with it."""
+    group = tied(operation, axis)
+    yield resized(case, {axis: size})
+    if len(group) > 1:
+        yield resized(case, dict.fromkeys(group, size))
+
+
+def base_case(kernel: Kernel, setting: Setting) -> tuple[Case, Trial | None]:
+    """The smallest case that a kernel may run, cut to the limits of its sizes where none fits as it is.
+
+    The trial has reasons where the kernel takes none of them.
+    """
+    smallest = small_cases(setting.operation, setting.device)
+    for case in [*smallest, _within_limits(kernel, setting.operation, smallest[0])]:
+        trial = setting.attempt(kernel, case)
+        if trial is not None and not trial.reasons:
+            break
+    return case, trial
+
+
+def _within_limits(kernel: Kernel, operation: Operation, case: Case) -> Case:
+    """The case with each size that a kernel bounds moved inside its bounds."""
+    for limit in kernel.limits:
+        if isinstance(limit, Dim) and limit.name in case.sizes:
+            fitting = nearest_legal(limit, case.sizes[limit.name])
+            if fitting != case.sizes[limit.name]:
+                case = resized(case, dict.fromkeys(tied(operation, limit.name), fitting))
+    return case
+
+
+def nearest_legal(limit: Dim, size: int) -> int:
+    """The size nearest to a wanted one that a limit allows."""
+    if limit.one_of:
+        return min(limit.one_of, key=lambda each: abs(each - size))
+    step = limit.multiple or 1
+    if limit.max is not None:
+        size = min(size, limit.max)
+    size -= size % step
+    least = max(limit.min or 0, step)
+    return max(size, least + -least % step)
+
+
+def cheap_case(kernel: Kernel, setting: Setting, case: Case) -> Case:
+    """The case with every axis cut down as far as it stays a call that the kernel takes without more adapting."""
+    required = setting.operation.schema.required
+    named = {axis for tensor in required for axis in tensor.shape_vars[:-1]}  # all but the axis of a row's elements
+    start = setting.attempt(kernel, case)
+    assert start is not None
+    adaptations = len(start.candidate.adaptations)
+    for _ in range(2):  # an axis that another one holds up shrinks the second time
+        for axis in case.sizes:
+            for size in _SMALL if axis in named else _SMALL_LAST:
+                if size >= case.sizes[axis]:
+                    break
+                smaller = next(
+                    (
+                        changed
+                        for changed in with_axis(setting.operation, case, axis, size)
+                        if _taken(kernel, setting, changed, adaptations)
+                    ),
+                    None,
+                )
+                if smaller is not None:
+                    case = Case("cheap", smaller.sizes, case.params)
+                    break
+    return case
+
+
+def _taken(kernel: Kernel, setting: Setting, case: Case, adaptations: int) -> bool:
+    trial = setting.attempt(kernel, case)
+    return trial is not None and not trial.reasons and len(trial.candidate.adaptations) <= adaptations

@@ -1,0 +1,172 @@
+"""One kernel on one call: judged, planned and run by itself, whatever else is registered, locked or resting.
+
+Nothing is scored, kept or remembered, so that a kernel may be tried that no call would choose, and a copy of one with a
+limit taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.device import Device
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import MemoryLedger
+from layerzero.core.operation import Function, Operation, Routed
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.reasons import Reason
+from layerzero.engine import legality, planning
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.functions import CALLS
+from layerzero.engine.health import Health
+from layerzero.engine.jit import BUILT
+from layerzero.engine.probe import this_machine
+from layerzero.engine.state import call_state
+from layerzero.testing.compare import Expected, check, copied, expected, for_kernel
+from layerzero.testing.generate import RandomCall
+
+_ALL_THREADS = torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a check: a status of :mod:`layerzero.testing.report`, and what there is to say about it."""
+
+    status: str
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A kernel judged for a call.
+
+    Attributes:
+        kernel, call: what is tried on what.
+        function, routed, facts: the call as the engine sees it.
+        candidate: the verdict: reasons, adaptations.
+    """
+
+    kernel: Kernel
+    call: RandomCall
+    function: Function
+    routed: Routed
+    facts: Facts
+    candidate: Candidate
+    _plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why the kernel may not run the call; empty if it may."""
+        return self.candidate.reasons
+
+    @property
+    def codes(self) -> str:
+        """The codes of those reasons, each once."""
+        return ", ".join(dict.fromkeys(str(reason.code) for reason in self.reasons))
+
+    def plan(self) -> Plan:
+        """The plan that the engine would write; loads the kernel's library on first use."""
+        if self._plan is None:
+            report = Report(self.routed.operation.name, self.facts, (self.candidate,), self.candidate, "", ())
+            self._plan = planning.build(self.function, self.candidate, report, current_policy())
+        return self._plan
+
+    def run(self, **arguments: Any) -> Any:
+        """Run the plan on arguments as the public function takes them."""
+        return self.plan().run(**self.function.bind((), arguments))
+
+    def truth(self) -> Expected:
+        """What the call should give, with the kernel's own tolerance where that is wider."""
+        return for_kernel(expected(self.call), self.kernel)
+
+    def outcome(self, truth: Expected | None = None) -> Outcome:
+        """Run it on a copy of the arguments and compare with float64; refused if it may not run."""
+        if self.reasons:
+            return Outcome("refused", self.codes)
+        truth = truth or self.truth()
+        problems = self.problems(duplicate(self.call), truth)
+        return Outcome("wrong", "; ".join(problems)) if problems else Outcome("passed")
+
+    def problems(self, call: RandomCall, truth: Expected, run: Callable[..., Any] | None = None) -> list[str]:
+        """What is wrong when the plan, or ``run``, runs a call of the same shapes; what it raises is a problem, too."""
+        try:
+            return check(call, run or self.run, truth)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+            return [raised(error)]
+
+
+def attempt(kernel: Kernel, operation: Operation, call: RandomCall) -> Trial | None:
+    """Judge a kernel for a call; None if the call means nothing or is one of another operation."""
+    function = CALLS[call.function].function
+    policy = current_policy()
+    try:
+        routed = function.route(function.bind((), call.arguments), policy.layout)
+    except InvalidCallError:
+        return None
+    if routed.operation.name != operation.name:
+        return None
+    state = call_state(call.arguments.values(), policy, function.state)
+    facts = FactsBuilder(routed.operation).of_valid(routed.arguments, layout=routed.layout, state=state)
+    return Trial(kernel, call, function, routed, facts, judged(kernel, facts))
+
+
+def judged(kernel: Kernel, facts: Facts) -> Candidate:
+    """The engine's verdict about a kernel for the facts of a call; what happened to it before does not count."""
+    health, ledger = Health(lambda: None), MemoryLedger()
+    (candidate,) = legality.judge([kernel], facts, current_policy(), this_machine(), health, ledger)
+    return candidate
+
+
+def build(kernel: Kernel, operation: Operation, call: RandomCall) -> None:
+    """Compile a JIT kernel for the class of a call, as ``lz.warmup`` does, so that it is legal there."""
+    with SCOPES.scope({"allow_jit_compile": True}):
+        trial = attempt(kernel, operation, call)
+        if trial is None or trial.reasons:
+            return
+        trial.run(**duplicate(call).arguments)
+        BUILT.add(kernel, trial.facts)
+
+
+def duplicate(call: RandomCall) -> RandomCall:
+    """The same call in memory of its own, so that what a kernel does to it harms no other check."""
+    return RandomCall(call.function, {name: copied(value) for name, value in call.arguments.items()}, call.name)
+
+
+def tensors(call: RandomCall) -> dict[str, Tensor]:
+    """The tensors that a call brings."""
+    return {name: value for name, value in call.arguments.items() if isinstance(value, Tensor)}
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"raised {type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
+def lost_context(device: Device) -> str:
+    """Say that the device's context is lost, where it is; nothing in this process can use it then."""
+    if device.torch_type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"the device's context is lost: {raised(error).removeprefix('raised ')}"
+    return ""
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Give torch the threads that it had at first: kernels split their work differently then."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_ALL_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

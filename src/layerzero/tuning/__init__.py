@@ -1,0 +1,1 @@
+"""What is learnt about kernels on this machine, and kept between processes."""

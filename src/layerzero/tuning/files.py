@@ -1,0 +1,221 @@
+"""A ledger in files: markers, suspects, verdicts and failures, shared by many processes and kept between them.
+
+A marker is locked for as long as its process lives. The operating system gives the lock back however the process ends,
+so a marker that nobody holds was left behind by the dead, in whatever container and after whatever restart.
+Records hold for one version of the library and of torch, and one kind of device. Times are kept in memory only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import MemoryLedger, Suspect, Verdict, call_class, class_text, home_of
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import probe
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning import records
+from layerzero.tuning.folder import RecordFolder
+from layerzero.tuning.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record, Versions
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder; None where the variable is empty."""
+    named = environment.get("LAYERZERO_CACHE_DIR")
+    if named is None:
+        return platformdirs.user_cache_path("layerzero", appauthor=False)
+    return Path(named).expanduser() if named else None
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A committed marker: its file, the open file that its lock hangs on, and the class that it is about."""
+
+    path: Path
+    file: int
+    name: Name
+    identity: tuple[str, tuple[object, ...]]
+
+
+class FileLedger(MemoryLedger):
+    """Memory for this process, and records in ``folder`` for every other one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.files = RecordFolder(folder / f"ledger-{records.FORMAT}")
+        self._proved: set[tuple[str, tuple[object, ...]]] = set()
+        self._opening = threading.RLock()
+        self._opened = False
+
+    # what the engine asks
+
+    def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
+        """What was found in this process or an earlier one, at these versions."""
+        found = super().verdict(kernel, facts)
+        record = None if found is not None else self._recorded(kernel, facts, VERDICT)
+        return found if record is None else record.verdict
+
+    def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why this kernel and class are suspected, at these versions."""
+        found = super().suspicion(kernel, facts)
+        record = None if found is not None else self._recorded(kernel, facts, SUSPECT)
+        return found if record is None else record.text
+
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
+        """Commit a marker; None where the class was proved here, or where nothing can be written."""
+        identity = (kernel.id, call_class(facts))
+        if identity in self._proved or not self.files.writable:
+            return None
+        if self._recorded(kernel, facts, PROVED) is not None:
+            self._proved.add(identity)
+            return None
+        record = self._about(kernel, facts)
+        name = Name(records.slug_of(kernel.id), record.key, RUNNING)
+        path = self.files.path / name.file(uuid.uuid4().hex)
+        file = self.files.write(path, record)
+        return None if file is None else Marker(path, file, name, identity)
+
+    def accept(self, marker: object) -> None:
+        """The marker becomes the proof: one rename."""
+        assert isinstance(marker, Marker)
+        name = Name(marker.name.slug, marker.name.key, PROVED)
+        self.files.move(marker.path, self.files.path / name.file())
+        os.close(marker.file)
+        self.files.known(name)
+        self._proved.add(marker.identity)
+
+    def withdraw(self, marker: object) -> None:
+        """Remove the marker."""
+        assert isinstance(marker, Marker)
+        self.files.move(marker.path, None)
+        os.close(marker.file)
+
+    # what is recorded
+
+    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
+        """Remember a verdict here and for later processes."""
+        super().record_verdict(kernel, facts, verdict)
+        self.files.put(self._about(kernel, facts, verdict=verdict), VERDICT)
+
+    def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
+        """Remember an error here and, for doctor, for later processes."""
+        super().record_failure(kernel, facts, error)
+        record = self._record(kernel, facts, str(facts["operation"]))
+        before = self.files.load(Name(records.slug_of(kernel.id), record.key, FAILURES))
+        errors = [*(before.errors if before else []), error][-self.MAX_FAILURES_PER_KERNEL :]
+        self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
+
+    def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Suspect a kernel and class, here and in later processes."""
+        super().suspect(kernel, facts, why)
+        self.files.put(self._about(kernel, facts, text=why), SUSPECT)
+
+    def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
+        """Replace a suspect by what a child found; one that passed counts as proved."""
+        super().settle(suspect, verdict, detail)
+        passed = verdict is Verdict.PASSED
+        for name, record in list(self.files.all(SUSPECT, VERDICT)):
+            if (record.kernel, record.what) != (suspect.kernel_id, suspect.call_class) or not _holds_here(record):
+                continue
+            kind = PROVED if passed else VERDICT
+            found = msgspec.structs.replace(record, verdict=None if passed else verdict, text=detail)
+            self.files.put(found, kind)
+            if name.kind != kind:
+                self.files.remove(name)
+
+    # what doctor asks
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Suspects and the banned, of this process and of every other one so far."""
+        self._open(anew=True)
+        found = {(each.kernel_id, each.call_class): each for each in super().suspects()}
+        for _, record in self.files.all(SUSPECT, VERDICT):
+            if record.call is None or record.verdict is Verdict.PASSED or not _holds_here(record):
+                continue
+            each = Suspect(
+                record.kernel, record.what, record.text, record.call, record.module, record.verdict, record.text
+            )
+            found.setdefault((each.kernel_id, each.call_class), each)
+        return tuple(found[key] for key in sorted(found))
+
+    def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """What failed in this process and, at these versions, in earlier ones."""
+        self._open(anew=True)
+        kept = [record for _, record in self.files.all(FAILURES) if _holds_here(record)]
+        return {**super().failures(), **{(each.kernel, each.what): tuple(each.errors) for each in kept}}
+
+    def notes(self) -> tuple[str, ...]:
+        """Files that were set aside, and a folder that cannot be written; every record is read for it."""
+        self._open(anew=True)
+        for _ in self.files.all(SUSPECT, VERDICT, PROVED, FAILURES):
+            pass
+        aside = self.files.aside()
+        notes = []
+        if aside:
+            names = ", ".join(aside)
+            notes.append(f"{self.files.path}: damaged or foreign files were set aside and count for nothing: {names}")
+        if not self.files.writable:
+            notes.append(f"{self.files.path} cannot be written: what is learnt about kernels ends with the process")
+        return tuple(notes)
+
+    # records
+
+    def _open(self, *, anew: bool = False) -> None:
+        """List the folder, and make suspects of the markers that dead processes left."""
+        with self._opening:
+            if self._opened and not anew:
+                return
+            self._opened = True
+            for path, record in self.files.scan():
+                date = datetime.fromtimestamp(record.at_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+                why = f"process {record.process} ended during its first run of it ({date})"
+                self.files.put(msgspec.structs.replace(record, text=why), SUSPECT)
+                self.files.move(path, None)
+
+    def _recorded(self, kernel: Kernel, facts: Facts, kind: str) -> Record | None:
+        """What is on disk about a class; quick where nothing of this kind is known about the kernel."""
+        if not self._opened:
+            self._open()
+        slug = records.slug_of(kernel.id)
+        if not self.files.has(slug, kind):
+            return None
+        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        return self.files.load(Name(slug, key, kind))
+
+    def _record(self, kernel: Kernel, facts: Facts, what: str) -> Record:
+        return Record(records.FORMAT, kernel.id, what, _versions(kernel, facts), time.time(), os.getpid())
+
+    def _about(self, kernel: Kernel, facts: Facts, *, text: str = "", verdict: Verdict | None = None) -> Record:
+        record = self._record(kernel, facts, class_text(facts))
+        call, module = CallRecipe.of(facts), home_of(kernel)
+        return msgspec.structs.replace(record, call=call, module=module, text=text, verdict=verdict)
+
+
+def _versions(kernel: Kernel, facts: Facts) -> Versions:
+    device = facts.device
+    library = probe.this_machine().state(kernel.backend, device).version or ""
+    return Versions(library, str(torch.__version__), device.name, records.capability_of(facts))
+
+
+def _holds_here(record: Record) -> bool:
+    """Whether library and torch have the versions of a record; the library of a kernel that nobody registered may."""
+    if record.versions.torch != str(torch.__version__):
+        return False
+    try:
+        backend = REGISTRY.kernel(record.kernel).backend
+    except KeyError:
+        return True
+    return (probe.this_machine().state(backend, Device.detect("cpu")).version or "") == record.versions.library

@@ -1,0 +1,110 @@
+"""What lies on disk about one kernel and one class of calls: a JSON document whose name follows from what it says."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from layerzero.core.facts import Facts
+from layerzero.core.ledger import Verdict
+from layerzero.core.recipe import CallRecipe
+
+FORMAT = 1
+
+PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
+
+_NAME = re.compile(r"^(?P<slug>[^@/]{1,120})@(?P<key>[0-9a-f]{24})\.(?P<kind>[a-z]+)(?:-[0-9a-f]{32})?\.json$")
+
+
+class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a record holds for; where any of it differs, the record says nothing."""
+
+    library: str
+    torch: str
+    device: str
+    capability: str
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is remembered.
+
+    Attributes:
+        format: version of this document.
+        kernel, what: the kernel, and the class of calls or (of failures) the operation.
+        versions: what it holds for.
+        at_unix_s, process: when and by whom it was written, for people.
+        call, module: how a child makes the call again.
+        text: why it is a suspect, or what a child said.
+        verdict: what a child found.
+        errors: what the kernel raised, oldest first.
+    """
+
+    format: int
+    kernel: str
+    what: str
+    versions: Versions
+    at_unix_s: float
+    process: int
+    call: CallRecipe | None = None
+    module: str = ""
+    text: str = ""
+    verdict: Verdict | None = None
+    errors: list[str] = []
+
+    @property
+    def key(self) -> str:
+        """What its file is named after."""
+        return key_of(self.kernel, self.what, self.versions)
+
+
+class Name(msgspec.Struct, frozen=True):
+    """The parts of a file's name: the kernel, the record's key, and what it is about."""
+
+    slug: str
+    key: str
+    kind: str
+
+    def file(self, nonce: str = "") -> str:
+        """Write the name; markers have a nonce, since several processes may run a class for the first time."""
+        return f"{self.slug}@{self.key}.{self.kind}{f'-{nonce}' if nonce else ''}.json"
+
+
+def name_of(file: str) -> Name | None:
+    """Read a file's name; None if no record is called that."""
+    match = _NAME.match(file)
+    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING):
+        return None
+    return Name(match["slug"], match["key"], match["kind"])
+
+
+@functools.lru_cache(maxsize=4096)
+def slug_of(kernel_id: str) -> str:
+    """A kernel's id as a part of a file's name."""
+    return quote(kernel_id, safe="")[:120]
+
+
+def key_of(kernel_id: str, what: str, versions: Versions) -> str:
+    """The identity of a record."""
+    return hashlib.sha256(msgspec.json.encode([kernel_id, what, versions])).hexdigest()[:24]
+
+
+def read(path: Path, name: Name) -> Record:
+    """Read a record. Raises: ValueError if it is damaged, of another format, or not what its name says; OSError."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+    if record.format != FORMAT or slug_of(record.kernel) != name.slug or record.key != name.key:
+        raise ValueError("its content is not what its name says")
+    return record
+
+
+def capability_of(facts: Facts) -> str:
+    """The part of a device's identity that decides which code runs on it."""
+    device = facts.device
+    return str(device.sm_number or device.architecture or device.platform)

@@ -1,0 +1,141 @@
+"""Kernels with one mistake each, registered by importing this module; conformance finds them all."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+from torch.nn.functional import rms_norm
+
+import layerzero as lz
+
+limit = lz.limits
+
+
+def right(input, weight, eps):
+    return rms_norm(input, weight.shape, weight, eps)
+
+
+def narrow(kernel_id, **declared):
+    """A plugin of rms_norm in float32."""
+    return lz.register_kernel("norm.rms", f"planted.{kernel_id}", supported_dtypes=["float32"], **declared)
+
+
+@narrow("sound", deterministic=True, grad=True)
+def sound(input, weight, *, eps):
+    return right(input, weight, eps)
+
+
+@narrow("large")
+def large(input, weight, *, eps):
+    output = right(input, weight, eps)
+    output[..., 2048:] = 0  # as a kernel that has 2048 places for a row
+    return output
+
+
+@narrow("long")
+def long(input, weight, *, eps):
+    output = right(input, weight, eps)
+    output.view(-1, output.shape[-1])[2048:] = 0
+    return output
+
+
+@narrow("mutates")
+def mutates(input, weight, *, eps):
+    output = right(input, weight, eps)
+    input.mul_(2)
+    return output
+
+
+@narrow("strides")
+def strides(input, weight, *, eps):
+    dense = input.as_strided(input.shape, torch.empty(input.shape, device="meta").stride())
+    return right(dense, weight, eps)
+
+
+@narrow("crashes")
+def crashes(input, weight, *, eps):
+    if input.dim() == 3:
+        ctypes.string_at(0)
+    return right(input, weight, eps)
+
+
+@narrow("dead")
+def dead(input, weight, *, eps):
+    return ctypes.string_at(0)
+
+
+@narrow("hangs")
+def hangs(input, weight, *, eps):
+    if input.shape[-1] == 2304:
+        time.sleep(3600)
+    return right(input, weight, eps)
+
+
+@lz.register_kernel("norm.rms", "planted.nan", supported_dtypes=["float32", "float16"])
+def nan(input, weight, *, eps):
+    output = right(input, weight, eps)
+    return output * torch.nan if input.dtype is torch.float16 else output
+
+
+@narrow("unsteady", deterministic=True)
+def unsteady(input, weight, *, eps):
+    return right(input, weight, eps) * (1 + 1e-6 * torch.rand(()))
+
+
+@narrow("gradient", grad=True)
+def gradient(input, weight, *, eps):
+    return right(input, weight.detach(), eps)
+
+
+@narrow("racy")
+def racy(input, weight, *, eps):
+    SHARED["row"] = input
+    time.sleep(0.002)
+    return right(SHARED["row"], weight, eps) if SHARED["row"].shape == input.shape else right(input, weight, eps)
+
+
+SHARED = {}
+
+
+@narrow("too_strict", limits=[limit.dim("hidden", max=64)])
+def too_strict(input, weight, *, eps):
+    return right(input, weight, eps)
+
+
+@narrow("needed", limits=[limit.dim("hidden", multiple=8)])
+def needed(input, weight, *, eps):
+    if input.shape[-1] % 8:
+        raise RuntimeError("rows must be a multiple of 8")
+    return right(input, weight, eps)
+
+
+@narrow("dies_beyond", limits=[limit.dim("hidden", max=4096)])
+def dies_beyond(input, weight, *, eps):
+    if input.shape[-1] > 4096:
+        ctypes.string_at(0)
+    return right(input, weight, eps)
+
+
+@narrow("coarse", tolerance={"float32": lz.Tolerance(1e-2, 1e-2)}, tolerance_reason="it adds up in bfloat16")
+def coarse(input, weight, *, eps):
+    return right(input, weight, eps) * 1.004
+
+
+@lz.register_kernel(
+    "attention.standard.prefill",
+    "planted.too_wide",
+    supported_dtypes=["float32"],
+    limits=[limit.dim("head_dim", max=96)],
+)
+def too_wide(query, key, value, *, causal=False, scale=None):
+    tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    if query.shape[-1] > 64:
+        tensors[0] = tensors[0].clone()
+        tensors[0][..., 64:] = 0  # as a kernel that reads 64 of them
+    mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+    mask = mask if causal else torch.ones_like(mask)
+    output = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale)
+    hidden = ~mask.any(-1)
+    return output.masked_fill(hidden[None, None, :, None], 0.0).transpose(1, 2)

@@ -1,0 +1,349 @@
+"""The callables of attention libraries, with stand-ins that record or compute what the library would be given."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+
+from layerzero.backends import flash_attn_cute, flashinfer, flashinfer_modules, vllm_flash_attn, xformers
+from layerzero.backends.flashinfer_plan import Plan
+from layerzero.backends.prepared import Prepared
+from layerzero.core.device import Device
+from layerzero.core.facts import FactsBuilder
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine.jit import BUILT
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.attention_math import attention_reference
+
+FA3_SCHEMA = (
+    "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
+    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
+    "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, "
+    "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
+)
+FA2_SCHEMA = (
+    "fwd_kvcache(Tensor! q, Tensor kcache, Tensor vcache, Tensor? k, Tensor? v, Tensor? seqlens_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, "
+    "Tensor!? out, float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
+    "bool is_rotary_interleaved, int num_splits) -> Tensor[]"
+)
+"""What the libraries of vllm 0.20.0 register."""
+
+
+def facts_of(query, key, value, *, device="H100", operation="attention.gqa.prefill", **arguments):
+    built = FactsBuilder(REGISTRY.operation(operation))
+    return built.build(query, key, value, device=Device.named(device), layout="BSHD", **arguments)
+
+
+def tensors(seq_q=6, seq_k=9):
+    torch.manual_seed(0)
+    return (torch.randn(2, seq_q, 4, 8), torch.randn(2, seq_k, 2, 8), torch.randn(2, seq_k, 2, 8))
+
+
+class Operator:
+    """An operator's schema and the computation that it stands for, in the reference's words."""
+
+    def __init__(self, schema, meaning):
+        self.names = [argument.name for argument in torch._C.parse_schema(schema).arguments]
+        self.default, self.meaning = self, meaning
+
+    def __call__(self, *arguments):
+        assert len(arguments) == len(self.names)
+        return self.meaning(dict(zip(self.names, arguments, strict=True)))
+
+
+def meaning(given, names):
+    """The reference on what an operator was given; anything it was given that the reference has no word for fails."""
+    query, key, value = (given.pop(name) for name in names[:3])
+    window = given.pop("window_size_left"), given.pop("window_size_right")
+    lengths, softcap = given.pop(names[3]), given.pop("softcap")
+    output, lse = attention_reference(
+        query,
+        key,
+        value,
+        causal=given.pop("is_causal"),
+        scale=given.pop("softmax_scale"),
+        window=None if window == (-1, -1) else window,
+        softcap=softcap or None,
+        kv_lens=lengths,
+        sinks=given.pop("s_aux", None),
+        alibi_slopes=given.pop("alibi_slopes", None),
+        return_lse=True,
+    )
+    assert set(given.values()) <= {None, False, True}  # nothing but switches is left
+    return output, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+CALLS = [
+    {"causal": True},
+    {"causal": True, "scale": 0.3, "softcap": 5.0, "return_lse": True},
+    {"window": (2, 1), "return_lse": True},
+    {"causal": True, "window": (3, -1)},
+]
+
+
+@pytest.mark.parametrize(
+    "call", [*CALLS, {"sinks": torch.tensor([0.1, -0.2, 0.3, 0.4]).bfloat16(), "return_lse": True}]
+)
+def test_vllm_v3_gives_its_operator_each_argument_in_its_place(monkeypatch, call):
+    operator = Operator(FA3_SCHEMA, lambda given: [*meaning(given, ("q", "k", "v", "seqused_k")), None, None])
+    monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd=operator))
+    lengths = Prepared(lambda _, batch, seq_k: torch.full((batch,), seq_k, dtype=torch.int32), 8)
+    monkeypatch.setattr(vllm_flash_attn, "_LENGTHS", lengths)
+    check_library(vllm_flash_attn._load_v3, call)
+
+
+@pytest.mark.parametrize(
+    "call", [*CALLS, {"alibi_slopes": torch.rand(4)}, {"kv_lens": torch.tensor([4, 9]), "causal": True}]
+)
+def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call):
+    operator = Operator(FA2_SCHEMA, lambda given: list(meaning(given, ("q", "kcache", "vcache", "seqlens_k"))))
+    monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd_kvcache=operator))
+    check_library(vllm_flash_attn._load_v2, call)
+
+
+def check_library(load, call):
+    query, key, value = tensors()
+    got = load(facts_of(query, key, value, **call))(query, key, value, **call)
+    compare(got, attention_reference(query, key, value, **call))
+
+
+def compare(got, wanted):
+    for left, right in zip(*((each if isinstance(each, tuple) else (each,)) for each in (got, wanted)), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+def package_forward(*, compiles):
+    """A function as the package has it: it finds its compiled functions through its own name."""
+    namespace = {"compiles": compiles}
+    source = """
+def _flash_attn_fwd(q, k, v, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+                    window_size_right=None, learnable_sink=None, num_splits=1, *, return_lse=False, out=None, lse=None):
+    key = (causal, return_lse)
+    if key not in _flash_attn_fwd.compile_cache:
+        _flash_attn_fwd.compile_cache[key] = compiles(key)
+    arguments = [q, k, v, out, lse, softmax_scale, None, None, None, None, None, window_size_left, window_size_right]
+    _flash_attn_fwd.compile_cache[key](*arguments, learnable_sink, None, (None, None), None, None)
+    return out, lse, None, None, None
+"""
+    exec(source, namespace)
+    namespace["_flash_attn_fwd"].compile_cache = {}
+    return namespace["_flash_attn_fwd"]
+
+
+def test_flash_attention_4_is_called_through_its_package_once(monkeypatch):
+    compiled, given = [], []
+
+    def compiles(key):
+        compiled.append(key)
+
+        def function(q, k, v, out, lse, scale, *rest):
+            given.append((scale, rest))
+            sink = rest[7]
+            result = attention_reference(q, k, v, causal=key[0], scale=scale, sinks=sink, return_lse=True)
+            out.copy_(result[0])
+            if lse is not None:
+                lse.copy_(result[1])
+
+        return function
+
+    forward = package_forward(compiles=compiles)
+    module = types.SimpleNamespace(_flash_attn_fwd=forward)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    call = {"causal": True, "scale": 0.5, "return_lse": True}
+    query, key, value = tensors()
+    run = flash_attn_cute._load(facts_of(query, key, value, sinks=torch.zeros(4), **call))
+    for sink in (torch.rand(4), torch.nn.Parameter(torch.rand(4))):
+        query, key, value = (torch.randn_like(tensor) for tensor in (query, key, value))
+        got = run(query, key, value, sinks=sink, **call)
+        wanted = attention_reference(query, key, value, sinks=sink.detach(), **call)
+        torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[1], wanted[1], atol=1e-5, rtol=1e-5)
+    assert compiled == [(True, True)]
+    assert list(forward.compile_cache) == [(True, True)], "the package keeps what was compiled"
+    assert [(scale, [each for each in rest if each is not None]) for scale, rest in given] == [
+        (0.5, [rest[7], (None, None)]) for _, rest in given
+    ]
+
+
+def test_flash_attention_4_refuses_a_package_that_calls_otherwise(monkeypatch):
+    def compiles(key):
+        return lambda *_: None
+
+    forward = package_forward(compiles=compiles)
+    original = forward.compile_cache
+    recording, recorder = flash_attn_cute._recording(forward)
+    recording(*tensors(), out=torch.empty(0))
+    assert recorder.function is original[False, False]
+    assert recorder.arguments[5:] == (None,) * 10 + ((None, None), None, None)
+
+
+SINGLE = (
+    "q k v tmp o maybe_lse mask_mode layout window_left maybe_packed_custom_mask maybe_alibi_slopes logits_soft_cap "
+    "sm_scale scale_q scale_k scale_v rope_scale rope_theta"
+)
+RAGGED = (
+    "float_workspace_buffer int_workspace_buffer plan_info_vec q k v qo_indptr kv_indptr o maybe_lse mask_mode layout "
+    "window_left enable_pdl maybe_custom_mask maybe_mask_indptr maybe_alibi_slopes maybe_prefix_len_ptr "
+    "maybe_token_pos_in_items_ptr maybe_max_item_len_ptr logits_soft_cap sm_scale rope_scale rope_theta "
+    "token_pos_in_items_len"
+)
+DECODE = "q k v tmp o maybe_lse alibi_slopes kv_layout_code window_left logits_soft_cap sm_scale rope_scale rope_theta"
+"""Parameters of the functions that flashinfer 0.7.2.post1 puts around its modules."""
+
+
+def stand_in(names, batch):
+    """A module's function: it computes by definition, writes (tokens, H, D), and log-sum-exps in base 2."""
+
+    def run(*arguments):
+        given = dict(zip(names.split(), arguments, strict=True))
+        query, key, value = (given[name].view(batch, -1, *given[name].shape[-2:]) for name in "qkv")
+        packed = given.get("maybe_packed_custom_mask", given.get("maybe_custom_mask"))
+        mask = None
+        if packed is not None:
+            assert given["mask_mode"] == 2
+            count = query.shape[1] * key.shape[1]
+            bits = (packed.view(-1, 1) >> torch.arange(8)).bitwise_and(1).view(batch, -1)[:, :count].bool()
+            mask = bits.view(batch, 1, query.shape[1], key.shape[1])
+        left = given["window_left"]
+        output, lse = attention_reference(
+            query,
+            key,
+            value,
+            causal=given.get("mask_mode") == 1,
+            scale=given["sm_scale"],
+            window=None if left < 0 else (left, -1),
+            softcap=given["logits_soft_cap"] or None,
+            attn_mask=mask,
+            return_lse=True,
+        )
+        given["o"].copy_(output.reshape(given["o"].shape))
+        if given["maybe_lse"] is not None:
+            given["maybe_lse"].copy_((lse / math.log(2.0)).transpose(1, 2).reshape(given["maybe_lse"].shape))
+        assert given["rope_scale"] == 1.0
+        assert given.get("layout", given.get("kv_layout_code")) == 0
+
+    return run
+
+
+@pytest.fixture
+def flashinfer_modules_of(monkeypatch):
+    """FlashInfer's modules, each made by definition."""
+
+    def packbits(bits, bitorder):
+        assert bitorder == "little"
+        return (bits.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+    prefill = types.SimpleNamespace(get_single_prefill_module=lambda *_: types.SimpleNamespace(run=stand_in(SINGLE, 1)))
+    decode = types.SimpleNamespace(get_single_decode_module=lambda *_: types.SimpleNamespace(run=stand_in(DECODE, 1)))
+    plan = Plan(types.SimpleNamespace(ragged_run=stand_in(RAGGED, 2)), *(None,) * 5, 1)
+    monkeypatch.setattr(flashinfer, "PLANS", types.SimpleNamespace(get=lambda *_, **__: plan))
+    for name, module in (
+        ("prefill", prefill),
+        ("decode", decode),
+        ("quantization", types.SimpleNamespace(packbits=packbits)),
+    ):
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", module)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+
+
+INFER_CALLS = [
+    {"causal": True, "return_lse": True},
+    {"causal": False, "window": (3, 0), "scale": 0.4, "softcap": 4.0},
+    {"causal": True, "window": (2, -1), "return_lse": True},
+    {"attn_mask": torch.rand(2, 1, 6, 9) > 0.4, "return_lse": True},
+]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("call", INFER_CALLS)
+def test_flashinfer_gives_its_modules_each_argument_in_its_place(flashinfer_modules_of, batch, call):
+    query, key, value = (tensor[:batch] for tensor in tensors())
+    call = {**call, **({"attn_mask": call["attn_mask"][:batch]} if "attn_mask" in call else {})}
+    got = flashinfer._loader("fa2")(facts_of(query, key, value, **call))(query, key, value, **call)
+    compare(got, attention_reference(query, key, value, **call))
+
+
+@pytest.mark.parametrize("call", [{}, {"window": (4, 2), "scale": 0.4, "softcap": 4.0, "return_lse": True}])
+def test_flashinfer_decodes_with_each_argument_in_its_place(flashinfer_modules_of, call):
+    query, key, value = (tensor[:1] for tensor in tensors(seq_q=1))
+    facts = facts_of(query, key, value, operation="attention.gqa.decode", **call)
+    compare(flashinfer._load_decode(facts)(query, key, value, **call), attention_reference(query, key, value, **call))
+
+
+def kernel(kernel_id):
+    return REGISTRY.kernel(kernel_id)
+
+
+def test_one_build_serves_other_lengths_and_no_other_variant():
+    def asked(seq, **arguments):
+        shape, kv = (1, seq, 8, 128), (1, seq, 2, 128)
+        query, key = (torch.empty(each, dtype=torch.bfloat16, device="meta") for each in (shape, kv))
+        return facts_of(query, key, key, **arguments)
+
+    for kernel_id in ("flash_attn.v4.sm90", "flashinfer.fa2.prefill"):
+        BUILT.add(kernel(kernel_id), asked(1024, causal=True))
+        assert BUILT.ready(kernel(kernel_id), asked(8192, causal=True))
+        assert not BUILT.ready(kernel(kernel_id), asked(1024, causal=True, softcap=30.0))
+        assert not BUILT.ready(kernel(kernel_id), asked(1024, causal=True, window=(16, 0)))
+    assert not BUILT.ready(kernel("flash_attn.v4.sm90"), asked(1024, causal=False))
+    assert BUILT.ready(kernel("flashinfer.fa2.prefill"), asked(1024, causal=False)), "its mask is chosen at run time"
+
+
+def test_flashinfer_takes_what_a_package_brought(monkeypatch):
+    module = (
+        "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_"
+        "head_dim_vo_128_posenc_0_use_swa_False_use_logits_cap_False_f16qk_False_sm90"
+    )
+    monkeypatch.setattr(flashinfer_modules, "_shipped", lambda: frozenset({(module, "sm90a")}))
+    shape = {"device": "meta", "dtype": torch.bfloat16}
+    call = torch.empty(1, 64, 8, 128, **shape), torch.empty(1, 64, 2, 128, **shape), torch.empty(1, 64, 2, 128, **shape)
+    assert BUILT.ready(kernel("flashinfer.fa3.prefill"), facts_of(*call, causal=True))
+    assert not BUILT.ready(kernel("flashinfer.fa2.prefill"), facts_of(*call, causal=True))
+    assert not BUILT.ready(kernel("flashinfer.fa3.prefill"), facts_of(*call, causal=True, softcap=30.0))
+    assert flashinfer_modules.planned("fa3", facts_of(*call, causal=True)), "the module for batches serves one as well"
+
+
+def test_what_is_prepared_outlives_the_limit_once_a_capture_used_it():
+    made = Prepared(lambda number: [number], 2)
+    first = made.get(1, capturing=False)
+    assert made.get(1, capturing=True) is first
+    for number in (2, 3, 4):
+        made.get(number, capturing=False)
+    assert made.get(1, capturing=False) is first
+    assert not made.has(2), "the oldest went"
+    with pytest.raises(RuntimeError, match="before the CUDA graph capture"):
+        made.get(9, capturing=True)
+    check = made.before_capture("a plan", ("batch",), lambda facts: (facts["batch"],)).check_facts
+    capturing = {"capturing": True}
+    assert check({**capturing, "batch": 1}) is None
+    assert check({**capturing, "batch": 9}).code is ReasonCode.CUDA_GRAPH_UNSAFE
+    assert check({"capturing": False, "batch": 9}) is None
+
+
+def test_xformers_whose_operators_do_not_load_says_what_they_were_built_for(monkeypatch):
+    error = ImportError("cannot load")
+    error.build_info = types.SimpleNamespace(torch_version="2.10.0+cu128", cuda_version=1208)
+    broken = types.ModuleType("xformers")
+    broken._cpp_lib = types.SimpleNamespace(_cpp_library_load_exception=error)
+    monkeypatch.setitem(sys.modules, "xformers", broken)
+    with pytest.raises(ImportError, match=r"built for torch 2.10.0\+cu128, CUDA 1208; here is torch"):
+        xformers._operators()
+
+
+def test_xformers_beside_flash_attention_4_says_so(monkeypatch):
+    whole = types.ModuleType("xformers")
+    whole._cpp_lib = types.SimpleNamespace(_cpp_library_load_exception=None)
+    monkeypatch.setitem(sys.modules, "xformers", whole)
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    with pytest.raises(ImportError, match=r"xformers.ops does not import: .* \(flash-attn-4"):
+        xformers._operators()

@@ -1,0 +1,150 @@
+"""What attention libraries declare, asked about devices and libraries that need not be here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.reasons import ReasonCode as Code
+
+LIBRARIES = {
+    "torch": "2.11.0+cu130",
+    "amd-aiter": "0.1.5",
+    "flash-attn": "2.8.3",
+    "flash-attn-3": "3.0.0",
+    "flash-attn-4": "4.0.0b36",
+    "flashinfer-python": "0.7.2.post1",
+    "habana-torch-plugin": "1.23.0",
+    "nvidia-cudnn-frontend": "1.32.0",
+    "vllm": "0.20.0",
+    "xformers": "0.0.35",
+}
+
+
+def codes(kernel_id, device, *, q=(2, 64, 8, 128), k=(2, 64, 2, 128), v=None, dtype=torch.bfloat16, **arguments):
+    """Why a kernel is refused on a device, beside that it is not built yet."""
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in (q, k, v or k)]
+    libraries = arguments.pop("libraries", LIBRARIES)
+    report = lz.explain("attention", *tensors, layout="BSHD", device=device, libraries=libraries, **arguments)
+    return {reason.code for reason in report.reasons(kernel_id)} - {Code.JIT_DISABLED}
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+DECODE = {"q": (2, 1, 8, 128)}
+ONE = {"q": (1, 64, 8, 128), "k": (1, 64, 2, 128)}
+NARROW = {"q": (2, 64, 8, 128), "k": (2, 64, 2, 128), "v": (2, 64, 2, 64)}
+DEEPSEEK = {"q": (2, 64, 8, 192), "k": (2, 64, 8, 192), "v": (2, 64, 8, 128)}
+
+
+def wide(head_dim):
+    return {"q": (2, 64, 8, head_dim), "k": (2, 64, 2, head_dim)}
+
+
+CASES = [
+    # FlashAttention 2 and 3: Hopper alone has what 3 needs, and sm_120 says why not
+    ("flash_attn.v3", "H100", {}, set()),
+    ("flash_attn.v3", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flash_attn.v3", "B200", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flash_attn.v3", "A100", {}, {Code.SM_TOO_OLD, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flash_attn.v2", "RTX 5090", {}, set()),
+    ("flash_attn.v2", "T4", {}, {Code.SM_TOO_OLD}),
+    ("flash_attn.v2", "A100", wide(264), {Code.HEAD_DIM_TOO_LARGE}),
+    ("flash_attn.v2", "A100", {"libraries": {**LIBRARIES, "flash-attn": "2.6.3"}}, {Code.VERSION_UNSUPPORTED}),
+    ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True}, {Code.LSE_UNSUPPORTED}),
+    ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True, "causal": False}, set()),
+    ("flash_attn.v2", "MI300X", {}, set()),
+    ("flash_attn.v2", "MI300X", {"softcap": 30.0}, {Code.SOFTCAP_UNSUPPORTED}),
+    # FlashAttention 4
+    ("flash_attn.v4", "B200", {"sinks": meta(8), "window": (16, 0), "softcap": 30.0, "return_lse": True}, set()),
+    ("flash_attn.v4", "B200", DEEPSEEK, set()),
+    ("flash_attn.v4", "B200", wide(256), set()),
+    ("flash_attn.v4", "B200", wide(160), {Code.HEAD_DIM_INVALID}),
+    ("flash_attn.v4", "H100", {}, {Code.SM_TOO_OLD, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flash_attn.v4", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flash_attn.v4.sm90", "H100", wide(160), set()),
+    ("flash_attn.v4.sm90", "H100", wide(20), {Code.HEAD_DIM_ALIGNMENT}),
+    ("flash_attn.v4.sm90", "H100", {"sinks": meta(8, dtype=torch.float64)}, {Code.CONSTRAINT_FAILED}),
+    ("flash_attn.v4.sm90", "H100", NARROW, set()),
+    ("flash_attn.v4.sm90", "H100", {**NARROW, "v": (2, 64, 2, 136)}, {Code.HEAD_DIM_INVALID}),
+    ("flash_attn.v4.sm90", "H100", {"kv_lens": meta(2, dtype=torch.int32)}, {Code.CONSTRAINT_FAILED}),
+    # vLLM's builds of 2 and 3
+    ("vllm.flash_attn.v3", "H100", {"sinks": meta(8), "window": (16, 0), "softcap": 30.0, "return_lse": True}, set()),
+    ("vllm.flash_attn.v3", "H100", {"sinks": meta(8, dtype=torch.float32)}, {Code.CONSTRAINT_FAILED}),
+    ("vllm.flash_attn.v3", "H100", DEEPSEEK, set()),
+    ("vllm.flash_attn.v3", "H100", NARROW, {Code.HEAD_DIM_INVALID}),
+    ("vllm.flash_attn.v3", "H100", {"dropout_p": 0.1}, {Code.DROPOUT_UNSUPPORTED}),
+    ("vllm.flash_attn.v3", "H100", {"capturing": True}, {Code.CUDA_GRAPH_UNSAFE}),
+    ("vllm.flash_attn.v3", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
+    ("vllm.flash_attn.v2", "RTX 5090", {"kv_lens": meta(2, dtype=torch.int64), "capturing": True}, set()),
+    ("vllm.flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True, **DECODE}, set()),
+    ("vllm.flash_attn.v2", "H100", {"libraries": {**LIBRARIES, "vllm": "0.21.0"}}, {Code.VERSION_UNSUPPORTED}),
+    ("vllm.flash_attn.v2", "H100", {"libraries": {**LIBRARIES, "torch": "2.13.0"}}, {Code.VERSION_UNSUPPORTED}),
+    # FlashInfer
+    ("flashinfer.fa3.prefill", "H100", {"window": (16, -1), "softcap": 30.0, "return_lse": True}, set()),
+    ("flashinfer.fa3.prefill", "H100", wide(96), {Code.HEAD_DIM_INVALID}),
+    ("flashinfer.fa3.prefill", "H100", DEEPSEEK, set()),
+    ("flashinfer.fa3.prefill", "H100", {"window": (16, 16), "causal": False}, {Code.WINDOW_UNSUPPORTED}),
+    (
+        "flashinfer.fa3.prefill",
+        "H100",
+        {"attn_mask": meta(64, 64, dtype=torch.bool), "causal": False},
+        {Code.ATTN_MASK_UNSUPPORTED},
+    ),
+    ("flashinfer.fa3.prefill", "H100", {"capturing": True}, {Code.CUDA_GRAPH_UNSAFE}),
+    ("flashinfer.fa3.prefill", "H100", {"capturing": True, **ONE}, set()),
+    ("flashinfer.fa3.prefill", "A100", {}, {Code.SM_TOO_OLD, Code.INSTRUCTION_SET_MISMATCH}),
+    ("flashinfer.fa2.prefill", "A100", {"attn_mask": meta(64, 64, dtype=torch.bool), "causal": False}, set()),
+    (
+        "flashinfer.fa2.prefill",
+        "A100",
+        {"attn_mask": meta(2, 8, 64, 64, dtype=torch.bool), "causal": False},
+        {Code.ATTN_MASK_UNSUPPORTED},
+    ),
+    ("flashinfer.fa2.prefill", "A100", {"attn_mask": meta(64, 64), "causal": False}, {Code.ATTN_MASK_UNSUPPORTED}),
+    ("flashinfer.fa2.decode", "A100", {**DECODE, "window": (16, 3)}, set()),
+    ("flashinfer.decode", "A100", DECODE, {Code.CONSTRAINT_FAILED}),
+    ("flashinfer.decode", "T4", {"q": (1, 1, 8, 128), "k": (1, 64, 2, 128), "dtype": torch.float16}, set()),
+    ("flashinfer.decode", "A100", {"q": (1, 1, 10, 128), "k": (1, 64, 2, 128)}, {Code.CONSTRAINT_FAILED}),
+    # cuDNN
+    ("cudnn.sdpa", "H100", {"q": (2, 32, 8, 128), "window": (16, 0), "return_lse": True}, set()),
+    ("cudnn.sdpa", "H100", {"q": (2, 65, 8, 128)}, {Code.CONSTRAINT_FAILED}),
+    ("cudnn.sdpa", "H100", {"window": (16, 4), "causal": False}, {Code.WINDOW_UNSUPPORTED}),
+    ("cudnn.sdpa", "A100", wide(256), {Code.HEAD_DIM_TOO_LARGE}),
+    ("cudnn.sdpa", "H100", {"capturing": True}, {Code.CUDA_GRAPH_UNSAFE}),
+    # xFormers
+    ("xformers.memory_efficient", "T4", {"dtype": torch.float16}, set()),
+    ("xformers.memory_efficient", "H100", {"dtype": torch.float32, "window": (16, 4), "causal": False}, set()),
+    ("xformers.memory_efficient", "H100", {"softcap": 30.0}, {Code.SOFTCAP_UNSUPPORTED}),
+    ("xformers.memory_efficient", "H100", {"return_lse": True}, {Code.LSE_UNSUPPORTED}),
+    # other vendors
+    ("aiter.flash_attn", "MI300X", {"window": (16, 0), "return_lse": True}, set()),
+    ("aiter.flash_attn", "MI210", {}, {Code.DEVICE_CAPABILITY_UNSUPPORTED}),
+    ("aiter.flash_attn", "H100", {}, {Code.PLATFORM_MISMATCH}),
+    ("habana.fused_sdpa", "Gaudi", {}, set()),
+    ("habana.fused_sdpa", "Gaudi", {"dtype": torch.float16}, {Code.DTYPE_UNSUPPORTED}),
+]
+
+
+@pytest.mark.parametrize(("kernel_id", "device", "call", "expected"), CASES)
+def test_a_call_is_legal_or_refused_with_its_reasons(kernel_id, device, call, expected):
+    assert codes(kernel_id, device, **call) == expected
+
+
+@pytest.mark.parametrize("kernel_id", ["flash_attn.v2", "vllm.flash_attn.v3", "flashinfer.fa2.prefill", "cudnn.sdpa"])
+def test_what_is_not_installed_says_how_to_install_it(kernel_id):
+    assert Code.NOT_INSTALLED in codes(kernel_id, "H100", libraries={"torch": "2.11.0+cu130"})
+
+
+def test_kv_heads_are_repeated_for_xformers_and_not_in_strict_mode():
+    call = {"device": "H100", "libraries": LIBRARIES, "layout": "BSHD"}
+    tensors = meta(2, 64, 8, 128), meta(2, 64, 2, 128), meta(2, 64, 2, 128)
+    candidates = lz.explain("attention", *tensors, **call).candidates
+    xformers = next(each for each in candidates if each.kernel.id == "xformers.memory_efficient")
+    assert [adaptation.kind for adaptation in xformers.adaptations] == ["expand"]
+    with lz.scope(strict_mode=True):
+        report = lz.explain("attention", *tensors, **call)
+    assert Code.GQA_UNSUPPORTED in {reason.code for reason in report.reasons("xformers.memory_efficient")}

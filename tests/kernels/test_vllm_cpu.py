@@ -1,0 +1,127 @@
+"""vLLM's CPU kernels: what is special about loading them. Their results are compared in test_kernels.py."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.backends import vllm_cpu
+from layerzero.core.device import Device
+from layerzero.engine.probe import this_machine
+
+CPU = Device.detect("cpu")
+MISSING = this_machine().state(vllm_cpu.VLLM_CPU, CPU).reason
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """As if nothing had loaded the library yet."""
+    vllm_cpu._operators.cache_clear()
+    monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", list)
+    yield monkeypatch
+    vllm_cpu._operators.cache_clear()
+
+
+@pytest.fixture
+def loaded():
+    try:
+        return vllm_cpu.KERNELS[0].load(lz.explain("rms_norm", *call()).facts)
+    except OSError as error:
+        pytest.skip(f"libnuma1 is a system package that may be missing: {error.__cause__ or error}")
+
+
+def call(hidden=64, dtype=torch.float32):
+    return torch.randn(5, hidden).to(dtype), torch.randn(hidden).to(dtype)
+
+
+def refusals(*arguments, **options):
+    report = lz.explain("rms_norm", *arguments, **options)
+    return [(str(reason.code), reason.message) for reason in report.reasons("vllm.cpu.rms_norm")]
+
+
+def test_a_missing_system_library_is_named_with_the_command_that_installs_it(unloaded):
+    def load_library(path):
+        raise OSError(f"Could not load this library: {path}") from OSError("libnuma.so.1: cannot open shared object")
+
+    unloaded.setattr(torch.ops, "load_library", load_library)
+    x, w = call(dtype=torch.float16)
+    with lz.scope(prefer=["vllm"]):
+        wanted = torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)
+        torch.testing.assert_close(lz.rms_norm(x, w), wanted, rtol=1e-3, atol=1e-3)
+    [(code, message)] = refusals(x, w)
+    assert code == "BACKEND_IMPORT_FAILED"
+    assert "libnuma.so.1" in message
+    assert "apt install libnuma1" in message
+
+
+def test_it_does_not_load_beside_another_library_of_the_same_name(unloaded):
+    unloaded.setattr(torch._C, "_dispatch_get_all_op_names", lambda: ["_C::paged_attention_v1"])
+    unloaded.setattr(torch.ops, "load_library", lambda path: pytest.fail("would abort the process"))
+    lz.rms_norm(*call(dtype=torch.float16))
+    [(code, message)] = refusals(*call(dtype=torch.float16))
+    assert code == "BACKEND_IMPORT_FAILED"
+    assert "another library" in message
+
+
+def test_what_the_process_has_loaded_already_is_used(loaded, monkeypatch):
+    vllm_cpu._operators.cache_clear()
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("loaded twice"))
+    x, w = call()
+    with lz.scope(locks={"rms_norm": "vllm.cpu.rms_norm"}):
+        torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, w.shape, w, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("features", "build"),
+    [({"avx2"}, "_C_AVX2"), ({"avx2", "avx512"}, "_C_AVX512"), ({"avx2", "avx512", "avx512_bf16"}, "_C")],
+)
+def test_the_build_fits_the_processor(unloaded, features, build):
+    asked = []
+    unloaded.setattr(torch.ops, "load_library", asked.append)
+    unloaded.setattr(torch.ops._C, "rms_norm", torch.ops.aten.rms_norm, raising=False)
+    facts = lz.explain("rms_norm", *call(), device=cpu_with(features)).facts
+    vllm_cpu._load_rms_norm(facts)
+    assert [path.rpartition("/")[2] for path in asked] == [f"{build}.abi3.so"]
+
+
+def cpu_with(features):
+    return Device(platform="cpu", name="another", vendor="intel", instruction_sets=frozenset(features))
+
+
+def test_bfloat16_is_refused_where_it_would_be_cut_off():
+    bfloat16 = call(dtype=torch.bfloat16)
+    (refusal,) = refusals(*bfloat16, device=cpu_with({"avx2", "avx512"}))
+    assert refusal[0] == "DEVICE_CAPABILITY_UNSUPPORTED"
+    assert refusals(*bfloat16, device=cpu_with({"avx2", "avx512", "avx512_bf16"})) == []
+    assert refusals(*call(), device=cpu_with({"avx2"})) == []
+    assert [code for code, _ in refusals(*call(), device=cpu_with(set()))] == ["DEVICE_CAPABILITY_UNSUPPORTED"]
+
+
+@pytest.mark.parametrize(("hidden", "codes"), [(64, []), (60, ["CONSTRAINT_FAILED"])])
+def test_rows_are_whole_vectors(hidden, codes):
+    assert [code for code, _ in refusals(*call(hidden))] == codes
+
+
+def test_several_threads_get_their_own_results(loaded):
+    wrong = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(100):
+            x, w = torch.randn(64, 256, generator=generator), torch.randn(256, generator=generator)
+            if not torch.allclose(
+                loaded(x, w, eps=1e-6), torch.nn.functional.rms_norm(x, w.shape, w, 1e-6), 1e-5, 1e-5
+            ):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
