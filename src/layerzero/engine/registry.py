@@ -364,15 +364,8 @@ def kernel_of_function(
 
 
 def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
-    fields = {each.name for each in dataclasses.fields(Kernel)} - {
-        "id",
-        "operations",
-        "backend",
-        "load",
-        "accepts",
-        "implies",
-        "revision",
-    }
+    derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
+    fields = {each.name for each in dataclasses.fields(Kernel)} - derived
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
             raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")
