@@ -69,8 +69,6 @@ class RandomCall:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, StepMetadata):
-        return f"StepMetadata({value.kind}, max_context_len={value.max_context_len})"  # no address: texts are compared
     if not isinstance(value, Tensor):
         return repr(value)
     strides = "" if value.is_contiguous() else f" strides {value.stride()}"
