@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+import layerzero as lz
 from layerzero.core import layouts
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import config, failing, probe
+from layerzero.engine import accelerator, config, failing, probe
 from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
@@ -39,3 +40,19 @@ def fresh_process(monkeypatch):
     probe.reset_broken()
     failing.forget_told()
     layouts.forget_warnings()
+
+
+@pytest.fixture(params=["native", "python"])
+def path(request, monkeypatch):
+    """The test runs twice: once with the hit path in C, once with the one in Python."""
+    from layerzero.engine.functions import CALLS
+
+    if request.param == "native" and accelerator.HOT is None:
+        pytest.skip(accelerator.ABSENT)
+    if request.param == "python":
+        monkeypatch.setenv("LAYERZERO_NATIVE", "0")  # for processes that the test starts
+    for name, call in CALLS.items():
+        if request.param == "python":
+            monkeypatch.setattr(call, "fast", call.python)
+        monkeypatch.setattr(lz, name, call.fast)
+    return request.param

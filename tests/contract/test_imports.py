@@ -12,7 +12,7 @@ import pytest
 import layerzero
 
 ROOT = Path(layerzero.__file__).parent
-ORDER = ("core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
+ORDER = ("_native", "core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
 ASSEMBLY = "layerzero._assembly"
 """The one file that the order does not bind; only the engine's entrance asks it."""
 

@@ -10,6 +10,8 @@ from torch.nn import Parameter
 import layerzero as lz
 from layerzero.engine.functions import CALLS
 
+pytestmark = pytest.mark.usefixtures("path")
+
 
 @pytest.fixture
 def call():

@@ -10,6 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.core.kernel import Kernel
 from layerzero.engine import health as health_module
+from layerzero.engine.cache import Key
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import Recent
 from layerzero.engine.functions import CALLS
@@ -35,6 +36,10 @@ def breaks(error):
 
 def right(x, w):
     return torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)
+
+
+def right_with_eps(input, weight, *, eps=1e-6):
+    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
 
 def test_the_next_kernel_runs_and_it_is_said_once(norm):
@@ -308,6 +313,32 @@ def test_a_timer_starts_a_new_epoch_when_a_rest_is_over(norm, monkeypatch):
     assert ENGINE.health.breakers() == {}, "the trial went well and closed the breaker"
 
 
+@pytest.mark.usefixtures("path")
+def test_a_first_run_is_marked_once_for_a_size_class():
+    class Marking(type(ENGINE.ledger)):
+        def begin(self, kernel, facts):
+            marks.append(("begin", facts.size("rows")))
+            return facts.size("rows")
+
+        def accept(self, marker):
+            marks.append(("accept", marker))
+
+    marks, ENGINE.ledger = [], Marking()
+    register(right_with_eps)
+    for rows in (17, 25, 17, 31, 32, 40):  # 16 to 31 rows are a class, and 32 to 63
+        lz.rms_norm(torch.ones(rows, 8), torch.ones(8))
+    assert marks == [("begin", 17), ("accept", 17), ("begin", 32), ("accept", 32)]
+
+
+@pytest.mark.parametrize("own", [{"build_key": lambda facts: facts.size("rows")}, {"prebuilt": lambda facts: True}])
+def test_what_is_compiled_for_a_size_does_not_serve_its_class(own):
+    lz.configure(allow_jit_compile=True)
+    register(right_with_eps, jit=True, **own)
+    for rows in (17, 25):
+        lz.rms_norm(torch.ones(rows, 8), torch.ones(8))
+    assert [plan.kernel_id for plan in CALLS["rms_norm"].dispatcher.cache.current.values()] == ["user.planted"] * 2
+
+
 def test_a_plan_chosen_under_an_old_epoch_is_not_kept(norm):
     def slow(input, weight, *, eps=1e-6):
         ENGINE.bump()  # something changed while this call was being chosen
@@ -316,8 +347,8 @@ def test_a_plan_chosen_under_an_old_epoch_is_not_kept(norm):
     register(slow)
     cache = CALLS["rms_norm"].dispatcher.cache
     plan = CALLS["rms_norm"].dispatcher.choose({"input": norm[0], "weight": norm[1], "eps": 1e-6}, _policy())
-    assert not cache.insert("key", plan, _policy(), cache.epoch - 1, 10)
-    assert cache.insert("key", plan, _policy(), cache.epoch, 10)
+    assert not cache.insert(Key("key", "class"), plan, _policy(), cache.epoch - 1, 10)
+    assert cache.insert(Key("key", "class"), plan, _policy(), cache.epoch, 10)
 
 
 def _policy():

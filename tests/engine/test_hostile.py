@@ -17,6 +17,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops.attention_math import attention_reference
 
+pytestmark = pytest.mark.usefixtures("path")
+
 X, W = torch.randn(4, 32), torch.randn(32)
 QUERY = torch.randn(2, 8, 4, 16)
 
@@ -136,6 +138,7 @@ def test_a_limit_or_workspace_that_raises_refuses_its_kernel_only():
     ({"limits": [lz.limits.contiguous("inptu")]}, "did you mean 'input'"),
     ({"limits": [lz.limits.one_of("epz", 1)]}, "did you mean 'eps'"),
     ({"implies": ("eps",)}, "a kernel has no 'implies'"),
+    ({"sizes_bound": ("hiden",)}, "did you mean 'hidden'"),
 ])  # fmt: skip
 def test_declarations_about_unknown_facts_are_refused(declared, text):
     with pytest.raises(lz.RegistrationError, match=text):

@@ -13,6 +13,7 @@ import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.limit_launch import Grid
+from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention_math import attention_reference
 
@@ -56,6 +57,37 @@ def test_efficient_has_no_room_for_65536_heads():
     assert reason.code is C.CUDA_GRID_DIM_EXCEEDED
     assert reason.message == "grid.y may be at most 65535 here, it would launch 65536 (heads)"
     assert report.kernel_id not in ("torch.sdpa.efficient", "torch.sdpa.flash")
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("most", "served"), [(31, [17, 25, 31]), (30, [17, 25]), (17, [17])])
+def test_a_plan_serves_its_size_class_only_where_the_largest_grid_of_it_fits(most, served):
+    ran = []
+    declared = {"priority": 100, "limits": [lz.limits.grid(x=("rows",), max_blocks=most)]}
+    lz.register_kernel("norm.rms", "user.rows", **declared)(
+        lambda x, w: ran.append(len(x)) or torch.rms_norm(x, (8,), w)
+    )
+    for rows in (17, 25, 31, 17, 25, 31):
+        lz.rms_norm(torch.ones(rows, 8), torch.ones(8))
+    assert ran == served * 2
+    kept = CALLS["rms_norm"].dispatcher.cache.current.values()
+    assert sum(plan.kernel_id == "user.rows" for plan in kept) == (1 if most == 31 else len(served))
+
+
+def test_a_launch_bound_without_a_repair_does_not_hide_what_else_refuses(caplog):
+    def too_many(facts):
+        batch = facts.size("batch")
+        return lz.Reason(C.CUDA_GRID_DIM_EXCEEDED, "grid.y", "at most 1", batch) if batch > 1 else None
+
+    rules = [lz.limits.Custom("batch", ("batch",), too_many), lz.limits.grid(x=("batch",), max_blocks=1)]
+    rules.append(lz.limits.dtype("float64"))
+    register = lz.register_kernel("attention.standard.prefill", "user.narrow", priority=100, limits=rules)
+    register(lambda q, k, v: pytest.fail("it was refused"))
+    query = torch.randn(2, 4, 1, 8)
+    lz.configure(allow=["user.narrow"])  # nothing but the reference is left: the engine thinks of cutting the batch
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="slow reference"):
+        lz.attention(query, query, query, layout="BSHD", causal=False)
+    assert "its own limits" not in caplog.text
 
 
 def test_a_cpu_has_no_grid():

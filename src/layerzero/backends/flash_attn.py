@@ -164,6 +164,7 @@ KERNELS = (
             *_SHAPES,
         ),
         graph_safe=True,
+        sizes_bound=(),  # whether seq_q is 1 it does read; that is a size class of its own
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),
@@ -183,6 +184,7 @@ KERNELS = (
             limit.Custom("no softcap on ROCm", ("softcap",), _rocm_softcap),
         ),
         graph_safe=True,
+        sizes_bound=(),
         priority=90,
         aliases=("flash_attn.v2.causal",),
     ),

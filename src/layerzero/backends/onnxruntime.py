@@ -145,6 +145,7 @@ KERNELS = (
             limit.contiguous("query", "key", "value"),
         ),
         deterministic=True,
+        sizes_bound=(),
         priority=30,
     ),
     Kernel(
@@ -155,6 +156,7 @@ KERNELS = (
         accepts=("eps",),
         limits=(limit.dtype("float32", "float16"), limit.contiguous("input", "weight")),
         deterministic=True,
+        sizes_bound=("input_ndim",),
         priority=20,
     ),
     Kernel(
@@ -169,6 +171,7 @@ KERNELS = (
             limit.contiguous("input", "weight", "bias"),
         ),
         deterministic=True,
+        sizes_bound=("input_ndim",),
         priority=30,
     ),
 )

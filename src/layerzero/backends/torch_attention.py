@@ -8,6 +8,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    short = _short_mask(facts) if facts.size("seq_k") < 16 else None
+    causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
 
     def flash(
         query: Tensor,
@@ -45,8 +46,8 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
         attn_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        if short is not None and attn_mask is None:
-            causal, attn_mask = False, short
+        if attn_mask is None and key.shape[2] < 16:
+            causal, attn_mask = False, _short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
         if not return_lse:
             return output
@@ -57,11 +58,12 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
     return flash
 
 
-def _short_mask(facts: Facts) -> Tensor:
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)  # a mask made inside it could not be saved for a later call's backward
+def _short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> Tensor:
     """A mask for fewer keys than a vector has lanes: without one, scores of NaN pass for hidden there and give 0."""
-    shape = (facts.size("seq_q"), facts.size("seq_k"))
-    mask = torch.zeros(shape, dtype=facts.tensors["query"].dtype)
-    return mask.masked_fill_(torch.ones(shape, dtype=torch.bool).triu(1), -torch.inf) if facts.get("causal") else mask
+    mask = torch.zeros((seq_q, seq_k), dtype=dtype)
+    return mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
 
 
 def _positive_scale(facts: Facts) -> Reason | None:
@@ -135,6 +137,7 @@ KERNELS = (
         grad=True,
         deterministic=True,
         handles_negated=True,
+        sizes_bound=(),
         priority=50,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
@@ -158,6 +161,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         workspace_bytes=_math_workspace,
+        sizes_bound=("group",),
         priority=20,
     ),
 )

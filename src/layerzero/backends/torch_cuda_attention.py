@@ -158,6 +158,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=60,
     ),
     Kernel(
@@ -184,6 +185,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=50,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
@@ -215,6 +217,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=40,
     ),
 )

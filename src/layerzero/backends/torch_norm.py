@@ -79,6 +79,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=("hidden",),
         priority=10,
     ),
     Kernel(
@@ -93,6 +94,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=(),
         priority=40,
     ),
     Kernel(
@@ -107,6 +109,7 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
+        sizes_bound=("hidden",),
         priority=10,
     ),
 )

@@ -24,7 +24,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 def _load_gather(facts: Facts) -> Callable[..., Any]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    page_size, table_blocks, group = facts.size("page_size"), facts.size("max_blocks"), facts.size("group")
+    page_size, group = facts.size("page_size"), facts.size("group")
     on_gpu = facts.device.platform != "cpu"
 
     def gather(
@@ -38,6 +38,7 @@ def _load_gather(facts: Facts) -> Callable[..., Any]:
         window: tuple[int, int] | None = None,
         max_context_len: int | None = None,
     ) -> Tensor:
+        table_blocks = block_tables.shape[1]
         blocks = table_blocks if max_context_len is None else min(table_blocks, -(-max_context_len // page_size))
         positions = torch.arange(blocks * page_size, device=query.device)
         lengths = context_lens.unsqueeze(1)
@@ -100,6 +101,7 @@ KERNELS = (
         graph_safe=True,
         device_guard=True,
         workspace_bytes=_gathered_bytes,
+        sizes_bound=("page_size", "group"),
         priority=20,
     ),
     Kernel(
@@ -112,6 +114,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
+        sizes_bound=(),
         priority=20,
     ),
 )

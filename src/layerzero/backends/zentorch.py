@@ -14,7 +14,7 @@ import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.core import limits as limit
+from layerzero.core.conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
@@ -60,7 +61,6 @@ def _operators() -> Any:
 
 def _load_sdpa(facts: Facts) -> Callable[..., Any]:
     operator: Callable[..., tuple[Tensor, Tensor]] = _operators().zentorch_sdpa.default
-    seq_k = facts.size("seq_k")
     # Its maximum skips NaN beside -inf, so a broken row passes for hidden; its bfloat16 exponential makes 0 of NaN.
     drops_nan = facts["dtype"] is torch.bfloat16 or facts.get("causal") is True
 
@@ -73,6 +73,7 @@ def _load_sdpa(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
+        seq_k = key.shape[2]
         if attn_mask is not None and attn_mask.shape[-1] != seq_k:  # raises for a last axis to broadcast; others work
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], seq_k)
         if (drops_nan or attn_mask is not None) and not math.isfinite(query.sum() + key.sum()):
@@ -133,6 +134,13 @@ class RowsApart(limit.Limit):
         return "dense rows: query, key, value"
 
 
+@conditions.register
+def _rows_apart(limit: RowsApart, call: SizedCall) -> Iterable[Condition]:
+    for name in ("query", "key", "value"):  # that the last stride is 1 is in the coarse key
+        rows, head_dim = call.kernel_axes(name)[2], call.facts.tensors[name].shape[3]
+        yield WITHIN, (call.operand(name, rows, stride=True),), (head_dim, 2**62)
+
+
 def _scale(facts: Facts) -> Reason | None:
     """A scale of 0 means the default one to it; a negative one turns the -inf of its causal mask round."""
     scale, causal = facts["scale"], facts.get("causal")
@@ -176,6 +184,7 @@ KERNELS = (
             RowsApart(),
         ),
         deterministic=True,
+        sizes_bound=(),
         priority=45,
     ),
     Kernel(
@@ -187,6 +196,7 @@ KERNELS = (
         renames={"eps": "epsilon"},
         limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("input", "weight")),
         deterministic=True,
+        sizes_bound=("hidden", "input_ndim"),
         priority=60,
     ),
     Kernel(
@@ -197,6 +207,7 @@ KERNELS = (
         accepts=("eps",),
         limits=(_VECTORS, _BFLOAT16, _DTYPES, _EPS, limit.contiguous("residual", "weight")),
         deterministic=True,
+        sizes_bound=("hidden",),
         priority=60,
     ),
 )

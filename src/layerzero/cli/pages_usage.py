@@ -39,6 +39,7 @@ _ELSEWHERE = {
         "`/var/cache/layerzero`",
     ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
+    "LAYERZERO_NATIVE": ("whether kept plans are found in C, where that was built; read once", "`0`"),
 }
 
 

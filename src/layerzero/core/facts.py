@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,11 +74,8 @@ class TensorFacts:
 
     def permuted(self, axes: tuple[int, ...]) -> TensorFacts:
         """The same memory seen with its axes in another order."""
-        return replace(
-            self,
-            shape=tuple(self.shape[axis] for axis in axes),
-            strides=tuple(self.strides[axis] for axis in axes),
-        )
+        shape, strides = tuple([self.shape[axis] for axis in axes]), tuple([self.strides[axis] for axis in axes])
+        return TensorFacts(shape, strides, self.dtype, self.alignment_bytes, self.negated)
 
     @property
     def row_alignment_bytes(self) -> int:
@@ -86,7 +83,10 @@ class TensorFacts:
 
         Strides of axes with one element count: kernels check them although they never step over them.
         """
-        return min([self.alignment_bytes, *(_lowest_bit(step * self.dtype.itemsize) for step in self.strides[:-1])])
+        together = 0
+        for step in self.strides[:-1]:
+            together |= step
+        return min(self.alignment_bytes, _lowest_bit(together * self.dtype.itemsize))
 
     @property
     def last_stride(self) -> int:
@@ -176,7 +176,7 @@ class Facts(Mapping[str, object]):
         if layout is None or self.layout is None or layout == self.layout:
             return self
         axes = permutation(self.layout, layout)
-        moving = {schema.name for schema in self.operation.schema.inputs if schema.has_layout}
+        moving = [schema.name for schema in self.operation.schema.inputs if schema.has_layout]
         tensors = {name: fact.permuted(axes) if name in moving else fact for name, fact in self.tensors.items()}
         return Facts(self.operation, self.device, layout, tensors, self._values)
 

@@ -74,6 +74,9 @@ class Backend:
                 wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
                 raise RegistrationError(f"{self.name}: versions and requires: wanted {wanted}, got {text!r}")
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend
+
     @property
     def distributions(self) -> tuple[str, ...]:
         """Package names to look for, in order."""
@@ -127,7 +130,9 @@ class Kernel:
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
-        workspace_bytes: memory it needs beside its results, for the facts of a call.
+        workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size.
+        sizes_bound: the sizes (axes and derived facts) that what ``load`` returns depends on. The callable then serves
+            calls that differ in other sizes and in strides. None: it depends on all, and serves no other call.
         priority: 0 to 100, what decides where nothing was measured.
         trust: why it may run here.
         aliases: other names that locks and rules may use.
@@ -156,6 +161,7 @@ class Kernel:
     handles_negated: bool = False
     device_guard: bool = False
     workspace_bytes: Callable[[Facts], int] | None = None
+    sizes_bound: tuple[str, ...] | None = None
     priority: int = 50
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()

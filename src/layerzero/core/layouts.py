@@ -37,8 +37,15 @@ def canonical(layout: str) -> str:
 
 def permutation(source: str, target: str) -> tuple[int, ...]:
     """Say which source axis goes where: ``tensor.permute(permutation("BSHD", "BHSD"))``; the page axis stays."""
-    pages = 4 - len(source)
-    return (*range(pages), *(pages + source.index(letter) for letter in target))
+    return _PERMUTATIONS[source, target]
+
+
+_PERMUTATIONS = {
+    (source, target): (*range(4 - len(source)), *(4 - len(source) + source.index(letter) for letter in target))
+    for family in FAMILIES
+    for source in family
+    for target in family
+}
 
 
 def heads_axis(layout: str) -> int:

@@ -78,6 +78,8 @@ class Operation:
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
         derived: the names of those facts, so that rules may match them.
+        derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
+            bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
         fold: computes the mask that stands in for arguments a kernel lacks.
         check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
             mode, because reading them waits for the device.
@@ -97,6 +99,7 @@ class Operation:
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
     derived: tuple[str, ...] = ()
+    derived_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fold: Fold | None = None
     check_values: Callable[..., list[str]] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, torch.Tensor]] | None = None
@@ -122,12 +125,15 @@ class Routed:
         arguments: canonical argument values; tensors under the names that the function uses.
         layout: layout of the tensors that have one.
         assumed_layout: whether the layout is only an assumption.
+        varies: axes whose size may differ within its bit length, all that share its name together, without the route
+            giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
     """
 
     operation: Operation
     arguments: Mapping[str, object]
     layout: str | None = None
     assumed_layout: bool = False
+    varies: tuple[str, ...] = ()
 
 
 class Route(Protocol):
@@ -151,6 +157,7 @@ class Function:
         state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
         handles: names of the parameters that are handles, each with the tensors that it must have been made of.
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
+        parameters: the public parameters in order.
     """
 
     name: str
@@ -163,16 +170,15 @@ class Function:
     state: frozenset[str] = frozenset()
     handles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_share_storage: frozenset[frozenset[str]] = frozenset()
+    parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:  # reading a signature costs as much as judging a kernel
+        object.__setattr__(self, "parameters", tuple(inspect.signature(self.signature).parameters.values()))
 
     @property
     def bounds(self) -> tuple[str, ...]:
         """The parameters that are upper bounds."""
         return self.operations[0].schema.bounds
-
-    @property
-    def parameters(self) -> Sequence[inspect.Parameter]:
-        """The public parameters in order."""
-        return tuple(inspect.signature(self.signature).parameters.values())
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in."""

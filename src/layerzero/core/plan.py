@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.core.facts import Facts
@@ -102,10 +102,12 @@ class Report:
     Attributes:
         operation: the routed operation.
         facts: what was known about the call.
-        candidates: every candidate, the chosen first, then by score, then the refused.
+        candidates: every candidate, the chosen first, then by score, then the refused. ``lz.explain`` gives every
+            reason; the report of a plan that runs has one for each refused kernel.
         chosen: the winner, None if nothing is legal.
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
+        varies: axes whose size the route did not depend on, within its bit length.
     """
 
     operation: str
@@ -114,6 +116,7 @@ class Report:
     chosen: Candidate | None
     locked: str = ""
     notes: tuple[str, ...] = ()
+    varies: tuple[str, ...] = ()
 
     @property
     def kernel_id(self) -> str | None:
@@ -171,6 +174,7 @@ class Plan:
         run: from the function's arguments to the results.
         proved: whether the limits were re-evaluated on the tensors themselves.
         used: reference bit for eviction.
+        reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
     kernel: Kernel
@@ -181,6 +185,10 @@ class Plan:
     adaptations: tuple[Adaptation, ...] = ()
     proved: bool = False
     used: bool = False
+    reads_negated: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_negated = self.kernel.handles_negated
 
     @property
     def kernel_id(self) -> str:
@@ -191,6 +199,11 @@ class Plan:
     def transforms(self) -> tuple[str, ...]:
         """What happens to the arguments."""
         return tuple(adaptation.text for adaptation in self.adaptations)
+
+    @property
+    def transforms_data(self) -> bool:
+        """Whether any transform moves data."""
+        return any(adaptation.moves_data for adaptation in self.adaptations)
 
     @property
     def transform_cost_total(self) -> int:

@@ -65,6 +65,10 @@ class OperationSchema:
             on the power of two above them, and a kernel that accepts one gets the number itself.
         handles: objects that a call may bring for a kernel's use (a StepMetadata), and their types. They change no
             result; a choice depends on their ``kind``, and a kernel that accepts one gets the object itself.
+        required, optional: the tensors that every call brings, and those that it may leave out.
+        mutated: names of the tensors that the operation writes into.
+        passed: arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles.
+        arguments: every argument, tensors first.
     """
 
     operation: str
@@ -74,35 +78,24 @@ class OperationSchema:
     neutral: Mapping[str, object] = field(default_factory=dict)
     bounds: tuple[str, ...] = ()
     handles: Mapping[str, type] = field(default_factory=dict)
+    required: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
+    optional: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
+    mutated: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    passed: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    arguments: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("params", "neutral", "handles"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-
-    @property
-    def required(self) -> tuple[TensorSchema, ...]:
-        """The tensors that every call brings."""
-        return tuple(tensor for tensor in self.inputs if tensor.required)
-
-    @property
-    def optional(self) -> tuple[TensorSchema, ...]:
-        """The tensors that a call may leave out."""
-        return tuple(tensor for tensor in self.inputs if not tensor.required)
-
-    @property
-    def mutated(self) -> tuple[str, ...]:
-        """Names of the tensors that the operation writes into."""
-        return tuple(tensor.name for tensor in self.inputs if tensor.mutated)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Every argument, tensors first."""
-        return (*(tensor.name for tensor in self.inputs), *self.params, *self.passed)
-
-    @property
-    def passed(self) -> tuple[str, ...]:
-        """Arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles."""
-        return (*self.bounds, *self.handles)
+        derived: dict[str, tuple[object, ...]] = {  # read for every candidate of every choice
+            "required": tuple(tensor for tensor in self.inputs if tensor.required),
+            "optional": tuple(tensor for tensor in self.inputs if not tensor.required),
+            "mutated": tuple(tensor.name for tensor in self.inputs if tensor.mutated),
+            "passed": (*self.bounds, *self.handles),
+        }
+        derived["arguments"] = (*(tensor.name for tensor in self.inputs), *self.params, *derived["passed"])
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def validate(self, *args: object, layout: str | None = None, **kwargs: object) -> list[str]:
         """List what is wrong with a call, with wanted and got; an empty list means nothing.

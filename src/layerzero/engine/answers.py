@@ -20,7 +20,7 @@ from layerzero.core.ledger import Suspect
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import legality, probe, score
+from layerzero.engine import accelerator, legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
@@ -326,6 +326,7 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else "C",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 

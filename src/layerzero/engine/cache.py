@@ -1,19 +1,131 @@
-"""Plans by exact key: one table for each policy, one epoch for everything that could make a plan stale."""
+"""Plans by key: one table for each policy, one epoch for everything that could make a plan stale.
+
+A plan is kept for the exact key of the call that it was chosen for, or, where nothing read the sizes, for the coarse
+key of its size class with conditions that every call must meet. The C hit path has an index of the same tables.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from layerzero.core.conditions import Conditions, holds
 from layerzero.core.plan import Plan
 from layerzero.engine.policy import Policy
 
-Table = dict[Hashable, Plan]
-"""Readers take no lock: a lookup is one dictionary read, and the only write is the plan's reference bit."""
-
-
 MAX_TABLES = 32
 """Policies whose plans are kept; a program that opens scopes with ever new settings forgets the oldest."""
+
+MAX_IN_CLASS = 8
+"""Plans of one coarse key; they differ in sizes that may not vary. Further ones are kept for their exact call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a call is found by.
+
+    Attributes:
+        exact: everything that a limit can read.
+        coarse: the same with sizes and strides as classes.
+        native: writes into the C index; None for a call of the Python path.
+    """
+
+    exact: Hashable
+    coarse: Hashable
+    native: Any = None
+
+
+MAX_SEEN = 4096
+"""Calls that the Python path remembers the plans of, beside the table."""
+
+
+class InClass(NamedTuple):
+    """The key under which a table holds one of the plans of a coarse key."""
+
+    coarse: Hashable
+    number: int
+
+
+class Table(dict[Hashable, Plan]):
+    """The plans of one policy by exact key, or by :class:`InClass`.
+
+    ``seen`` and ``last`` answer the Python path for calls that it has looked up before: all of them, and the latest.
+    Readers take no lock: a lookup is one dictionary read, and the only write is the plan's reference bit.
+    """
+
+    __slots__ = ("_numbers", "classes", "index", "last", "seen")
+
+    def __init__(self, index: Any = None) -> None:
+        super().__init__()
+        self.classes: dict[Hashable, tuple[tuple[InClass, Conditions], ...]] = {}
+        self.index = index
+        self.seen: dict[Hashable, Plan] = {}
+        self.last: tuple[Hashable, Plan | None] = (None, None)
+        self._numbers = 0
+
+    def find(
+        self, exact: Hashable, coarse: Hashable, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    ) -> Plan | None:
+        """The plan of this very call, or one of its size class whose conditions it meets."""
+        plan = self.get(exact)
+        for name, conditions in self.classes.get(coarse, ()) if plan is None else ():
+            if holds(conditions, shapes, strides):
+                plan = self.get(name)
+                break
+        return plan
+
+    def saw(self, exact: Hashable, plan: Plan) -> None:
+        """Let the Python path find a plan for a call without looking at conditions again."""
+        if len(self.seen) >= MAX_SEEN:
+            self.seen.clear()
+        self.seen[exact] = plan
+
+    def _forget_seen(self) -> None:
+        self.seen.clear()
+        self.last = (None, None)
+
+    def add(self, key: Key, plan: Plan, conditions: Conditions | None) -> None:
+        """Keep a plan; the caller holds the cache's lock."""
+        held = self.classes.get(key.coarse, ())
+        if conditions is not None and any(each == conditions for _, each in held):
+            return  # two calls of the class were chosen for at once
+        if len(held) >= MAX_IN_CLASS:
+            conditions = None
+        if conditions is None:
+            name = key.exact
+        else:
+            self._numbers += 1
+            name = InClass(key.coarse, self._numbers)
+            self.classes[key.coarse] = (*held, (name, conditions))
+        if name in self:
+            return
+        self[name] = plan
+        if key.native is not None:
+            key.native.put(self.index, key.exact, key.coarse, plan, plan.run, plan.reads_negated, conditions)
+
+    def drop(self, names: Sequence[Hashable]) -> None:
+        """Forget plans; the caller holds the cache's lock."""
+        self._forget_seen()
+        gone = [plan for plan in (self.pop(name, None) for name in names) if plan is not None]
+        for name in names:
+            if isinstance(name, InClass):
+                left = tuple(each for each in self.classes[name.coarse] if each[0] != name)
+                if left:
+                    self.classes[name.coarse] = left
+                else:
+                    del self.classes[name.coarse]
+        if self.index is not None:
+            self.index.remove({id(plan) for plan in gone})
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        super().clear()
+        self._forget_seen()
+        self.classes.clear()
+        if self.index is not None:
+            self.index.clear()
 
 
 class PlanCache:
@@ -26,8 +138,20 @@ class PlanCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.epoch = 0
-        self.current: Table = {}
+        self.current = Table()
         self._tables: dict[Policy, Table] = {}
+        self._new_index: Callable[[], Any] = _no_index
+        self._on_publish: Callable[[Any], None] = _no_index
+
+    def attach(self, new_index: Callable[[], Any], on_publish: Callable[[Any], None]) -> None:
+        """Let every table have an index, and the C hit path know the one of the process-wide policy."""
+        with self._lock:
+            self._new_index, self._on_publish = new_index, on_publish
+            self._tables = {
+                policy: Table(new_index()) for policy, table in self._tables.items() if table is self.current
+            }
+            self.current = next(iter(self._tables.values()))
+            on_publish(self.current.index)
 
     def table(self, policy: Policy) -> Table:
         """The table of a policy."""
@@ -41,16 +165,23 @@ class PlanCache:
         if policy not in self._tables and len(self._tables) >= MAX_TABLES:
             oldest = next(each for each, table in self._tables.items() if table is not self.current)
             del self._tables[oldest]
-        return self._tables.setdefault(policy, {})
+        if policy not in self._tables:
+            self._tables[policy] = Table(self._new_index())
+        return self._tables[policy]
 
     def publish(self, policy: Policy) -> None:
         """Make a policy the process-wide one and empty every table."""
         with self._lock:
             self.epoch += 1
-            self._tables = {policy: {}}
-            self.current = self._tables[policy]
+            table = Table(self._new_index())
+            retired, self._tables = self._tables, {policy: table}
+            self.current = table
+            self._on_publish(table.index)
+        del retired  # outside the lock: what ends with the plans may call anything
 
-    def insert(self, key: Hashable, plan: Plan, policy: Policy, epoch: int, max_size: int) -> bool:
+    def insert(
+        self, key: Key, plan: Plan, policy: Policy, epoch: int, max_size: int, conditions: Conditions | None = None
+    ) -> bool:
         """Keep a plan; refused if the epoch moved since it was chosen."""
         with self._lock:
             if epoch != self.epoch or max_size == 0:
@@ -58,13 +189,17 @@ class PlanCache:
             table = self._table(policy)
             if len(table) >= max_size:
                 _evict(table, max_size)
-            table[key] = plan
+            table.add(key, plan, conditions)
             return True
 
     def size(self) -> int:
         """Number of plans in all tables."""
         with self._lock:
             return sum(len(table) for table in self._tables.values())
+
+
+def _no_index(*_: Any) -> None:
+    return None
 
 
 def _evict(table: Table, max_size: int) -> None:
@@ -76,5 +211,4 @@ def _evict(table: Table, max_size: int) -> None:
     if len(unused) < goal:
         chosen = set(unused)
         unused += [key for key in list(table) if key not in chosen][: goal - len(unused)]
-    for key in unused:
-        table.pop(key, None)
+    table.drop(unused)

@@ -25,8 +25,8 @@ _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
 _PATHS = {"DESCRIPTORS": "descriptors"}
-_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG"})
-"""Variables with a meaning of their own: where files are kept, and the configuration file."""
+_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE"})
+"""Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
@@ -268,8 +268,21 @@ class Scopes:
 
     def __init__(self) -> None:
         self.active = 0
+        self._watchers: list[Callable[[int], None]] = []
         self._lock = threading.Lock()
         self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
+
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Tell a hit path that is not Python how many blocks are open, now and from now on."""
+        with self._lock:
+            self._watchers.append(watcher)
+            watcher(self.active)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self.active += change
+            for watcher in self._watchers:
+                watcher(self.active)
 
     @contextmanager
     def scope(self, values: Mapping[str, Any]) -> Iterator[None]:
@@ -285,13 +298,11 @@ class Scopes:
         layers = (*(outer.layers if outer else ()), inner)
         scope = _Scope(layers, CONFIGURATION.policy, CONFIGURATION.effective(*layers))
         token = self._current.set(scope)
-        with self._lock:
-            self.active += 1
+        self._count(1)
         try:
             yield
         finally:
-            with self._lock:
-                self.active -= 1
+            self._count(-1)
             self._current.reset(token)
 
     def layers(self) -> tuple[Mapping[str, Any], ...]:

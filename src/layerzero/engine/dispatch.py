@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import failing, legality, planning, probe, score, state
-from layerzero.engine.cache import PlanCache
+from layerzero.engine import failing, legality, planning, probe, reuse, score, state
+from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
+from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
@@ -77,6 +78,7 @@ class Dispatcher:
     def __init__(self, function: Function, engine: Engine = ENGINE) -> None:
         self.function = function
         self.engine = engine
+        self.order = tuple(each.name for each in function.parameters if each.name in function.tensors)
         self.cache = PlanCache()
         self.cache.publish(CONFIGURATION.policy)
         engine.caches.append(self.cache)
@@ -89,8 +91,12 @@ class Dispatcher:
         machine: Machine | None = None,
         call_state: CallState | None = None,
         failed: Collection[str] = (),
+        complete: bool = True,
     ) -> tuple[Report, list[Candidate]]:
-        """Judge and rank every kernel for a call; nothing runs and nothing is kept."""
+        """Judge and rank every kernel for a call; nothing runs and nothing is kept.
+
+        Unless ``complete``, a refused kernel has one reason where it may have more.
+        """
         machine = machine or probe.this_machine()
         call_state = call_state or state.call_state(arguments.values(), policy, self.function.state)
 
@@ -100,7 +106,8 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
-        judged = legality.judge(kernels, facts, policy, machine, self.engine.health, self.engine.ledger, failed=failed)
+        health, ledger = self.engine.health, self.engine.ledger
+        judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed, complete=complete)
         ranked = score.rank(judged, facts, policy, self.engine.ledger)
         report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
         return report, ranked
@@ -113,7 +120,9 @@ class Dispatcher:
         """
         failed = set(failed)
         while True:
-            report, _ = self.explain(arguments, policy, failed=failed)
+            report, _ = self.explain(arguments, policy, failed=failed, complete=False)
+            if report.chosen is None or report.chosen.kernel.is_reference:  # someone will ask why
+                report, _ = self.explain(arguments, policy, failed=failed)
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)
@@ -126,15 +135,22 @@ class Dispatcher:
                 return plan
             failed.add(chosen.kernel.id)
 
-    def miss(self, key: Hashable, arguments: dict[str, Any]) -> Any:
+    def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         if _on_meta(arguments):
             return fake_call(self.function.route(dict(arguments), current_policy().layout))
         policy, epoch = current_policy(), self.cache.epoch
-        plan = self.choose(arguments, policy)
-        if policy["cache.enabled"]:
-            self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"])
-        return self.run(plan, arguments)
+
+        def chosen() -> Plan:
+            plan = self.choose(arguments, policy)
+            if policy["cache.enabled"]:
+                conditions = reuse.conditions_of(plan, policy, self.order)
+                self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
+            return plan
+
+        if state.capturing(arguments.values()):  # a capture waits for nobody
+            return self.run(chosen(), arguments)
+        return self.run(FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen), arguments)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
@@ -216,7 +232,11 @@ class Dispatcher:
         kernel, facts = plan.kernel, plan.report.facts
         adapted = planning.adapted_tensors(plan, arguments)
         tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in facts.tensors}
-        seen = facts.seen_in(kernel.layout).with_tensors(tensors)
+        judged = facts.seen_in(kernel.layout)
+        if tensors == judged.tensors and not plan.transforms_data:  # what was judged is what the kernel gets
+            plan.proved = True
+            return True
+        seen = judged.with_tensors(tensors)
         allowed = {
             adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold", "split")
         }
@@ -270,7 +290,7 @@ def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | Non
             chosen = None
     if chosen is not None:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
-    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes))
+    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes), routed.varies)
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:

@@ -9,6 +9,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
+from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import split
@@ -27,8 +28,12 @@ def judge(
     ledger: Ledger,
     *,
     failed: Collection[str] = (),
+    complete: bool = True,
 ) -> list[Candidate]:
-    """Judge every kernel for one call; ``failed`` names kernels that just raised for it."""
+    """Judge every kernel for one call; ``failed`` names kernels that just raised for it.
+
+    Choosing needs no more than one reason of a refused kernel: unless ``complete``, the rest is not looked for.
+    """
     lock = policy.lock_for(facts)
     seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
@@ -38,7 +43,10 @@ def judge(
             seen[layout] = facts.seen_in(layout)
         reasons = policy_reasons(kernel, facts, policy, lock)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
-        findings = limit_findings(kernel, seen[layout])
+        if reasons and not complete:
+            judged.append(Candidate(kernel, tuple(reasons)))
+            continue
+        findings = limit_findings(kernel, seen[layout], complete=complete)
         adaptations = _adaptations(kernel, facts)
         for finding in findings:
             repaired = _repaired(kernel, finding.repair, facts, policy)
@@ -54,7 +62,7 @@ def judge(
 
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
-    reasons = []
+    reasons: list[Reason] = []
     if not policy.enabled and kernel.source not in ("torch", "reference"):
         reasons.append(_denied("enabled: false", "torch's own kernels or the reference", kernel.source))
     if not policy.fallback_enabled and kernel.is_reference:
@@ -129,12 +137,13 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
         return True
 
 
-def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> list[Finding]:
     """What the kernel's limits, arguments and flags say about facts that are in its layout.
 
-    What only a descriptor refuses names it: the kernel without it is asked, too.
+    What only a descriptor refuses names it: the kernel without it is asked, too. Unless ``complete``, the first finding
+    that nothing makes good is the last.
     """
-    findings = _findings(kernel, facts)
+    findings = _findings(kernel, facts, complete)
     if kernel.revision is None or not findings:
         return findings
     before = {(found.reason.code, found.reason.fact): found for found in limit_findings(kernel.revision.before, facts)}
@@ -150,14 +159,18 @@ def _hinted(reason: Reason, kernel: Kernel) -> Reason:
     return replace(reason, hint=f"{reason.hint} Said by the descriptor {kernel.revision}".strip())
 
 
-def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
     findings: list[Finding] = []
     if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
         return [Finding(reason)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
-        findings += _checked(limit, facts)
+        found = _checked(limit, facts)
+        if found:
+            findings += found
+            if not complete and any(_final(finding) for finding in found):
+                return findings
     findings += _argument_findings(kernel, facts)
     if facts["requires_grad"] and not kernel.grad:
         findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))
@@ -165,18 +178,13 @@ def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
-    if not kernel.handles_empty:
-        for name, tensor in facts.tensors.items():
-            if 0 in tensor.shape:
-                wanted = "not empty"
-                reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", wanted, tensor.shape)
-                findings.append(Finding(reason))
-    if not kernel.handles_negated:
-        findings += [
-            Finding(Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True), Repair("negate", name))
-            for name, tensor in facts.tensors.items()
-            if tensor.negated
-        ]
+    for name, tensor in facts.tensors.items():
+        if not kernel.handles_empty and 0 in tensor.shape:
+            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", "not empty", tensor.shape)
+            findings.append(Finding(reason))
+        if tensor.negated and not kernel.handles_negated:
+            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True)
+            findings.append(Finding(reason, Repair("negate", name)))
     return findings
 
 
@@ -187,6 +195,11 @@ def _checked(limit: Limit, facts: Facts) -> Findings:
     except Exception as error:  # noqa: BLE001  # third parties write limits, too
         got = f"{type(error).__name__}: {error}"
         return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
+
+
+def _final(finding: Finding) -> bool:
+    """Whether nothing makes it good: no repair does, and no smaller batch (:mod:`layerzero.engine.split`)."""
+    return finding.repair is None and finding.reason.code not in LAUNCH_CODES
 
 
 def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

@@ -150,7 +150,7 @@ class Registry:
                 raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
         known = {fact for name in kernel.operations for fact in self._operations[name].facts}
         tensors = {each.name for operation in self._operations.values() for each in operation.schema.inputs}
-        for fact in (fact for each in kernel.limits for fact in each.facts_read()):
+        for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
             if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
                 raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
 
@@ -271,6 +271,7 @@ def reference_kernel(operation: Operation) -> Kernel:
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
         accepts=(*(tensor.name for tensor in schema.optional), *schema.params, *schema.bounds),
+        sizes_bound=(),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -338,6 +339,7 @@ def kernel_of_function(
     if known[operations[0]].layouts:
         declared.setdefault("layout", known[operations[0]].layouts[0])
     rules += [limit.one_of(fact, value) for fact, value in implied.items()]
+    declared.setdefault("sizes_bound", ())  # the function itself is what runs, whatever the sizes
 
     def load(facts: Facts) -> Callable[..., Any]:
         return function
@@ -356,15 +358,8 @@ def kernel_of_function(
 
 
 def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
-    fields = {each.name for each in dataclasses.fields(Kernel)} - {
-        "id",
-        "operations",
-        "backend",
-        "load",
-        "accepts",
-        "implies",
-        "revision",
-    }
+    derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
+    fields = {each.name for each in dataclasses.fields(Kernel)} - derived
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
             raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")

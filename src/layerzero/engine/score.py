@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -63,6 +62,8 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
 
 def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
     kernel = candidate.kernel
+    if not (policy.prefer_sources or policy.avoid_sources or policy.rules):
+        return ()
     prefer, avoid = list(policy.prefer_sources), list(policy.avoid_sources)
     for rule in policy.rules:
         if (rule.prefer or rule.avoid) and rule.matches(facts):
@@ -77,32 +78,24 @@ def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[T
 
 
 def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidence | None) -> Candidate:
+    kernel, adaptations = candidate.kernel, candidate.adaptations
     if found is None:
-        return dataclasses.replace(candidate, terms=terms)
-    return dataclasses.replace(
-        candidate,
-        terms=terms,
-        time_us=found.time_us,
-        provenance=str(found.provenance),
-        confidence=found.confidence,
-        noise=found.noise,
-    )
+        return Candidate(kernel, (), adaptations, terms)
+    provenance = str(found.provenance)
+    return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
 def _order(scored: list[Candidate]) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id among themselves."""
-    if not scored:
-        return []
-    top = max(each.score for each in scored)
-    noise = max((each.noise for each in scored), default=0.0)
-    margin = POINTS_PER_DOUBLING * math.log2(1.0 + noise)
+    if len(scored) < 2:
+        return scored
+    scores = {id(each): each.score for each in scored}
+    top = max(scores.values())
+    margin = POINTS_PER_DOUBLING * math.log2(1.0 + max(each.noise for each in scored))
 
-    def tied(candidate: Candidate) -> bool:
-        return top - candidate.score <= margin
+    def place(candidate: Candidate) -> tuple[float, float, str]:
+        score = scores[id(candidate)]
+        tied = top - score <= margin
+        return 0.0 if tied else top - score, -candidate.kernel.priority, candidate.kernel.id
 
-    def by_priority(candidate: Candidate) -> tuple[float, str]:
-        return -candidate.kernel.priority, candidate.kernel.id
-
-    best = sorted((each for each in scored if tied(each)), key=by_priority)
-    rest = sorted((each for each in scored if not tied(each)), key=lambda each: (-each.score, *by_priority(each)))
-    return best + rest
+    return sorted(scored, key=place)

@@ -24,6 +24,12 @@ def sdpa_disabled() -> frozenset[str]:
     return frozenset(name for name, enabled in _SDPA.items() if not enabled())
 
 
+def capturing(values: Iterable[Any]) -> bool:
+    """Whether the call is made inside a CUDA graph capture."""
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
 def call_state(values: Iterable[Any], policy: Policy, reads: frozenset[str]) -> CallState:
     """Read what matters for a call with these argument values; ``reads`` names the function's further state."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -107,6 +107,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         sibling=sibling,
         derive=_derive,
         derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
+        derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
         fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
     )
 

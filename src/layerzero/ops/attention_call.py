@@ -97,7 +97,11 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(NAME, problems)
-    return Routed(operation, canonical, layout, assumed)
+    # Without a layout the sizes decide which axis is which; a mask or slopes by batch fit the sizes that they have.
+    shapes_decide = arguments["layout"] is None and default_layout is None
+    biased = canonical["attn_mask"] is not None or canonical["alibi_slopes"] is not None
+    varies = () if shapes_decide or biased else ("batch", "seq_q", "seq_k")
+    return Routed(operation, canonical, layout, assumed, varies)
 
 
 def _operation(equal_heads: bool, decode: bool) -> Operation:

@@ -45,6 +45,9 @@ def _rows(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return {"hidden": hidden, "rows": input_.numel() // hidden if hidden else 0, "input_ndim": input_.ndim}
 
 
+_DERIVED_FROM = {"hidden": ("hidden", "last"), "rows": ("...",), "input_ndim": ()}
+
+
 def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
@@ -81,6 +84,7 @@ RMS = Operation(
     tolerance_reason=TOLERANCE_REASON,
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
+    derived_from=_DERIVED_FROM,
 )
 
 
@@ -150,6 +154,7 @@ LAYER = Operation(
     tolerance_reason=TOLERANCE_REASON,
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
+    derived_from=_DERIVED_FROM,
 )
 
 
@@ -190,7 +195,7 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
         if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
             wanted = f"{name}: wanted shape {shape} like normalized_shape, got {tuple(tensor.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
-    return _routed("layer_norm", LAYER, arguments)
+    return _routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
 
 
 # norm.add_rms
@@ -236,6 +241,7 @@ ADD_RMS = Operation(
     tolerance_reason=TOLERANCE_REASON + "; the rounded sum is what is normalised",
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
+    derived_from=_DERIVED_FROM,
 )
 
 
@@ -268,7 +274,8 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
             problems.append(
                 f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
             )
-        if residual.is_inference() and not torch.is_inference_mode_enabled():
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
+        if not compiling and residual.is_inference() and not torch.is_inference_mode_enabled():
             problems.append("residual: wanted a tensor that may be updated in place, got one made in inference mode")
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
@@ -277,7 +284,9 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
     return _routed("add_rms_norm", ADD_RMS, arguments)
 
 
-def _routed(function: str, operation: Operation, arguments: dict[str, Any]) -> Routed:
+def _routed(
+    function: str, operation: Operation, arguments: dict[str, Any], varies: tuple[str, ...] = ("...",)
+) -> Routed:
     problems = operation.schema.validate(**arguments)
     eps = arguments["eps"]
     if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
@@ -286,7 +295,7 @@ def _routed(function: str, operation: Operation, arguments: dict[str, Any]) -> R
         problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
     if problems:
         raise InvalidCallError(function, problems)
-    return Routed(operation, arguments)
+    return Routed(operation, arguments, varies=varies)
 
 
 OPERATIONS = (RMS, LAYER, ADD_RMS)

@@ -184,6 +184,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         sibling=sibling,
         derive=_derive,
         derived=("group", "context_bound"),
+        derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         check_values=_check_tables,
         examples=_examples,
     )

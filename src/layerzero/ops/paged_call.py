@@ -120,7 +120,7 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
     problems += operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(name, problems)
-    return Routed(operation, canonical, layout)
+    return Routed(operation, canonical, layout, varies=("batch", "max_blocks", "pages"))
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
@@ -146,7 +146,7 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         problems.append("value_cache: wanted memory of its own, got that of key_cache")
     if problems:
         raise InvalidCallError(name, problems)
-    return Routed(APPEND_PAGED, canonical, layout)
+    return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
 
 
 def _side_by_side(left: Tensor, right: Tensor) -> bool:

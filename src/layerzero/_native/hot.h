@@ -1,0 +1,132 @@
+/* Shared declarations of the hit path.
+ *
+ *   state.c       the eager state that a call is made in, read from torch without torch's headers
+ *   key.c         a call's arguments as words: the exact key, and the coarse one of its size class
+ *   conditions.c  what a plan demands of the exact arguments beyond its coarse key
+ *   table.c       keys to plans
+ *   module.c      the callable of a function, and the module
+ *
+ * A call that this code does not understand in full goes to the Python callable with its original arguments: semantics
+ * live there once. Everything here runs under the GIL; docs/decisions/0014 says what changes without one.
+ */
+#ifndef LAYERZERO_HOT_H
+#define LAYERZERO_HOT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "dlpack.h"
+
+#define MAX_PARAMETERS 24
+#define MAX_TENSORS 12
+#define MAX_AXES 6         /* a tensor with more axes goes the slow way */
+#define MAX_SEQUENCE 4     /* so does a tuple with more numbers */
+#define MAX_EXACT_WORDS (4 + MAX_PARAMETERS * (1 + MAX_SEQUENCE) + MAX_TENSORS * (1 + 2 * MAX_AXES))
+#define MAX_COARSE_WORDS (4 + MAX_PARAMETERS * (1 + MAX_SEQUENCE) + MAX_TENSORS * 2)
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
+/* state.c */
+
+typedef struct {
+    int autocast;      /* inside torch.autocast */
+    int grad;          /* gradients are recorded */
+    int deterministic; /* torch.use_deterministic_algorithms */
+    int sdpa;          /* one bit for each switch of torch's attention kernels */
+} EagerState;
+
+extern PyTypeObject *tensor_type, *parameter_type;
+extern DLExchange *exchange;
+extern long open_scopes; /* policy scopes that are open in any thread */
+
+int state_setup(PyObject *sources);
+/* 1: read; 0: a state for the slow way; -1: error */
+int state_read(EagerState *state, int with_sdpa);
+PyObject *state_set_scopes(PyObject *module, PyObject *count);
+int inference_enabled(void);
+int dynamo_listens(void); /* whether Dynamo would compile what is called now: code after a graph break */
+PyObject *state_watch(PyObject *module, PyObject *callback);
+int requires_grad(PyObject *tensor); /* 1, 0, -1 like every question below */
+int is_leaf(PyObject *tensor);
+int is_inference(PyObject *tensor);
+int is_negated(PyObject *tensor);
+int is_plain(PyObject *tensor); /* dense, with memory: what DLPack describes without raising */
+PyObject *state_words(PyObject *module, PyObject *unused);
+
+/* key.c */
+
+typedef struct {
+    uint64_t exact[MAX_EXACT_WORDS];
+    uint64_t coarse[MAX_COARSE_WORDS];
+    int exact_count, coarse_count;
+    /* where each tensor's words start in the exact key: head, sizes, strides; and its rank, -1 where it is absent */
+    int start[MAX_TENSORS], ndim[MAX_TENSORS];
+    /* the memory that each tensor spans, first byte and one past the last */
+    uintptr_t low[MAX_TENSORS], high[MAX_TENSORS];
+} Key;
+
+enum Kind { VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR };
+
+typedef struct {
+    PyObject *name;          /* interned */
+    PyObject *default_value; /* NULL: required */
+    enum Kind kind;
+    int tensor;                /* its number among the tensors, for tensors */
+    PyObject *text;            /* the text that was given last: the compiler makes one object of equal ones */
+    int made_of[MAX_TENSORS];  /* parameters that a handle must have been made of, for handles; ends with -1 */
+} Parameter;
+
+typedef struct {
+    int tensor;
+    uint32_t apart;      /* tensors that it must not share memory with, one bit each */
+    uint32_t not_start;  /* tensors that may lie in its memory, but not start where it starts */
+} Mutated;
+
+typedef struct {
+    PyObject_HEAD
+    PyMethodDef method;
+    PyObject *builtin_name, *builtin_doc; /* keep the method's texts */
+    int count, positional, tensor_count, mutated_count, with_sdpa;
+    Parameter parameters[MAX_PARAMETERS];
+    int tensor_parameter[MAX_TENSORS];
+    Mutated mutated[MAX_TENSORS];
+    PyObject *strings;                         /* text values seen, by value; each key holds their addresses */
+    PyObject *python, *miss, *failed, *scoped; /* the slower ways */
+    PyObject *unwatched;                       /* this callable without Dynamo listening; NULL until it is loaded */
+    PyObject *index;                           /* of the process-wide policy's table */
+} Function;
+
+/* 1: made; 0: a call for the slow way; -1: error */
+int key_make(Function *self, PyObject *const *values, Key *key);
+void key_make_coarse(Function *self, Key *key);
+/* How many words stand before the first tensor's. */
+int key_header(const Function *self);
+uint64_t key_hash(const uint64_t *words, int count);
+
+/* conditions.c */
+
+/* Resolve (operation, operand, ...) tuples against the layout of one exact key; NULL with an error set. */
+int64_t *conditions_parse(PyObject *conditions, const Key *key);
+int conditions_hold(const int64_t *program, const uint64_t *exact);
+
+/* table.c */
+
+typedef struct {
+    PyObject *plan; /* borrowed; NULL: not found */
+    PyObject *run;
+    int refuses_negated;
+} Found;
+
+extern PyTypeObject IndexType;
+int index_setup(PyObject *used); /* the member that holds a plan's reference bit */
+void index_find(PyObject *index, Function *function, Key *key, Found *found);
+/* `negated`: whether the plan's kernel reads tensors with the negative bit rightly */
+int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan, PyObject *run, int negated,
+              int64_t *program);
+
+/* module.c */
+
+extern PyTypeObject FunctionType;
+
+#endif

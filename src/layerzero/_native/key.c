@@ -1,0 +1,335 @@
+/* A call's arguments as words.
+ *
+ * The exact key holds, for each tensor, dtype, device, sizes, strides and the low bits of its address; every other
+ * argument by value; and the eager state. Whatever a limit reads is in it. Of the coarse key, sizes and strides are
+ * classes: the bit length of a size; whether a stride is 0, 1, or else which power of two up to 16 divides it. All
+ * calls of one coarse key have the same alignment, density of the last axis, empty axes and axes of one element.
+ *
+ * The negative bit is in neither: DLPack does not tell it. A plan whose kernel would misread it asks (table.c).
+ */
+#include "hot.h"
+
+enum { ABSENT, NUMBER_NONE, NUMBER_BOOL, NUMBER_INT, NUMBER_FLOAT, TEXT, NUMBERS };
+
+#define MAX_STRINGS 1024 /* a caller that makes up ever new texts is not remembered beyond this */
+
+#define ADDRESS_BITS 15 /* alignment beyond 16 bytes is not told apart, as in TensorFacts */
+
+/* Tensors of which DLPack's reader raised lately: raising costs most of a millisecond, asking first 100 ns each. */
+static int wary;
+
+static inline int bit_length(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
+
+static inline uint64_t stride_class(int64_t stride)
+{
+    if (stride == 0 || stride == 1)
+        return (uint64_t)stride;
+    int lowest = __builtin_ctzll((uint64_t)stride);
+    return 2 + (uint64_t)(lowest > 4 ? 4 : lowest);
+}
+
+static int describe(PyObject *object, DLTensor *out)
+{
+    if (!Py_IS_TYPE(object, tensor_type) && !Py_IS_TYPE(object, parameter_type))
+        return 0;
+    if (wary > 0) {
+        int plain = is_plain(object);
+        if (plain <= 0)
+            return plain;
+        wary--;
+    }
+    if (exchange->describe(object, out) != 0) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear(); /* meta, sparse, nested, quantized, wrapped by a transform: Python knows what to do */
+        wary = 64;
+        return 0;
+    }
+    /* Eight-bit integers and narrower ones look alike here, and complex tensors may be conjugated. */
+    int narrow = (out->code == DL_INT || out->code == DL_UINT) && out->bits <= 8;
+    if (out->ndim > 0 && out->strides == NULL) /* older producers leave them out where memory is dense */
+        return 0;
+    return !narrow && out->code != DL_COMPLEX && out->ndim <= MAX_AXES && out->device_id >= 0 &&
+           out->device_id < 256 && out->lanes < 256 && out->device_type >= 0 && out->device_type < 256;
+}
+
+/* Write a tensor's words. Returns 0 for a tensor whose memory is not there (freed, functional, all zeros in theory). */
+static int put_tensor(Key *key, int number, const DLTensor *tensor, int grad)
+{
+    uintptr_t address = (uintptr_t)tensor->data + tensor->byte_offset;
+    int ndim = tensor->ndim;
+    uint64_t *words = key->exact + key->exact_count;
+    words[0] = 1u | (uint64_t)grad << 1 | (uint64_t)(address & ADDRESS_BITS) << 4 | (uint64_t)ndim << 8 |
+               (uint64_t)tensor->code << 16 | (uint64_t)tensor->bits << 24 | (uint64_t)tensor->lanes << 32 |
+               (uint64_t)tensor->device_type << 40 | (uint64_t)tensor->device_id << 48;
+    int64_t reach = 1;
+    int empty = 0;
+    for (int axis = 0; axis < ndim; axis++) {
+        int64_t size = tensor->shape[axis], stride = tensor->strides[axis];
+        words[1 + axis] = (uint64_t)size;
+        words[1 + ndim + axis] = (uint64_t)stride;
+        reach += (size - 1) * stride;
+        empty |= size == 0;
+    }
+    if (!empty && tensor->data == NULL)
+        return 0;
+    key->start[number] = key->exact_count;
+    key->ndim[number] = ndim;
+    key->exact_count += 1 + 2 * ndim;
+    key->low[number] = empty ? 0 : address;
+    key->high[number] = empty ? 0 : address + (uintptr_t)reach * (uintptr_t)((tensor->bits * tensor->lanes + 7) / 8);
+    return 1;
+}
+
+/* The one text of this value that keys may hold the address of; NULL without error: no key. */
+static PyObject *known_text(Function *self, Parameter *parameter, PyObject *text)
+{
+    if (text == parameter->text)
+        return text;
+    PyObject *found = PyDict_GetItemWithError(self->strings, text);
+    if (found == NULL && !PyErr_Occurred() && PyDict_GET_SIZE(self->strings) < MAX_STRINGS &&
+        PyDict_SetItem(self->strings, text, text) == 0)
+        found = text;
+    parameter->text = found; /* borrowed of the dictionary, which forgets nothing */
+    return found;
+}
+
+static int put_integer(uint64_t *word, PyObject *value)
+{
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    *word = (uint64_t)number;
+    return !overflow;
+}
+
+/* Numbers that are instances of float or tuple (a NumPy float, a Size) count as what they stand for, as plans do. */
+static int put_value(Function *self, Parameter *parameter, PyObject *value, uint64_t *tag, uint64_t *word)
+{
+    *word = 0;
+    if (value == Py_None) {
+        *tag = NUMBER_NONE;
+    } else if (value == Py_True || value == Py_False) {
+        *tag = NUMBER_BOOL;
+        *word = value == Py_True;
+    } else if (PyFloat_Check(value)) {
+        double number = PyFloat_AS_DOUBLE(value);
+        *tag = NUMBER_FLOAT;
+        memcpy(word, &number, sizeof number);
+    } else if (PyLong_CheckExact(value)) {
+        *tag = NUMBER_INT;
+        return put_integer(word, value);
+    } else if (PyUnicode_CheckExact(value)) {
+        PyObject *text = known_text(self, parameter, value);
+        *tag = TEXT;
+        *word = (uint64_t)(uintptr_t)text;
+        return text != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+    } else {
+        return 0;
+    }
+    return 1;
+}
+
+/* A tuple or list of integers, or what stands in its place. Always the same number of words. */
+static int put_sequence(Function *self, Parameter *parameter, PyObject *value, uint64_t *tag, uint64_t *words)
+{
+    memset(words, 0, MAX_SEQUENCE * sizeof words[0]);
+    if (!PyTuple_Check(value) && !PyList_CheckExact(value))
+        return put_value(self, parameter, value, tag, words);
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+    if (count > MAX_SEQUENCE)
+        return 0;
+    *tag = NUMBERS + (uint64_t)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *number = PySequence_Fast_GET_ITEM(value, i);
+        if (!PyLong_CheckExact(number) || !put_integer(&words[i], number))
+            return 0;
+    }
+    return 1;
+}
+
+/* A bound by the power of two above it. */
+static int put_bound(PyObject *value, uint64_t *tag, uint64_t *word)
+{
+    *tag = NUMBER_NONE;
+    *word = 0;
+    if (value == Py_None)
+        return 1;
+    *tag = NUMBER_INT;
+    if (!PyLong_CheckExact(value) || !put_integer(word, value) || (int64_t)*word < 1)
+        return 0;
+    *word = (uint64_t)bit_length(*word - 1);
+    return 1;
+}
+
+/* A handle by its kind, which it tells for the tensors of this call. */
+static int put_handle(Function *self, Parameter *parameter, PyObject *const *values, PyObject *value,
+                      uint64_t *tag, uint64_t *word)
+{
+    static PyObject *kind_for;
+    if (value == Py_None)
+        return put_value(self, parameter, value, tag, word);
+    if (kind_for == NULL && (kind_for = PyUnicode_InternFromString("kind_for")) == NULL)
+        return -1;
+    PyObject *arguments[1 + MAX_TENSORS] = {value};
+    size_t count = 1;
+    for (const int *each = parameter->made_of; *each >= 0; each++)
+        arguments[count++] = values[*each];
+    PyObject *kind = PyObject_VectorcallMethod(kind_for, arguments, count, NULL);
+    if (kind == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear(); /* no handle: the Python callable says so */
+        return 0;
+    }
+    int put = PyUnicode_CheckExact(kind) ? put_value(self, parameter, kind, tag, word) : 0;
+    Py_DECREF(kind);
+    return put;
+}
+
+static int put_values(Function *self, PyObject *const *values, Key *key)
+{
+    uint64_t tags = 0; /* four bits each, at most sixteen in a word; a function has few arguments that are no tensors */
+    int shift = 0;
+    int tags_at = key->exact_count++;
+    for (int i = 0; i < self->count; i++) {
+        Parameter *parameter = &self->parameters[i];
+        uint64_t tag = ABSENT, *words = key->exact + key->exact_count;
+        int made = 1, width = 1;
+        switch (parameter->kind) {
+        case TENSOR:
+        case OPTIONAL_TENSOR:
+            continue;
+        case VALUE:
+            made = put_value(self, parameter, values[i], &tag, words);
+            break;
+        case SEQUENCE:
+            made = put_sequence(self, parameter, values[i], &tag, words);
+            width = MAX_SEQUENCE;
+            break;
+        case BOUND:
+            made = put_bound(values[i], &tag, words);
+            break;
+        case HANDLE:
+            made = put_handle(self, parameter, values, values[i], &tag, words);
+            break;
+        }
+        if (made <= 0)
+            return made;
+        tags |= tag << shift;
+        shift += 4;
+        key->exact_count += width;
+    }
+    key->exact[tags_at] = tags;
+    return 1;
+}
+
+/* What makes writing into a tensor an error is looked at on every call: none of it is in the key. */
+static int may_be_written(Function *self, PyObject *const *values, const Key *key, int grad)
+{
+    for (int i = 0; i < self->mutated_count; i++) {
+        const Mutated *mutated = &self->mutated[i];
+        int each = mutated->tensor;
+        PyObject *tensor = values[self->tensor_parameter[each]];
+        int asks = grad ? requires_grad(tensor) : 0;
+        int refused = asks > 0 ? is_leaf(tensor) : asks;
+        if (!refused && (refused = is_inference(tensor)) > 0) {
+            int inside = inference_enabled();
+            refused = inside < 0 ? -1 : !inside;
+        }
+        if (refused)
+            return refused < 0 ? -1 : 0;
+        for (int other = 0; other < self->tensor_count; other++) {
+            if (key->ndim[other] < 0 || key->low[other] == key->high[other])
+                continue;
+            int meet = key->low[each] < key->high[other] && key->low[other] < key->high[each];
+            if ((mutated->apart >> other & 1 && meet) ||
+                (mutated->not_start >> other & 1 && key->low[each] == key->low[other]))
+                return 0;
+        }
+    }
+    return 1;
+}
+
+int key_make(Function *self, PyObject *const *values, Key *key)
+{
+    EagerState state;
+    int made = state_read(&state, self->with_sdpa);
+    if (made <= 0)
+        return made;
+    int wants_gradient = 0;
+    key->exact_count = 1;
+    made = put_values(self, values, key);
+    if (made <= 0)
+        return made;
+    for (int i = 0; i < self->tensor_count; i++) {
+        const Parameter *parameter = &self->parameters[self->tensor_parameter[i]];
+        PyObject *value = values[self->tensor_parameter[i]];
+        if (value == Py_None && parameter->kind == OPTIONAL_TENSOR) {
+            key->ndim[i] = -1;
+            key->start[i] = key->exact_count;
+            key->exact[key->exact_count++] = ABSENT;
+            continue;
+        }
+        DLTensor tensor;
+        made = describe(value, &tensor);
+        if (made <= 0)
+            return made;
+        int grad = 0;
+        /* a required tensor's wish is told once for all; after the first that has it, the others need not be asked */
+        if (state.grad && (parameter->kind == OPTIONAL_TENSOR || !wants_gradient)) {
+            grad = requires_grad(value);
+            if (grad < 0)
+                return -1;
+            wants_gradient |= grad;
+        }
+        if (!put_tensor(key, i, &tensor, parameter->kind == OPTIONAL_TENSOR ? grad : 0))
+            return 0;
+    }
+    key->exact[0] = (uint64_t)(wants_gradient | state.deterministic << 1 | state.autocast << 2 | state.sdpa << 3);
+    return self->mutated_count ? may_be_written(self, values, key, state.grad) : 1;
+}
+
+int key_header(const Function *self)
+{
+    int words = 2; /* the eager state, and the tags of the values */
+    for (int i = 0; i < self->count; i++) {
+        enum Kind kind = self->parameters[i].kind;
+        words += kind == SEQUENCE ? MAX_SEQUENCE : kind == TENSOR || kind == OPTIONAL_TENSOR ? 0 : 1;
+    }
+    return words;
+}
+
+void key_make_coarse(Function *self, Key *key)
+{
+    int header = key->start[0], count = header;
+    memcpy(key->coarse, key->exact, (size_t)header * sizeof key->exact[0]);
+    for (int i = 0; i < self->tensor_count; i++) {
+        const uint64_t *words = key->exact + key->start[i];
+        int ndim = key->ndim[i];
+        uint64_t classes = 0;
+        key->coarse[count++] = words[0];
+        if (ndim < 0)
+            continue;
+        for (int axis = 0; axis < ndim; axis++) /* 6 and 3 bits, for at most 6 axes */
+            classes = classes << 9 | (uint64_t)bit_length(words[1 + axis]) << 3 |
+                      stride_class((int64_t)words[1 + ndim + axis]);
+        key->coarse[count++] = classes;
+    }
+    key->coarse_count = count;
+}
+
+uint64_t key_hash(const uint64_t *words, int count)
+{
+    /* Four lanes, since one multiplication waits for the one before; the constants are odd and otherwise arbitrary. */
+    uint64_t lanes[4] = {0x9E3779B97F4A7C15u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u, 0x27D4EB2F165667C5u};
+    int i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (int lane = 0; lane < 4; lane++)
+            lanes[lane] = (lanes[lane] ^ words[i + lane]) * 0x9FB21C651E98DF25u;
+    for (; i < count; i++)
+        lanes[i & 3] = (lanes[i & 3] ^ words[i]) * 0x9FB21C651E98DF25u;
+    uint64_t hash = (uint64_t)count;
+    for (int lane = 0; lane < 4; lane++)
+        hash = (hash ^ (lanes[lane] >> 29) ^ lanes[lane]) * 0xD6E8FEB86659FD93u;
+    return hash ^ hash >> 32;
+}

@@ -1,0 +1,383 @@
+/* The callable of a function: bind the arguments, make the key, find the plan, run it. */
+#include "hot.h"
+
+static int bind(Function *self, PyObject *const *args, Py_ssize_t given, PyObject *names, PyObject **values)
+{
+    if (given > self->positional)
+        return 0;
+    for (int i = 0; i < self->count; i++)
+        values[i] = i < given ? args[i] : NULL;
+    Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    int next = (int)given; /* names come in the signature's order, more often than not */
+    for (Py_ssize_t each = 0; each < named; each++) {
+        PyObject *name = PyTuple_GET_ITEM(names, each); /* the compiler interns what callers write */
+        int place = -1;
+        for (int i = next; i < self->count && place < 0; i++)
+            if (self->parameters[i].name == name)
+                place = i;
+        for (int i = 0; i < next && i < self->count && place < 0; i++)
+            if (self->parameters[i].name == name)
+                place = i;
+        if (place < 0 || values[place] != NULL)
+            return 0;
+        values[place] = args[given + each];
+        next = place + 1;
+    }
+    for (int i = 0; i < self->count; i++)
+        if (values[i] == NULL && (values[i] = self->parameters[i].default_value) == NULL)
+            return 0;
+    return 1;
+}
+
+/* Call one of the slower ways with up to two leading arguments. */
+static PyObject *hand_over(PyObject *way, PyObject *first, PyObject *second, PyObject *const *values, int count)
+{
+    PyObject *arguments[MAX_PARAMETERS + 2];
+    size_t leading = 0;
+    if (way == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "this function was collected");
+    arguments[leading++] = first;
+    if (second != NULL)
+        arguments[leading++] = second;
+    memcpy(arguments + leading, values, (size_t)count * sizeof values[0]);
+    return PyObject_Vectorcall(way, arguments, leading + (size_t)count, NULL);
+}
+
+/* Let Python answer for a plan that raised, while its exception is the one being handled. */
+static PyObject *after_failure(Function *self, PyObject *plan, PyObject *const *values)
+{
+    PyObject *type, *error, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return NULL; /* an interrupt or an exit is no failure of the plan's */
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *outer = PyErr_GetHandledException();
+    PyErr_SetHandledException(error);
+    PyObject *result = hand_over(self->failed, plan, error, values, self->count);
+    PyErr_SetHandledException(outer);
+    Py_XDECREF(outer);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return result;
+}
+
+static int reads_negated(Function *self, PyObject *const *values)
+{
+    for (int i = 0; i < self->tensor_count; i++) {
+        PyObject *value = values[self->tensor_parameter[i]];
+        int negated = value == Py_None ? 0 : is_negated(value);
+        if (negated)
+            return negated;
+    }
+    return 0;
+}
+
+static PyObject *choose(Function *self, Key *key, PyObject *const *values)
+{
+    key_make_coarse(self, key);
+    PyObject *exact = PyBytes_FromStringAndSize((char *)key->exact, (Py_ssize_t)(key->exact_count * sizeof(uint64_t)));
+    PyObject *coarse =
+        PyBytes_FromStringAndSize((char *)key->coarse, (Py_ssize_t)(key->coarse_count * sizeof(uint64_t)));
+    PyObject *result =
+        exact == NULL || coarse == NULL ? NULL : hand_over(self->miss, exact, coarse, values, self->count);
+    Py_XDECREF(exact);
+    Py_XDECREF(coarse);
+    return result;
+}
+
+static PyObject *slowly(Function *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
+{
+    if (self->python == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "this function was collected");
+    return PyObject_Vectorcall(self->python, args, (size_t)given, names);
+}
+
+static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t given, PyObject *names)
+{
+    Function *self = (Function *)function;
+    PyObject *values[MAX_PARAMETERS];
+    Key key;
+    Found found;
+    int listens = self->unwatched == NULL ? 0 : dynamo_listens();
+    if (listens)
+        return listens < 0 ? NULL : PyObject_Vectorcall(self->unwatched, args, (size_t)given, names);
+    int made = bind(self, args, given, names, values);
+    if (made > 0)
+        made = key_make(self, values, &key);
+    if (made < 0)
+        return NULL;
+    if (made == 0)
+        return slowly(self, args, given, names);
+    /* The table may be replaced while its plan runs, so both are held. */
+    PyObject *index = open_scopes ? PyObject_CallNoArgs(self->scoped) : Py_NewRef(self->index);
+    if (index == NULL)
+        return NULL;
+    if (!Py_IS_TYPE(index, &IndexType)) {
+        Py_DECREF(index);
+        PyErr_SetString(PyExc_TypeError, "wanted the index of a table");
+        return NULL;
+    }
+    index_find(index, self, &key, &found);
+    if (found.plan == NULL) {
+        Py_DECREF(index);
+        return choose(self, &key, values);
+    }
+    PyObject *plan = Py_NewRef(found.plan), *run = Py_NewRef(found.run), *result;
+    Py_DECREF(index);
+    int negated = found.refuses_negated ? reads_negated(self, values) : 0;
+    if (negated)
+        result = negated < 0 ? NULL : slowly(self, args, given, names);
+    else {
+        result = PyObject_Vectorcall(run, values, (size_t)self->count, NULL);
+        if (result == NULL)
+            result = after_failure(self, plan, values);
+    }
+    Py_DECREF(run);
+    Py_DECREF(plan);
+    return result;
+}
+
+/* Declaring a function: tuples that layerzero.engine.accelerator writes from the schema. */
+
+static int set_parameter(Function *self, PyObject *described, int place)
+{
+    Parameter *parameter = &self->parameters[place];
+    PyObject *name, *default_value, *made_of;
+    int kind, required;
+    if (!PyArg_ParseTuple(described, "UiOpO!", &name, &kind, &default_value, &required, &PyTuple_Type, &made_of))
+        return -1;
+    Py_INCREF(name);
+    PyUnicode_InternInPlace(&name);
+    parameter->name = name;
+    parameter->kind = (enum Kind)kind;
+    parameter->default_value = required ? NULL : Py_NewRef(default_value);
+    Py_ssize_t count = PyTuple_GET_SIZE(made_of);
+    if (kind < VALUE || kind > OPTIONAL_TENSOR || count >= MAX_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "wanted a kind of parameter, got %R", described);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i <= count; i++)
+        parameter->made_of[i] = i < count ? (int)PyLong_AsLong(PyTuple_GET_ITEM(made_of, i)) : -1;
+    if (kind == TENSOR || kind == OPTIONAL_TENSOR) {
+        if (self->tensor_count == MAX_TENSORS) {
+            PyErr_Format(PyExc_ValueError, "wanted at most %d tensors", MAX_TENSORS);
+            return -1;
+        }
+        parameter->tensor = self->tensor_count;
+        self->tensor_parameter[self->tensor_count++] = place;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int set_mutated(Function *self, PyObject *mutated)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(mutated); i++) {
+        Mutated *each = &self->mutated[self->mutated_count];
+        if (self->mutated_count++ == MAX_TENSORS ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(mutated, i), "iII", &each->tensor, &each->apart, &each->not_start))
+            return -1;
+        if (each->tensor < 0 || each->tensor >= self->tensor_count) {
+            PyErr_SetString(PyExc_ValueError, "wanted the number of a tensor that is written into");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"name",   "doc",    "parameters", "positional", "mutated", "sdpa",
+                            "python", "miss",   "failed",     "scoped",     NULL};
+    PyObject *name, *doc, *parameters, *mutated, *python, *miss, *failed, *scoped;
+    int positional, with_sdpa;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$UUO!iO!pOOOO", words, &name, &doc, &PyTuple_Type, &parameters,
+                                     &positional, &PyTuple_Type, &mutated, &with_sdpa, &python, &miss, &failed,
+                                     &scoped))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(parameters);
+    if (count > MAX_PARAMETERS || positional < 0 || positional > count)
+        return PyErr_Format(PyExc_ValueError, "wanted at most %d parameters, got %zd", MAX_PARAMETERS, count);
+    Function *self = (Function *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->count = (int)count;
+    self->positional = positional;
+    self->with_sdpa = with_sdpa;
+    self->builtin_name = Py_NewRef(name);
+    self->builtin_doc = Py_NewRef(doc);
+    self->python = Py_NewRef(python);
+    self->miss = Py_NewRef(miss);
+    self->failed = Py_NewRef(failed);
+    self->scoped = Py_NewRef(scoped);
+    self->strings = PyDict_New();
+    self->index = PyObject_CallNoArgs((PyObject *)&IndexType);
+    self->method = (PyMethodDef){PyUnicode_AsUTF8(name), (PyCFunction)(void (*)(void))call,
+                                 METH_FASTCALL | METH_KEYWORDS, PyUnicode_AsUTF8(doc)};
+    int fails = self->strings == NULL || self->index == NULL || self->method.ml_name == NULL;
+    for (int i = 0; i < count && !fails; i++)
+        fails = set_parameter(self, PyTuple_GET_ITEM(parameters, i), i) < 0;
+    if (!fails && (self->tensor_count == 0 || count - self->tensor_count > 16)) {
+        PyErr_SetString(PyExc_ValueError, "wanted a tensor and at most 16 other parameters");
+        fails = 1;
+    }
+    if (fails || set_mutated(self, mutated) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *function_builtin(PyObject *function, PyObject *unused)
+{
+    (void)unused;
+    PyObject *module = PyUnicode_InternFromString("layerzero");
+    PyObject *builtin = module == NULL ? NULL : PyCFunction_NewEx(&((Function *)function)->method, function, module);
+    Py_XDECREF(module);
+    return builtin;
+}
+
+static PyObject *function_publish(PyObject *function, PyObject *index)
+{
+    if (!Py_IS_TYPE(index, &IndexType))
+        return PyErr_Format(PyExc_TypeError, "wanted an Index, got %s", Py_TYPE(index)->tp_name);
+    Py_XSETREF(((Function *)function)->index, Py_NewRef(index));
+    Py_RETURN_NONE;
+}
+
+static PyObject *function_unwatched(PyObject *function, PyObject *callable)
+{
+    Py_XSETREF(((Function *)function)->unwatched, Py_NewRef(callable));
+    Py_RETURN_NONE;
+}
+
+/* put(index, exact, coarse, plan, run, negated, conditions): conditions None keeps the plan for the exact key alone. */
+static PyObject *function_put(PyObject *function, PyObject *args)
+{
+    PyObject *index, *exact, *coarse, *plan, *run, *conditions;
+    int negated;
+    if (!PyArg_ParseTuple(args, "O!SSOOpO", &IndexType, &index, &exact, &coarse, &plan, &run, &negated, &conditions))
+        return NULL;
+    const uint64_t *words = (const uint64_t *)PyBytes_AS_STRING(exact);
+    int count = (int)(PyBytes_GET_SIZE(exact) / (Py_ssize_t)sizeof(uint64_t));
+    int64_t *program = NULL;
+    if (conditions != Py_None) {
+        Key key;
+        int at = key_header((Function *)function);
+        for (int i = 0; i < ((Function *)function)->tensor_count; i++) { /* find each tensor's words again */
+            if (at >= count) {
+                PyErr_SetString(PyExc_ValueError, "wanted a key of this function");
+                return NULL;
+            }
+            key.start[i] = at;
+            key.ndim[i] = words[at] ? (int)(words[at] >> 8 & 0xFF) : -1;
+            at += key.ndim[i] < 0 ? 1 : 1 + 2 * key.ndim[i];
+        }
+        if ((program = conditions_parse(conditions, &key)) == NULL)
+            return NULL;
+        words = (const uint64_t *)PyBytes_AS_STRING(coarse);
+        count = (int)(PyBytes_GET_SIZE(coarse) / (Py_ssize_t)sizeof(uint64_t));
+    }
+    if (index_put(index, words, count, plan, run, negated, program) < 0) {
+        PyMem_Free(program);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static int function_traverse(PyObject *function, visitproc visit, void *arg)
+{
+    Function *self = (Function *)function;
+    Py_VISIT(self->python);
+    Py_VISIT(self->miss);
+    Py_VISIT(self->failed);
+    Py_VISIT(self->scoped);
+    Py_VISIT(self->unwatched);
+    Py_VISIT(self->index);
+    return 0;
+}
+
+static int function_drop(PyObject *function)
+{
+    Function *self = (Function *)function;
+    Py_CLEAR(self->python);
+    Py_CLEAR(self->miss);
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->scoped);
+    Py_CLEAR(self->unwatched);
+    return 0;
+}
+
+static void function_dealloc(PyObject *function)
+{
+    Function *self = (Function *)function;
+    PyObject_GC_UnTrack(function);
+    function_drop(function);
+    Py_XDECREF(self->index);
+    Py_XDECREF(self->strings);
+    Py_XDECREF(self->builtin_name);
+    Py_XDECREF(self->builtin_doc);
+    for (int i = 0; i < self->count; i++) {
+        Py_XDECREF(self->parameters[i].name);
+        Py_XDECREF(self->parameters[i].default_value);
+    }
+    Py_TYPE(function)->tp_free(function);
+}
+
+static PyMethodDef function_methods[] = {
+    {"builtin", function_builtin, METH_NOARGS, "The callable that users get."},
+    {"publish", function_publish, METH_O, "Make this the index of the process-wide policy's table."},
+    {"unwatched", function_unwatched, METH_O, "What to call instead while Dynamo listens."},
+    {"put", function_put, METH_VARARGS, "put(index, exact, coarse, plan, run, negated, conditions)"},
+    {NULL},
+};
+
+PyTypeObject FunctionType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "layerzero._native.hot.Function",
+    .tp_doc = "The hit path of one public function.",
+    .tp_basicsize = sizeof(Function),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_new = function_new,
+    .tp_dealloc = function_dealloc,
+    .tp_traverse = function_traverse,
+    .tp_clear = function_drop,
+    .tp_methods = function_methods,
+};
+
+static PyObject *setup(PyObject *module, PyObject *args, PyObject *sources)
+{
+    (void)module;
+    if (PyTuple_GET_SIZE(args) != 0 || sources == NULL) {
+        PyErr_SetString(PyExc_TypeError, "setup: wanted torch's state by keyword");
+        return NULL;
+    }
+    PyObject *used = PyDict_GetItemString(sources, "used");
+    if (used == NULL || index_setup(used) < 0 || state_setup(sources) < 0)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_KeyError, "setup: wanted used, got nothing");
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"setup", (PyCFunction)(void (*)(void))setup, METH_VARARGS | METH_KEYWORDS, "Say where torch's state is read."},
+    {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
+    {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
+    {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "layerzero._native.hot", .m_doc = "The hit path in C.", .m_size = -1,
+    .m_methods = module_methods,
+};
+
+PyMODINIT_FUNC PyInit_hot(void)
+{
+    if (PyType_Ready(&IndexType) < 0 || PyType_Ready(&FunctionType) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && (PyModule_AddType(module, &IndexType) < 0 || PyModule_AddType(module, &FunctionType) < 0))
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,166 @@
+"""The hit path in C, where it was built and torch has what it reads; ``LAYERZERO_NATIVE=0`` leaves it out."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
+from layerzero.engine.config import SCOPES
+from layerzero.engine.state import in_dispatch_mode, in_transform
+
+VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR = range(6)
+"""Kinds of parameters, as ``_native/hot.h`` numbers them."""
+
+
+class _Absent(Exception):  # noqa: N818  # no error: the reason why Python serves
+    pass
+
+
+def _classify() -> int:
+    """Tell the C path of a combination of torch's dispatch keys that it has not seen: -1 the slow way, 1 autocast."""
+    if in_dispatch_mode() or in_transform():
+        return -1
+    return int(torch._C._is_any_autocast_enabled())
+
+
+def _load() -> Any:
+    if os.environ.get("LAYERZERO_NATIVE", "1").lower() in ("0", "false", "no", "off"):
+        raise _Absent("LAYERZERO_NATIVE is 0")
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        raise _Absent(f"torch {torch.__version__} has no DLPack exchange API")
+    try:
+        hot = importlib.import_module("layerzero._native.hot")
+    except ImportError as error:
+        raise _Absent(f"the extension was not built: {error}") from error
+    switches = ("flash", "mem_efficient", "math", "cudnn")
+    sdpa = {f"sdpa_{name.removeprefix('mem_')}": getattr(torch._C, f"_get_{name}_sdp_enabled") for name in switches}
+    sources = {
+        "exchange": exchange,
+        "tensor": torch.Tensor,
+        "parameter": Parameter,
+        "used": Plan.__dict__["used"],
+        "grad_enabled": torch.is_grad_enabled,
+        "function_modes": torch._C._len_torch_function_stack,
+        "deterministic": torch._C._get_deterministic_algorithms,
+        "inference": torch.is_inference_mode_enabled,
+        "classify": _classify,
+        "forward_ad": vars(forward_ad),
+        "strided": torch.strided,
+        **_libraries(),
+        **sdpa,
+    }
+    try:
+        hot.setup(**sources)
+        if not _reads_rightly(hot):
+            hot.setup(**{**sources, "c10": None, "torch_cpu": None})
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
+    SCOPES.watch(hot.set_scopes)
+    return hot
+
+
+def _libraries() -> dict[str, str | None]:
+    """Where torch's own symbols are looked up; without them its builtins are asked, and Python about dispatch keys."""
+    folder = Path(torch.__file__).parent / "lib"
+    paths = {name: folder / f"lib{name}.so" for name in ("c10", "torch_cpu")}
+    return {name: str(path) if path.exists() else None for name, path in paths.items()}
+
+
+def _reads_rightly(hot: Any) -> bool:
+    """Whether what is read by symbol is what its name says: it changes with the state, and comes back."""
+    plain = hot.state()
+    with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Python):
+        keys_inside, *_ = hot.state()
+    with torch.inference_mode():
+        keys_inference, *_ = hot.state()
+    grads = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            grads.append(hot.state()[1])
+    with torch.overrides.BaseTorchFunctionMode():
+        modes = plain[2], hot.state()[2]
+    told = plain[0] is None or len({plain[0], keys_inside, keys_inference}) == 3
+    return told and grads in ([True, False], [None, None]) and modes in ((0, 1), (None, None)) and hot.state() == plain
+
+
+ABSENT = ""
+"""Why Python serves every call; empty if C does."""
+
+try:
+    HOT: Any = _load()
+except _Absent as reason:
+    HOT, ABSENT = None, str(reason)
+
+
+def _owner(name: str) -> Any:
+    return importlib.import_module("layerzero.engine.functions").CALLS[name].native
+
+
+if HOT is not None:
+
+    class Owner(HOT.Function):  # type: ignore[misc]  # an extension without types where it was not built
+        """What a builtin belongs to; pickling a builtin asks its owner for it by name."""
+
+        def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+            return _owner, (self.builtin().__name__,)
+
+
+def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
+    """Make the C callable's owner for a function; ``ways`` are the Python ones that it hands over to."""
+    parameters = function.parameters
+    tensors = [each.name for each in parameters if each.name in function.tensors]
+    sequences = {
+        name
+        for operation in function.operations
+        for name, kind in operation.schema.params.items()
+        if kind is tuple or (isinstance(kind, tuple) and tuple in kind)
+    }
+    names = [each.name for each in parameters]
+    described = []
+    for each in parameters:
+        required = each.default is inspect.Parameter.empty
+        kind = VALUE
+        if each.name in tensors:
+            kind = TENSOR if required else OPTIONAL_TENSOR
+        elif each.name in function.bounds:
+            kind = BOUND
+        elif each.name in function.handles:
+            kind = HANDLE
+        elif each.name in sequences:
+            kind = SEQUENCE
+        made_of = tuple(names.index(tensor) for tensor in function.handles.get(each.name, ()))
+        described.append((each.name, kind, None if required else each.default, required, made_of))
+    mutated = []
+    for name in function.mutates:
+        others = [other for other in tensors if other != name]
+        shared = [other for other in others if frozenset({name, other}) in function.may_share_storage]
+        apart = sum(1 << tensors.index(other) for other in others if other not in shared)
+        mutated.append((tensors.index(name), apart, sum(1 << tensors.index(other) for other in shared)))
+    positional = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in parameters)
+    return Owner(
+        name=function.name,
+        doc=_doc(function),
+        parameters=tuple(described),
+        positional=positional,
+        mutated=tuple(mutated),
+        sdpa="sdpa" in function.state,
+        **ways,
+    )
+
+
+def _doc(function: Function) -> str:
+    """The docstring behind the signature, in the form that ``inspect.signature`` reads from a builtin."""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in function.parameters]
+    signature = str(inspect.Signature(plain)).replace("(", "($self, ", 1)
+    return f"{function.name}{signature}\n--\n\n{inspect.getdoc(function.signature)}"

@@ -1,0 +1,157 @@
+"""Write the hit path of a function in Python: its public signature, an exact key of its arguments, one table lookup.
+
+It serves where the C path is missing, and whatever that one cannot read; the key holds the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from layerzero.core.operation import Function
+
+_SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"
+
+
+def source(function: Function) -> str:
+    """Write the fast path of a function.
+
+    The key holds, for every tensor, shape, strides, dtype, device, the low bits of its address and whether it asks for
+    gradients; every other argument by value; and the eager state. Whatever a limit reads is in it, so a plan that is
+    found is legal for the call that found it. The negative bit alone is asked for where the plan's kernel would misread
+    it: a plan chosen for a call without it is the one that a call with it gets, too, if its kernel reads it rightly.
+    """
+    parameters = list(function.parameters)
+    names = [parameter.name for parameter in parameters]
+    given = ", ".join(names)
+    required = [p.name for p in parameters if p.name in function.tensors and p.default is inspect.Parameter.empty]
+    optional = [name for name in function.tensors if name not in required]
+    checks = [f"type({name}) not in _PLAIN" for name in required]
+    checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
+    checks += _odd_values(function, names)
+    for name in function.mutates:  # what makes writing into it an error is looked at on every call
+        others = [other for other in required if _apart(function, name, other)]
+        checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
+        checks += [f"_shares_memory({name}, {other})" for other in others]
+    for pair in function.may_share_storage:
+        checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)))
+    checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
+    checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
+    parts = [
+        _tensor_key(name) if name in required else f"None if {name} is None else {_tensor_key(name, asked=True)}"
+        for name in names
+        if name in function.tensors
+    ]
+    parts += [_value_key(function, name) for name in names if name not in function.tensors]
+    parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
+    if "sdpa" in function.state:
+        parts.append(_SDPA_STATE)
+    negated = " or ".join(
+        f"{name}.is_neg()" if name in required else f"({name} is not None and {name}.is_neg())"
+        for name in [*required, *optional]
+    )
+    lines = [
+        f"def {function.name}({_signature(function)}):",
+        "    if _compiling():",
+        f"        return _operator({given})",
+        f"    if {' or '.join(checks)}:",
+        f"        return _unusual({given})",
+        "    try:",
+        f"        _key = ({', '.join(parts)})",
+        "        _table = _cache.current if not _scopes.active else _scoped()",
+        "        _last, _plan = _table.last",
+        "        if _key != _last:  # comparing costs less than hashing, and most calls are like the one before",
+        "            _plan = _table.seen.get(_key)",
+        "            if _plan is not None:",
+        "                _table.last = _key, _plan",
+        # no hash (a list), no strides and address (sparse, nested), or no handle where one belongs
+        "    except (TypeError, RuntimeError, AttributeError):",
+        f"        return _unusual({given})",
+        f"    if _plan is None or (not _plan.reads_negated and ({negated})):",
+        f"        return _miss(_key, {given})",
+        "    _plan.used = True",
+        "    try:",
+        f"        return _plan.run({given})",
+        "    except Exception as _error:",
+        f"        return _failed(_plan, _error, {given})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tensor_key(name: str, *, asked: bool = False) -> str:
+    gradient = f", {name}.requires_grad" if asked else ""
+    memory = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.data_ptr() & 15"
+    return f"({memory}{gradient})"
+
+
+def _value_key(function: Function, name: str) -> str:
+    """An argument by value; a bound by the power of two above it; a handle by its kind and whether it belongs here."""
+    if name in function.bounds:
+        return f"None if {name} is None else ({name} - 1).bit_length()"
+    if name in function.handles:
+        return f"None if {name} is None else {name}.kind_for({', '.join(function.handles[name])})"
+    if _takes(function, name, tuple):
+        return f"tuple({name}) if type({name}) is list else {name}"
+    return name
+
+
+def _takes(function: Function, name: str, kind: type) -> bool:
+    """Whether a parameter is of this kind in the operations that have it."""
+    kinds = [operation.schema.params.get(name) for operation in function.operations]
+    return any(kind is each or (isinstance(each, tuple) and kind in each) for each in kinds)
+
+
+def _odd_values(function: Function, names: list[str]) -> list[str]:
+    """What equals a legal value without being one: 1 is no flag, and True no number."""
+    flags = [name for name in names if _takes(function, name, bool)]
+    numbers = [name for name in names if _takes(function, name, float)]
+    return [f"({name} is not True and {name} is not False)" for name in flags] + [
+        f"{name} is True or {name} is False" for name in numbers
+    ]
+
+
+def _apart(function: Function, mutated: str, other: str) -> bool:
+    """Whether a tensor that is written into must not share memory with another one."""
+    return mutated != other and frozenset({mutated, other}) not in function.may_share_storage
+
+
+def _any_grad(required: list[str], optional: list[str]) -> str:
+    tests = [f"{name}.requires_grad" for name in required]
+    tests += [f"({name} is not None and {name}.requires_grad)" for name in optional]
+    return " or ".join(tests)
+
+
+def _signature(function: Function) -> str:
+    text, keyword_only = [], False
+    for parameter in function.parameters:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            text.append("*")
+            keyword_only = True
+        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        text.append(parameter.name + default)
+    return ", ".join(text)
+
+
+def coarse_key(
+    exact: tuple[Any, ...], order: tuple[str, ...]
+) -> tuple[tuple[Any, ...], list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The coarse key behind an exact one, and the shapes and strides of the tensors, empty where one is absent."""
+    coarse: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+    strides: list[tuple[int, ...]] = []
+    for part in exact[: len(order)]:
+        if part is None:
+            coarse.append(None)
+            shapes.append(())
+            strides.append(())
+            continue
+        shape, steps, *rest = part
+        shapes.append(shape)
+        strides.append(steps)
+        coarse.append((*rest, *map(int.bit_length, shape), *(_stride_class(step) for step in steps)))
+    return (*coarse, *exact[len(order) :]), shapes, strides
+
+
+def _stride_class(step: int) -> int:
+    """0 and 1 are themselves; else which power of two up to 16 divides it."""
+    return step if step in (0, 1) else 1 + min(step & -step, 16)

@@ -1,0 +1,668 @@
+"""The hit path, in C and in Python: what makes a key, what a size class serves, that nothing leaks or goes stale."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import layerzero as lz
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Case
+from layerzero.engine import accelerator
+from layerzero.engine.cache import InClass
+from layerzero.engine.call_source import coarse_key
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.flight import Flights
+from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import USER_BACKEND
+from layerzero.ops.attention_math import attention_reference
+
+native_only = pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT or "built")
+both = pytest.mark.usefixtures("path")
+
+
+@pytest.fixture
+def norm():
+    """Which kernel ran for a norm, and its plans."""
+    ran = []
+
+    def first(input, weight, *, eps=1e-6):
+        ran.append("user.first")
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel("norm.rms", "user.first", priority=100, deterministic=False, grad=True)(first)
+    lz.rms_norm(torch.ones(2, 3), torch.ones(3))
+    ENGINE.bump()
+    ran.clear()
+    return ran
+
+
+def plans(function="rms_norm"):
+    return CALLS[function].dispatcher.cache.current
+
+
+def misses(monkeypatch, function):
+    """A list that grows with every choice."""
+    dispatcher, chosen = CALLS[function].dispatcher, []
+    choose = dispatcher.choose
+
+    def counted(*args, **kwargs):
+        chosen.append(1)
+        return choose(*args, **kwargs)
+
+    monkeypatch.setattr(dispatcher, "choose", counted)
+    return chosen
+
+
+def copied(text):
+    """An equal text that is another object."""
+    return bytes(text, "ascii").decode()
+
+
+# Size classes
+
+
+@both
+def test_a_growing_cache_is_chosen_for_once_in_each_class(monkeypatch):
+    chosen = misses(monkeypatch, "attention")
+    query = torch.randn(2, 1, 8, 16)
+    cache = torch.randn(2, 2, 130, 2, 16)
+    for length in range(17, 130):
+        for keys, values in (cache[:, :, :length], cache[:, :, :length].contiguous()):
+            result = lz.attention(query, keys, values, layout="BSHD")
+            torch.testing.assert_close(result, attention_reference(query, keys, values))
+    assert len(chosen) <= 12  # four classes of lengths, and a few of what strides are multiples of
+    assert all(isinstance(key, InClass) for key in plans("attention"))
+
+
+@both
+def test_calls_of_a_class_that_do_not_fit_together_are_errors(norm):
+    query, key = torch.randn(2, 1, 4, 16), torch.randn(2, 25, 4, 16)
+    lz.attention(query, key, key, layout="BSHD")
+    for keys, values in ((key, key[:, :24]), (key[:, :16], key[:, :17]), (key[:1], key[:1]), (key, key[:1])):
+        with pytest.raises(lz.InvalidCallError, match="wanted"):
+            lz.attention(query, keys, values, layout="BSHD")
+    x, w = torch.randn(5, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    lz.rms_norm(torch.randn(7, 8), w)
+    with pytest.raises(lz.InvalidCallError, match="hidden"):
+        lz.rms_norm(torch.randn(7, 9), w)
+    with pytest.raises(lz.InvalidCallError, match="residual"):
+        lz.add_rms_norm(x.clone(), torch.randn(7, 8), w)
+
+
+@both
+@pytest.mark.parametrize("limits", [
+    [lz.limits.dim("seq_k", max=20)],
+    [lz.limits.dim("seq_k", multiple=2)],
+    [lz.limits.dim("seq_k", one_of=(16, 18, 20))],
+    [lz.limits.equal("seq_k", "kv_heads")],
+    [lz.limits.contiguous("key", "value")],
+    [lz.limits.Custom("even", ("seq_k",), lambda f: None if f["seq_k"] % 2 == 0 else lz.Reason(
+        lz.ReasonCode.CONSTRAINT_FAILED, "seq_k", "even", f["seq_k"]))],
+])  # fmt: skip
+def test_limits_hold_for_every_call_of_a_class(limits):
+    def attend(query, key, value, *, scale=None):
+        report = lz.explain("attention", query, key, value, layout="BSHD")
+        assert report.reasons("user.picky") == ()
+        return attention_reference(query, key, value, scale=scale)
+
+    lz.register_kernel("attention.standard.decode", "user.picky", priority=100, limits=limits)(attend)
+    query = torch.randn(2, 1, 16, 8)
+    for length in (16, 17, 18, 19, 20, 21, 22, 24, 30, 31, 16, 18):
+        for key in (torch.randn(2, length, 16, 8), torch.randn(2, 32, 16, 8)[:, :length]):
+            result = lz.attention(query, key, key, layout="BSHD")
+            torch.testing.assert_close(result, attention_reference(query, key, key))
+
+
+@both
+def test_what_a_loader_reads_is_not_varied():
+    def load(facts):
+        rows, hidden = facts.size("rows"), facts.size("hidden")
+
+        def kernel(input, weight, *, eps):
+            assert (input.numel() // input.shape[-1], input.shape[-1]) == (rows, hidden)
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        return kernel
+
+    declared = {"operations": ("norm.rms",), "backend": USER_BACKEND, "accepts": ("eps",), "priority": 100}
+    lz.register_backend([Kernel(id="user.bound", load=load, **declared)])
+    for bound in (None, ("rows", "hidden"), ("input_ndim", "rows")):
+        lz.unregister_kernel("user.bound")
+        lz.register_backend([Kernel(id="user.bound", load=load, sizes_bound=bound, **declared)])
+        for rows in (4, 5, 6, 7, 5):
+            lz.rms_norm(torch.ones(rows, 3), torch.ones(3))
+    assert ENGINE.health.breakers() == {}
+
+
+@both
+def test_rules_and_workspaces_that_read_a_size_keep_it_exact(monkeypatch):
+    ran = []
+
+    @lz.register_kernel("attention.standard.decode", "user.short", priority=100)
+    def short(query, key, value):
+        ran.append(key.shape[1])
+        return attention_reference(query, key, value)
+
+    lz.configure(rules=[{"match": {"seq_len_k": ">20"}, "deny": "user.short"}])
+    query = torch.randn(1, 1, 2, 8)
+    for length in (18, 24, 19, 30, 20, 21):
+        key = torch.randn(1, length, 2, 8)
+        lz.attention(query, key, key, layout="BSHD")
+    assert ran == [18, 19, 20]
+    lz.configure(rules=None)
+
+    @lz.register_kernel(
+        "norm.rms", "user.hungry", priority=100, workspace_bytes=lambda facts: facts.size("rows") * 2**20
+    )
+    def hungry(input, weight, *, eps=1e-6):
+        assert input.shape[0] <= 5, "more than it may take"
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    with lz.scope(memory_headroom_mb=5):
+        for rows in (4, 5, 6, 7, 4):
+            lz.rms_norm(torch.ones(rows, 3), torch.ones(3))
+    assert ENGINE.health.breakers() == {}
+
+
+def resized(sizes, varies, operation, factor):
+    """Sizes of the same class, each varied one moved within it."""
+    moved = {}
+    for name, size in sizes.items():
+        low = 1 << max(size.bit_length() - 1, 0)
+        moved[name] = low + (size - low + factor) % low if name in varies and size > 1 else size
+    return moved
+
+
+@pytest.mark.parametrize("name", ["attention.gqa.decode", "attention.standard.prefill", "kv.append.paged",
+                                  "attention.gqa.decode.paged", "norm.rms", "norm.layer", "norm.add_rms"])  # fmt: skip
+def test_a_route_gives_the_same_for_every_size_that_it_says_may_vary(name):
+    from layerzero.engine.registry import REGISTRY
+    from layerzero.engine.warmup import case_tensors
+    from layerzero.ops import function_of
+
+    operation = REGISTRY.operation(name)
+    function = function_of(name)
+    for case in operation.cases[:2]:
+        seen = set()
+        for factor in range(4):
+            sizes = resized(
+                case.sizes, {"batch", "seq_q", "seq_k", "max_blocks", "pages", "tokens", "rows"}, name, factor
+            )
+            if sizes.get("pages"):
+                sizes["pages"] = max(sizes["pages"], sizes.get("batch", 1) * sizes.get("max_blocks", 1))
+            tensors = case_tensors(operation, Case("moved", sizes, case.params), torch.float32, "meta")
+            given = {"layout": operation.layouts[0]} if operation.layouts else {}
+            if name == "norm.layer":
+                given["normalized_shape"] = (sizes["hidden"],)
+            params = {key: value for key, value in case.params.items() if key in function.signature.__annotations__}
+            routed = function.route(function.bind((), {**tensors, **params, **given}), None)
+            values = tuple((key, routed.arguments[key]) for key in operation.schema.params if key in routed.arguments)
+            seen.add((routed.operation.name, values, routed.layout, routed.varies))
+            assert routed.varies
+        assert len(seen) == 1
+
+
+# Keys
+
+
+@native_only
+def test_both_paths_tell_the_same_calls_apart(monkeypatch):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    variants = [
+        (x, w), (x, w, 1e-5), (x, w, 0.0), (x.double(), w.double()), (x[:3], w), (x[None], w),
+        (x.t().contiguous().t(), w),
+        (torch.randn(33)[1:].view(4, 8), w), (x.bfloat16(), w.bfloat16()), (x.requires_grad_(), w),
+    ]  # fmt: skip
+    for call in variants:
+        counts = []
+        for way in (CALLS["rms_norm"].python, CALLS["rms_norm"].native.builtin()):
+            ENGINE.bump()
+            way(torch.ones(2, 3), torch.ones(3))
+            way(*[each.detach() if isinstance(each, torch.Tensor) else each for each in variants[0]])
+            before = len(plans())
+            way(*call)
+            counts.append(len(plans()) - before)
+        assert counts[0] == counts[1], call
+
+
+@both
+def test_numbers_and_texts_that_only_look_alike(norm):
+    x, w, q = torch.randn(4, 8), torch.randn(8), torch.randn(2, 8, 4, 16)
+    lz.rms_norm(x, w, 1.0)
+    with pytest.raises(lz.InvalidCallError, match="eps: wanted float"):
+        lz.rms_norm(x, w, True)
+    lz.attention(q, q, q, layout="BSHD")
+    lz.attention(q, q, q, layout=copied("BSHD"))
+    for wrong in (1, 1.0, "yes", None):
+        with pytest.raises(lz.InvalidCallError, match="causal: wanted bool"):
+            lz.attention(q, q, q, causal=wrong, layout="BSHD")
+    with pytest.raises(lz.InvalidCallError, match="layout"):
+        lz.attention(q, q, q, layout="BSDH")
+    kept = len(plans("attention"))
+    assert kept == 1
+
+
+@both
+def test_lists_and_tuples_of_sizes_are_the_same_call(monkeypatch):
+    x = torch.randn(4, 2, 8)
+    lz.layer_norm(x, (2, 8))
+    chosen = misses(monkeypatch, "layer_norm")
+    for shape in ((2, 8), [2, 8], torch.Size((2, 8)), x.shape[1:]):
+        torch.testing.assert_close(lz.layer_norm(x, shape), torch.nn.functional.layer_norm(x, (2, 8)))
+    assert len(chosen) <= 1
+    torch.testing.assert_close(lz.layer_norm(x, [8]), torch.nn.functional.layer_norm(x, (8,)))
+
+
+@both
+def test_wrong_arguments_are_named_as_a_python_function_names_them():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for args, kwargs in (((x,), {}), ((x, w, 1e-6, 1), {}), ((x, w), {"epsilon": 1}), ((x, w), {"input": x}), ((), {})):
+        with pytest.raises(TypeError) as mine:
+            lz.rms_norm(*args, **kwargs)
+        with pytest.raises(TypeError) as theirs:
+            CALLS["rms_norm"].function.signature(*args, **kwargs)
+        assert str(mine.value) == str(theirs.value)
+    names = {copied("weight"): w, copied("input"): x}  # not the objects that the compiler interned
+    torch.testing.assert_close(lz.rms_norm(**names), lz.rms_norm(x, w))
+
+
+@native_only
+def test_the_builtin_shows_its_signature_and_survives_pickling():
+    for name, call in CALLS.items():
+        shown = inspect.signature(getattr(lz, name))
+        assert [(each.name, each.kind, each.default) for each in shown.parameters.values()] == [
+            (each.name, each.kind, each.default) for each in call.function.parameters
+        ]
+        assert getattr(lz, name).__doc__ == inspect.getdoc(call.function.signature)
+        assert pickle.loads(pickle.dumps(getattr(lz, name))) is getattr(lz, name)
+
+
+# States beyond those of test_eager_state.py, after a plan was kept for a plain call
+
+
+@both
+@pytest.mark.parametrize("change", [
+    lambda x: x.to(torch.complex64), lambda x: x.to_sparse(), lambda x: x.to(torch.int8),
+    lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), lambda x: torch.nested.nested_tensor([x, x]),
+    lambda x: x.to(torch.complex64).conj(), lambda x: x.to_mkldnn(), lambda x: None, lambda x: x.numpy(),
+    lambda x: x[0, 0],
+], ids=["complex", "sparse", "int8", "quantized", "nested", "conj", "mkldnn", "none", "numpy", "0-d"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*(prototype|nested|quantize|deprecated)")
+def test_what_no_kernel_takes_is_the_same_error_when_warm(change, norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    odd = change(x)
+    with pytest.raises(lz.InvalidCallError) as cold:
+        lz.rms_norm(odd, w)
+    lz.rms_norm(x, w)
+    lz.rms_norm(x, w)
+    for _ in range(3):
+        with pytest.raises(lz.InvalidCallError) as warm:
+            lz.rms_norm(odd, w)
+        assert str(warm.value) == str(cold.value)
+    torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
+
+
+@both
+def test_the_negative_bit_reaches_no_kernel_that_misreads_it(norm):
+    def raw(input, weight, *, eps=1e-6):
+        assert not input.is_neg()
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel("norm.rms", "user.raw", priority=100)(raw)
+    lz.unregister_kernel("user.first")
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(3):
+        torch.testing.assert_close(lz.rms_norm(x, w), raw(x, w))
+        torch.testing.assert_close(lz.rms_norm(torch._neg_view(x), w), raw(-x, w))
+        torch.testing.assert_close(lz.rms_norm(torch.complex(x, x).conj().imag, w), raw(-x, w))
+    assert lz.which("rms_norm", x, w)["kernel_id"] == "user.raw"
+
+
+@both
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_tangents_are_not_lost(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(2):
+        lz.rms_norm(x, w)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        mine = forward_ad.unpack_dual(lz.rms_norm(dual, w)).tangent
+        theirs = forward_ad.unpack_dual(torch.nn.functional.rms_norm(dual, (8,), w, 1e-6)).tangent
+    torch.testing.assert_close(mine, theirs)
+
+
+@both
+def test_the_callers_switches_are_seen_when_warm():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(2, 8, 4, 16)
+    for _ in range(2):
+        lz.attention(q, q, q, layout="BSHD")
+    with sdpa_kernel(SDPBackend.MATH):
+        result = lz.attention(q, q, q, layout="BSHD")
+        assert lz.which("attention", q, q, q, layout="BSHD")["kernel_id"] != "torch.sdpa.cpu_flash"
+    torch.testing.assert_close(result, lz.attention(q, q, q, layout="BSHD"))
+    assert {plan.kernel.id for plan in plans("attention").values()} > {"torch.sdpa.cpu_flash"}
+
+
+@both
+def test_deterministic_mode_and_autocast_are_seen_when_warm(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(2):
+        lz.rms_norm(x, w)
+    norm.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        lz.rms_norm(x, w)
+        lz.rms_norm(x, w)
+        assert norm == []  # it is not deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert lz.rms_norm(x, w).dtype == torch.float32
+    lz.rms_norm(x, w)
+    assert norm == ["user.first", "user.first"]
+
+
+@both
+def test_tensors_without_memory_are_not_read(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    gone = torch.randn(4, 8)
+    gone.untyped_storage().resize_(0)
+    lz.rms_norm(torch._efficientzerotensor((4, 8)), w)
+    functional = torch._to_functional_tensor(x)
+    torch._mirror_autograd_meta_to(x, functional)
+    for _ in range(2):
+        torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
+
+
+@both
+def test_an_interrupt_is_no_failure(norm):
+    def interrupted(input, weight, *, eps=1e-6):
+        if input[0, 0] == 2:
+            raise KeyboardInterrupt
+        if input[0, 0] == 3:
+            raise ValueError("planted")
+        return input
+
+    lz.register_kernel("norm.layer", "user.layer", priority=100)(lambda input: input)
+    lz.unregister_kernel("user.first")
+    lz.register_kernel("norm.rms", "user.interrupted", priority=100)(interrupted)
+    w = torch.ones(3)
+    for _ in range(2):
+        lz.rms_norm(torch.ones(2, 3), w)
+    with pytest.raises(KeyboardInterrupt):
+        lz.rms_norm(torch.full((2, 3), 2.0), w)
+    assert ENGINE.health.breakers() == {}
+    with lz.scope(fallback_enabled=False), pytest.raises(lz.KernelExecutionError) as caught:
+        lz.rms_norm(torch.full((2, 3), 3.0), w)
+    assert str(caught.value.__cause__) == "planted"
+    ENGINE.health.reset()
+    for _ in range(2):
+        lz.rms_norm(torch.ones(2, 3), w)
+    with lz.scope(locks={"rms_norm": "user.interrupted"}), pytest.raises(lz.NoKernelFoundError) as caught:
+        lz.rms_norm(torch.full((2, 3), 3.0), w)
+    assert str(caught.value.__cause__) == "planted"
+
+
+# Sharing, waiting, leaking
+
+
+def test_one_thread_chooses_and_the_others_get_what_it_got():
+    flights, started, go, calls = Flights(), threading.Event(), threading.Event(), []
+
+    def choose():
+        calls.append(threading.get_ident())
+        started.set()
+        go.wait(5)
+        if fails:
+            raise lz.PolicyError("planted")
+        return "plan"
+
+    for fails in (False, True):
+        calls.clear()
+        started.clear()
+        go.clear()
+        results = []
+
+        def ask():
+            try:
+                results.append(flights.once("key", choose))
+            except lz.PolicyError as error:
+                results.append(str(error))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        threads[0].start()
+        assert started.wait(5)
+        for thread in threads[1:]:
+            thread.start()
+        go.set()
+        for thread in threads:
+            thread.join(5)
+        assert results == (["planted"] if fails else ["plan"]) * 6
+        assert len(calls) <= 6
+        assert not flights._flights
+
+
+def test_a_chooser_that_asks_again_does_not_wait_for_itself():
+    flights = Flights()
+    assert flights.once("key", lambda: flights.once("key", lambda: "inner")) == "inner"
+    flights._flights["key"] = object()  # as of a thread that a fork left behind
+    flights.forget()
+    assert flights.once("key", lambda: "again") == "again"
+
+
+def test_a_fork_in_the_middle_of_a_choice_leaves_a_child_that_chooses():
+    script = """
+import os, threading, torch, layerzero as lz
+from layerzero.engine.flight import FLIGHTS
+started, go = threading.Event(), threading.Event()
+thread = threading.Thread(target=lambda: FLIGHTS.once("key", lambda: (started.set(), go.wait(20))))
+thread.start(); started.wait(5)
+child = os.fork()
+if child == 0:
+    FLIGHTS.once("key", lambda: "plan")
+    os._exit(0)
+go.set(); thread.join()
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+def invalidate(hits, threads=4):
+    """Hits in several threads while another one empties the tables; how many were wrong, and how many there were."""
+    wrong, counts, stop = [], [], threading.Event()
+    x, w = [torch.full((rows, 4), float(rows)) for rows in range(1, 9)], torch.ones(4)
+
+    def hit():
+        done = 0
+        for _ in range(hits // threads // 8):
+            for rows, tensor in enumerate(x, 1):
+                result = lz.rms_norm(tensor, w)
+                if result is not tensor or result.shape[0] != rows:
+                    wrong.append(result)
+            done += 8
+        counts.append(done)
+
+    def change():
+        while not stop.is_set():
+            ENGINE.bump()
+            lz.rms_norm(x[0], w)
+            plans().clear()
+            stop.wait(0.002)
+
+    changer = threading.Thread(target=change)
+    callers = [threading.Thread(target=hit) for _ in range(threads)]
+    for thread in (changer, *callers):
+        thread.start()
+    for thread in callers:
+        thread.join()
+    stop.set()
+    changer.join()
+    return wrong, sum(counts)
+
+
+def register_identity():
+    def load(facts):
+        rows = facts.size("rows")
+
+        def kernel(input, weight, *, eps):
+            assert input.shape[0] == rows  # a plan of another size, or a plan that was freed, would say so
+            return input
+
+        return kernel
+
+    declared = {"operations": ("norm.rms",), "backend": USER_BACKEND, "accepts": ("eps",), "priority": 100}
+    lz.register_backend([Kernel(id="user.identity", load=load, **declared)])
+
+
+@both
+def test_hits_are_right_while_tables_are_replaced(path):
+    register_identity()
+    wrong, count = invalidate(200_000 if path == "native" else 40_000)
+    assert not wrong
+    assert count
+    assert ENGINE.health.breakers() == {}
+
+
+@pytest.mark.slow
+@native_only
+def test_twenty_million_hits_are_right_while_tables_are_replaced():
+    register_identity()
+    wrong, count = invalidate(20_000_000)
+    assert not wrong
+    assert count == 20_000_000
+    assert ENGINE.health.breakers() == {}
+
+
+def resident_bytes():
+    from pathlib import Path
+
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@both
+def test_nothing_leaks(path):
+    lz.register_kernel("norm.rms", "user.identity", priority=100, sizes_bound=())(
+        lambda input, weight, *, eps=1e-6: input
+    )
+    x, w, layout, number = torch.ones(3, 4), torch.ones(4), copied("BSHD"), 1234.5
+    watched = (x, w, layout, number, None, True)
+    q = torch.randn(1, 1, 2, 8)
+
+    def work(times):
+        for _ in range(times):
+            lz.rms_norm(x, w, number)
+        for _ in range(times // 1000):
+            ENGINE.bump()
+            for rows in (1, 2, 5, 9):
+                lz.rms_norm(torch.ones(rows, 4), w)
+            lz.attention(q, q, q, layout=layout)
+            with pytest.raises(TypeError):
+                lz.rms_norm(x)
+            with pytest.raises(lz.InvalidCallError):
+                lz.rms_norm(x, torch.ones(5))
+
+    count = 300_000 if path == "native" else 30_000
+    work(2000)
+    gc.collect()
+    before, memory, plans_before = [sys.getrefcount(each) for each in watched], resident_bytes(), _plans_alive()
+    work(count)
+    gc.collect()
+    after = [sys.getrefcount(each) for each in watched]
+    assert all(abs(now - then) < 200 for now, then in zip(after, before, strict=True))
+    assert resident_bytes() - memory < 24 * 2**20
+    assert _plans_alive() <= plans_before + 4
+
+
+def _plans_alive():
+    from layerzero.core.plan import Plan
+
+    return sum(type(each) is Plan for each in gc.get_objects())
+
+
+@native_only
+def test_an_index_forgets_what_its_table_forgets():
+    lz.configure(**{"cache.max_size": 16})
+    for hidden in range(1, 200):
+        lz.rms_norm(torch.ones(2, hidden), torch.ones(hidden))
+        assert len(plans().index) == len(plans()) <= 16
+
+
+def test_a_coarse_key_has_classes_in_place_of_sizes():
+    x = torch.empty(5, 9)
+    exact = ((x.shape, x.stride(), x.dtype, x.device, 0), None, 1e-6, False)
+    coarse, shapes, strides = coarse_key(exact, ("input", "residual"))
+    assert coarse == ((x.dtype, x.device, 0, 3, 4, 2, 1), None, 1e-6, False)
+    assert (shapes, strides) == ([(5, 9), ()], [(9, 1), ()])
+
+
+def test_the_python_path_serves_where_c_is_not_wanted():
+    script = (
+        "import layerzero as lz; from layerzero.engine import accelerator as a; print(a.ABSENT); print(lz.rms_norm)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=_environment(LAYERZERO_NATIVE="0"),
+    ).stdout
+    assert shown.startswith("LAYERZERO_NATIVE is 0\n<function rms_norm")
+
+
+def _environment(**changes):
+    import os
+
+    return {**os.environ, **changes}
+
+
+# torch.compile
+
+
+@both
+def test_torch_compile_sees_one_operator_whenever_it_was_imported(path):
+    for first in ("import torch._dynamo, layerzero as lz", "import layerzero as lz; lz.rms_norm; import torch._dynamo"):
+        script = f"""
+{first}
+import torch
+x, w = torch.randn(4, 8), torch.randn(8)
+def double(x):
+    return lz.rms_norm(x, w) * 2
+compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), double(x))
+compiled = torch.compile(lambda x: lz.rms_norm(input=x, weight=w), fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), double(x) / 2)
+"""
+        subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
+
+
+@both
+def test_after_a_graph_break_the_engine_is_not_compiled():
+    traced = []
+
+    def kernel(input, weight, *, eps=1e-6):
+        traced.append(torch.compiler.is_dynamo_compiling())
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel("norm.rms", "user.kernel", priority=100)(kernel)
+    x, w = torch.randn(4, 8), torch.randn(8)
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return lz.rms_norm(x, w) + 1
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(broken, backend="aot_eager")(x), broken(x))
+    assert not any(traced)
