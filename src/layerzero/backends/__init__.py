@@ -11,6 +11,7 @@ BUILTIN: dict[str, str] = {
     "cudnn_frontend": "layerzero.backends.cudnn_frontend",
     "flash_attn": "layerzero.backends.flash_attn",
     "flash_attn_cute": "layerzero.backends.flash_attn_cute",
+    "flash_attn_paged": "layerzero.backends.flash_attn_paged",
     "flashinfer": "layerzero.backends.flashinfer",
     "flashinfer_norm": "layerzero.backends.flashinfer_norm",
     "flashinfer_paged": "layerzero.backends.flashinfer_paged",
