@@ -6,13 +6,16 @@ BIN    := $(VENV)/bin
 # pip's own progress stays visible; PIP_FLAGS=-q silences it
 PIP_FLAGS ?= --disable-pip-version-check
 
-.PHONY: demo test check fuzz bench docs install clean
+.PHONY: demo test stress check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## run a real model through LayerZero and explain each choice
 	@$(BIN)/layerzero demo
 
 test: $(VENV)/.dev ## run every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu and not stress"
+
+stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
+	$(BIN)/python -m pytest -q -m "stress and not gpu"
 
 check: $(VENV)/.dev ## lint, types, and generated files
 	$(BIN)/ruff check src tests

@@ -536,7 +536,7 @@ def test_hits_are_right_while_tables_are_replaced(path):
     assert ENGINE.health.breakers() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @native_only
 def test_twenty_million_hits_are_right_while_tables_are_replaced():
     register_identity()

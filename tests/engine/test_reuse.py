@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 import layerzero as lz
 from layerzero.core.conditions import SizedCall
+from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Evidence
 from layerzero.engine import legality, planning
 from layerzero.engine.cache import InClass
 from layerzero.engine.config import current_policy
@@ -339,7 +339,7 @@ def take(step, scopes, stack):
     elif kind == "torch_deterministic":
         torch.use_deterministic_algorithms(value)
     elif kind == "time":
-        ENGINE.ledger.record_time(kernel_named(name), lz.facts("rms_norm", X, W), Evidence(value))
+        ENGINE.ledger.record_time(kernel_named(name), lz.facts("rms_norm", X, W), Measurement(value, value, 0.0, 1))
         ENGINE.bump()  # what a tuning window does when the winner changes
     elif kind == "fail":
         ENGINE.health.failed(kernel_named(name), "norm.rms", RuntimeError("planted"))

@@ -8,14 +8,27 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.ledger import Evidence, Provenance, Verdict
+from layerzero.core.evidence import Evidence, Provenance
+from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
 
 CALL = torch.randn(8, 64), torch.randn(64)
 
 
+class KnownTimes(MemoryLedger):
+    """A ledger that knows the times that a test gave it, for whatever call."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def evidence(self, kernels, facts):
+        return {each.id: self.known[each.id] for each in kernels if each.id in self.known}
+
+
 @pytest.fixture(autouse=True)
-def kernels():
+def kernels(monkeypatch):
+    monkeypatch.setattr(ENGINE, "_ledger", KnownTimes())
     for name, priority in (("a", 80), ("b", 60), ("c", 60)):
 
         def run(input, weight, *, eps=1e-6):
@@ -39,8 +52,7 @@ def score(kernel_id):
 
 
 def measured(kernel_id, time_us, **evidence):
-    kernel = next(each.kernel for each in ranked() if each.kernel.id == kernel_id)
-    ENGINE.ledger.record_time(kernel, lz.facts("rms_norm", *CALL), Evidence(time_us, **evidence))
+    ENGINE.ledger.known[kernel_id] = Evidence(time_us, **evidence)
 
 
 def test_without_evidence_priority_decides_and_ties_go_by_id():

@@ -5,40 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
-
-
-class Provenance(StrEnum):
-    """Where a time comes from, best first."""
-
-    MEASURED = "measured"
-    PREDICTED = "predicted"
-    PRIOR = "prior"
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """A time for one kernel and one call.
-
-    Attributes:
-        time_us: median time of a call.
-        provenance: where it comes from.
-        confidence: 0 to 1, how much it may decide.
-        noise: relative spread between repeated measurements; differences below it do not count.
-    """
-
-    time_us: float
-    provenance: Provenance = Provenance.MEASURED
-    confidence: float = 1.0
-    noise: float = 0.03
 
 
 class Verdict(StrEnum):
@@ -101,23 +77,16 @@ def class_text(facts: Facts) -> str:
     return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
-def call_work(facts: Facts) -> tuple[object, ...]:
-    """Everything that changes how long a call takes; the identity under which times are kept."""
-    values = facts.to_dict()
-    ignored = {"sdpa_disabled", "capturing", "deterministic", "scale"}
-    return tuple(sorted((name, str(value)) for name, value in values.items() if name not in ignored))
-
-
 class Ledger(Protocol):
     """Times, verdicts and failures, as the engine asks for them and reports them."""
 
-    def evidence(self, kernel: Kernel, facts: Facts) -> Evidence | None:
-        """A time for this kernel and call, None where nothing is known."""
+    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
+        """The times that are known of these kernels for a call, by kernel id."""
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """What vetting said about this kernel and class of calls, None where it was not vetted."""
 
-    def record_time(self, kernel: Kernel, facts: Facts, evidence: Evidence) -> None:
+    def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a measured time."""
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
@@ -161,14 +130,15 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._times: dict[tuple[str, tuple[object, ...]], Evidence] = {}
+        self._times: dict[tuple[object, ...], dict[str, Evidence]] = {}
         self._verdicts: dict[tuple[str, tuple[object, ...]], Verdict] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
 
-    def evidence(self, kernel: Kernel, facts: Facts) -> Evidence | None:
-        """A time recorded for exactly this work."""
-        return self._times.get((kernel.id, call_work(facts))) if self._times else None
+    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
+        """Times recorded for exactly this work."""
+        times = self._times.get(call_work(facts)) if self._times else None
+        return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """What was recorded for this class of calls."""
@@ -178,10 +148,11 @@ class MemoryLedger:
                 return settled.verdict
         return self._verdicts.get((kernel.id, call_class(facts))) if self._verdicts else None
 
-    def record_time(self, kernel: Kernel, facts: Facts, evidence: Evidence) -> None:
+    def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a time; the latest wins."""
         with self._lock:
-            self._times[kernel.id, call_work(facts)] = evidence
+            times = self._times.setdefault(call_work(facts), {})
+            times[kernel.id] = Evidence(measurement.median_us, noise=measurement.noise)
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
         """Remember a verdict; the latest wins."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
-from layerzero.core.ledger import Evidence, Ledger
+from layerzero.core.ledger import Ledger
 from layerzero.core.plan import Candidate, Term
 from layerzero.engine.policy import Policy, names_kernel
 
@@ -31,7 +32,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
     """
     legal = [candidate for candidate in candidates if candidate.legal]
-    evidence = {each.kernel.id: found for each in legal if (found := ledger.evidence(each.kernel, facts))}
+    evidence = ledger.evidence([each.kernel for each in legal], facts)
     measured = [each for each in legal if each.kernel.id in evidence]
     anchor = max((each.kernel.priority for each in measured), default=0)
     best_us = min((found.time_us for found in evidence.values()), default=0.0)
