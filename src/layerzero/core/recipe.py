@@ -36,9 +36,8 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name: TensorRecipe(each.shape, each.strides, dtype_name(each.dtype), each.alignment_bytes)
             for name, each in facts.tensors.items()
         }
-        params = {
-            name: _plain(facts[name]) for name in (*facts.operation.schema.params, *facts.operation.schema.handles)
-        }
+        schema = facts.operation.schema
+        params = {name: _plain(facts[name]) for name in (*schema.params, *schema.passed)}
         grad = bool(facts["requires_grad"])
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
 

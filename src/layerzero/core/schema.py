@@ -61,8 +61,9 @@ class OperationSchema:
         params: its scalar parameters and their types.
         neutral: the values at which an optional argument does nothing; a kernel that does not know the argument may
             run when it has this value. Tensors that are not required are neutral when absent.
-        bounds: parameters that promise an upper bound of values on the device. They change no result; a choice depends
-            on the power of two above them, and a kernel that accepts one gets the number itself.
+        bounds: parameters that promise an upper bound of values on the device, ``max_x`` of the tensor ``xs``. They
+            change no result; a choice depends on the power of two above them, and a kernel that accepts one gets the
+            number itself.
         handles: objects that a call may bring for a kernel's use (a StepMetadata), and their types. They change no
             result; a choice depends on their ``kind``, and a kernel that accepts one gets the object itself.
         required, optional: the tensors that every call brings, and those that it may leave out.

@@ -120,6 +120,9 @@ def rebuilt(recipe: CallRecipe) -> RandomCall:
     values |= {name: _tensor(name, each, recipe) for name, each in recipe.tensors.items()}
     for name, indices in _indices(recipe).items():
         values[name].copy_(indices)
+    for name in REGISTRY.operation(recipe.operation).schema.bounds:  # what the call promised, its values keep
+        if values[name] is not None:
+            values[f"{name.removeprefix('max_')}s"].clamp_(max=values[name])
     for name, tensors in function.handles.items():  # of the kind that the call had
         kind = values.pop(name, "none")
         if kind != "none":
