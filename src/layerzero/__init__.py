@@ -23,6 +23,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "validate",
         "which",
     ),
+    "layerzero.engine.bind": ("bind",),
     "layerzero.engine.control": (
         "avoid",
         "configure",

@@ -31,6 +31,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema, TensorSchema
 from layerzero.core.step import StepMetadata
 from layerzero.engine.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
+from layerzero.engine.bind import bind
 from layerzero.engine.control import (
     avoid,
     configure,
@@ -96,6 +97,7 @@ __all__ = [
     "append_paged_kv",
     "attention",
     "avoid",
+    "bind",
     "configure",
     "confirm_suspects",
     "descriptor",

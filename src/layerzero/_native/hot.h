@@ -4,6 +4,7 @@
  *   key.c         a call's arguments as words: the exact key, and the coarse one of its size class
  *   conditions.c  what a plan demands of the exact arguments beyond its coarse key
  *   table.c       keys to plans
+ *   bound.c       kernels with their constants in place, and callables that are bound to a plan
  *   module.c      the callable of a function, and the module
  *
  * A call that this code does not understand in full goes to the Python callable with its original arguments: semantics
@@ -128,5 +129,12 @@ int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan,
 /* module.c */
 
 extern PyTypeObject FunctionType;
+/* Let Python answer for a plan that raised, while its exception is the one being handled. */
+PyObject *answer_failure(PyObject *way, PyObject *plan, PyObject *const *values, int count);
+
+/* bound.c */
+
+extern PyTypeObject DirectType, BoundType;
+PyObject *run_plan(PyObject *run, PyObject *const *values, int count);
 
 #endif

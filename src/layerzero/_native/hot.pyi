@@ -27,6 +27,7 @@ class Function:
     def builtin(self) -> Callable[..., Any]: ...
     def publish(self, index: Index, /) -> None: ...
     def unwatched(self, way: Callable[..., Any], /) -> None: ...
+    def key(self, values: tuple[object, ...], /) -> tuple[bytes, bytes] | None: ...
     def put(
         self,
         index: Index,
@@ -38,6 +39,34 @@ class Function:
         conditions: Conditions | None,
         /,
     ) -> None: ...
+
+class Direct:
+    def __new__(
+        cls,
+        target: Callable[..., Any],
+        wanted: int,
+        places: tuple[int, ...],
+        constants: tuple[object, ...],
+        keywords: tuple[str, ...],
+        /,
+    ) -> Self: ...
+    def __call__(self, *values: Any) -> Any: ...
+
+class Bound:
+    def __new__(
+        cls,
+        *,
+        function: Function,
+        owner: object,
+        otherwise: Callable[..., Any],
+        failed: Callable[..., Any],
+        exact: bytes,
+        values: tuple[object, ...],
+        passed: tuple[int, ...],
+        guarded: bool,
+    ) -> Self: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def install(self, index: Index, plan: Plan, run: Callable[..., Any], negated: bool, /) -> None: ...
 
 def setup(**sources: Any) -> None: ...
 def watch(callback: Callable[[], object], /) -> None: ...

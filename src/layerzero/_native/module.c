@@ -43,8 +43,7 @@ static PyObject *hand_over(PyObject *way, PyObject *first, PyObject *second, PyO
     return PyObject_Vectorcall(way, arguments, leading + (size_t)count, NULL);
 }
 
-/* Let Python answer for a plan that raised, while its exception is the one being handled. */
-static PyObject *after_failure(Function *self, PyObject *plan, PyObject *const *values)
+PyObject *answer_failure(PyObject *way, PyObject *plan, PyObject *const *values, int count)
 {
     PyObject *type, *error, *traceback;
     if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -55,7 +54,7 @@ static PyObject *after_failure(Function *self, PyObject *plan, PyObject *const *
         PyException_SetTraceback(error, traceback);
     PyObject *outer = PyErr_GetHandledException();
     PyErr_SetHandledException(error);
-    PyObject *result = hand_over(self->failed, plan, error, values, self->count);
+    PyObject *result = hand_over(way, plan, error, values, count);
     PyErr_SetHandledException(outer);
     Py_XDECREF(outer);
     Py_XDECREF(type);
@@ -131,9 +130,9 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
     if (negated)
         result = negated < 0 ? NULL : slowly(self, args, given, names);
     else {
-        result = PyObject_Vectorcall(run, values, (size_t)self->count, NULL);
+        result = run_plan(run, values, self->count);
         if (result == NULL)
-            result = after_failure(self, plan, values);
+            result = answer_failure(self->failed, plan, values, self->count);
     }
     Py_DECREF(run);
     Py_DECREF(plan);
@@ -287,6 +286,21 @@ static PyObject *function_put(PyObject *function, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* key(values): the exact and the coarse key of a call, None where it makes none here. */
+static PyObject *function_key(PyObject *function, PyObject *values)
+{
+    Function *self = (Function *)function;
+    Key key;
+    if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->count)
+        return PyErr_Format(PyExc_TypeError, "wanted a tuple of %d values", self->count);
+    int made = key_make(self, ((PyTupleObject *)values)->ob_item, &key);
+    if (made <= 0)
+        return made < 0 ? NULL : Py_NewRef(Py_None);
+    key_make_coarse(self, &key);
+    return Py_BuildValue("(y#y#)", (char *)key.exact, (Py_ssize_t)(key.exact_count * sizeof(uint64_t)),
+                         (char *)key.coarse, (Py_ssize_t)(key.coarse_count * sizeof(uint64_t)));
+}
+
 static int function_traverse(PyObject *function, visitproc visit, void *arg)
 {
     Function *self = (Function *)function;
@@ -330,6 +344,7 @@ static PyMethodDef function_methods[] = {
     {"builtin", function_builtin, METH_NOARGS, "The callable that users get."},
     {"publish", function_publish, METH_O, "Make this the index of the process-wide policy's table."},
     {"unwatched", function_unwatched, METH_O, "What to call instead while Dynamo listens."},
+    {"key", function_key, METH_O, "The exact and the coarse key of a call's values, None where it makes none here."},
     {"put", function_put, METH_VARARGS, "put(index, exact, coarse, plan, run, negated, conditions)"},
     {NULL},
 };
@@ -374,10 +389,10 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_hot(void)
 {
-    if (PyType_Ready(&IndexType) < 0 || PyType_Ready(&FunctionType) < 0)
-        return NULL;
+    PyTypeObject *types[] = {&IndexType, &FunctionType, &DirectType, &BoundType};
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (PyModule_AddType(module, &IndexType) < 0 || PyModule_AddType(module, &FunctionType) < 0))
-        Py_CLEAR(module);
+    for (int i = 0; module != NULL && i < COUNT(types); i++)
+        if (PyModule_AddType(module, types[i]) < 0) /* readies it, too */
+            Py_CLEAR(module);
     return module;
 }

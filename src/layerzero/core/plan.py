@@ -174,6 +174,8 @@ class Plan:
         run: from the function's arguments to the results.
         proved: whether the limits were re-evaluated on the tensors themselves.
         used: reference bit for eviction.
+        direct: the kernel with its constants in place, called like ``run``: what C calls where ``run`` would do nothing
+            else; None elsewhere.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
@@ -185,6 +187,7 @@ class Plan:
     adaptations: tuple[Adaptation, ...] = ()
     proved: bool = False
     used: bool = False
+    direct: Callable[..., Any] | None = None
     reads_negated: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +20,14 @@ from layerzero.engine.state import in_dispatch_mode, in_transform
 
 VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR = range(6)
 """Kinds of parameters, as ``_native/hot.h`` numbers them."""
+
+
+class Passed(NamedTuple):
+    """One argument that a kernel gets: under which keyword, if any, and what: a parameter by name, else a constant."""
+
+    keyword: str
+    parameter: str
+    constant: object = None
 
 
 class _Absent(Exception):  # noqa: N818  # no error: the reason why Python serves
@@ -114,6 +122,17 @@ if HOT is not None:
 
         def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
             return _owner, (self.builtin().__name__,)
+
+
+def direct(target: Callable[..., Any], names: Sequence[str], passed: Sequence[Passed]) -> Callable[..., Any] | None:
+    """A kernel with its constants in place, called with the values of ``names``; None where there is no C path."""
+    if HOT is None:
+        return None
+    places = tuple(names.index(each.parameter) if each.parameter else -1 for each in passed)
+    constants = tuple(each.constant for each in passed)
+    keywords = tuple(each.keyword for each in passed if each.keyword)
+    made: Callable[..., Any] = HOT.Direct(target, len(names), places, constants, keywords)
+    return made
 
 
 def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:

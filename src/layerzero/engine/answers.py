@@ -59,7 +59,7 @@ def explain(
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
         asked = operation.on(machine.device or operation.device, capturing=capturing or bool(operation["capturing"]))
         return _explain_facts(asked, machine if device or libraries is not None else probe.this_machine())
-    dispatcher, arguments, wanted = _question(operation, args, kwargs)
+    dispatcher, arguments, wanted = question(operation, args, kwargs)
     call_state = None
     if capturing or device is not None:
         call_state = _state(arguments, policy, dispatcher, capturing)
@@ -70,7 +70,7 @@ def explain(
             machine=machine if device or libraries is not None else None,
             call_state=call_state,
         )
-    _check_operation(wanted, report)
+    check_operation(wanted, report)
     return report
 
 
@@ -153,7 +153,7 @@ def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, ca
     return replace(call_state(arguments.values(), policy, dispatcher.function.state), capturing=capturing)
 
 
-def _question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
+def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
     """The dispatcher, bound arguments and wanted operation of a question."""
     operation = name
     if name in OPERATION_ALIASES:
@@ -167,7 +167,8 @@ def _question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return call.dispatcher, call.function.bind(args, kwargs), name
 
 
-def _check_operation(wanted: str, report: Report) -> None:
+def check_operation(wanted: str, report: Report) -> None:
+    """Raise InvalidCallError where a call is not one of the operation that its question named."""
     if wanted not in FUNCTIONS and not covers(wanted, report.facts):
         problem = f"these arguments are a call of {report.operation}, wanted {wanted}"
         raise InvalidCallError(wanted, [problem])

@@ -103,7 +103,8 @@ class Table(dict[Hashable, Plan]):
             return
         self[name] = plan
         if key.native is not None:
-            key.native.put(self.index, key.exact, key.coarse, plan, plan.run, plan.reads_negated, conditions)
+            run = plan.direct or plan.run
+            key.native.put(self.index, key.exact, key.coarse, plan, run, plan.reads_negated, conditions)
 
     def drop(self, names: Sequence[Hashable]) -> None:
         """Forget plans; the caller holds the cache's lock."""

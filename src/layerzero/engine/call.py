@@ -17,7 +17,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine import accelerator, compiling
 from layerzero.engine.cache import Key, Table
-from layerzero.engine.call_source import coarse_key, source
+from layerzero.engine.call_source import coarse_key, key_source, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.reference import reference_call
@@ -31,6 +31,7 @@ class Call:
 
     Attributes:
         python: the generated function. It has the complete semantics; the C path hands over to it what it cannot read.
+        key_of: the key that it finds a plan by, None for a call that makes none.
         native: the owner of the C path, None without it.
         fast: what users call.
     """
@@ -39,6 +40,7 @@ class Call:
         self.function = function
         self.dispatcher = Dispatcher(function)
         self.source = source(function)
+        self.key_of: Callable[..., tuple[Any, ...] | None]
         self.python: Callable[..., Any] = self._generate()
         self.native = self._accelerate() if accelerator.HOT is not None else None
         self.fast: Callable[..., Any] = self.python if self.native is None else getattr(self.native, function.name)
@@ -82,7 +84,9 @@ class Call:
             "_math_sdp": torch._C._get_math_sdp_enabled,
             "_cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
         }
-        exec(compile(self.source, f"<layerzero {self.function.name}>", "exec"), namespace)  # noqa: S102  # our own text
+        text = self.source + "\n\n" + key_source(self.function)
+        exec(compile(text, f"<layerzero {self.function.name}>", "exec"), namespace)  # noqa: S102  # our own text
+        self.key_of = namespace["key_of"]
         fast: Callable[..., Any] = namespace[self.function.name]
         fast.__doc__ = self.function.signature.__doc__
         fast.__module__ = "layerzero"

@@ -10,6 +10,9 @@ from typing import Any
 
 from layerzero.core.operation import Function
 
+_NO_KEY = "(TypeError, RuntimeError, AttributeError)"
+"""What reading a key raises: no hash (a list), no strides and address (sparse, nested), no handle where one belongs."""
+
 _SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"
 
 
@@ -21,11 +24,65 @@ def source(function: Function) -> str:
     found is legal for the call that found it. The negative bit alone is asked for where the plan's kernel would misread
     it: a plan chosen for a call without it is the one that a call with it gets, too, if its kernel reads it rightly.
     """
-    parameters = list(function.parameters)
-    names = [parameter.name for parameter in parameters]
+    names = [parameter.name for parameter in function.parameters]
     given = ", ".join(names)
+    required, optional = _tensors(function)
+    negated = " or ".join(
+        f"{name}.is_neg()" if name in required else f"({name} is not None and {name}.is_neg())"
+        for name in [*required, *optional]
+    )
+    lines = [
+        f"def {function.name}({_signature(function)}):",
+        "    if _compiling():",
+        f"        return _operator({given})",
+        f"    if {_unusual_text(function)}:",
+        f"        return _unusual({given})",
+        "    try:",
+        f"        _key = {_key_text(function)}",
+        "        _table = _cache.current if not _scopes.active else _scoped()",
+        "        _last, _plan = _table.last",
+        "        if _key != _last:  # comparing costs less than hashing, and most calls are like the one before",
+        "            _plan = _table.seen.get(_key)",
+        "            if _plan is not None:",
+        "                _table.last = _key, _plan",
+        f"    except {_NO_KEY}:",
+        f"        return _unusual({given})",
+        f"    if _plan is None or (not _plan.reads_negated and ({negated})):",
+        f"        return _miss(_key, {given})",
+        "    _plan.used = True",
+        "    try:",
+        f"        return _plan.run({given})",
+        "    except Exception as _error:",
+        f"        return _failed(_plan, _error, {given})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def key_source(function: Function) -> str:
+    """Write ``key_of``: the same key of the same arguments, all given; None for a call that makes none."""
+    lines = [
+        f"def key_of({', '.join(parameter.name for parameter in function.parameters)}):",
+        f"    if {_unusual_text(function)}:",
+        "        return None",
+        "    try:",
+        f"        return {_key_text(function)}",
+        f"    except {_NO_KEY}:",
+        "        return None",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tensors(function: Function) -> tuple[list[str], list[str]]:
+    """Names of the required tensors, and of the others."""
+    parameters = function.parameters
     required = [p.name for p in parameters if p.name in function.tensors and p.default is inspect.Parameter.empty]
-    optional = [name for name in function.tensors if name not in required]
+    return required, [name for name in function.tensors if name not in required]
+
+
+def _unusual_text(function: Function) -> str:
+    """The test for what makes no key: subclasses, modes, transforms, and values that only look like legal ones."""
+    names = [parameter.name for parameter in function.parameters]
+    required, optional = _tensors(function)
     checks = [f"type({name}) not in _PLAIN" for name in required]
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
     checks += _odd_values(function, names)
@@ -37,6 +94,12 @@ def source(function: Function) -> str:
         checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)))
     checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
+    return " or ".join(checks)
+
+
+def _key_text(function: Function) -> str:
+    names = [parameter.name for parameter in function.parameters]
+    required, optional = _tensors(function)
     parts = [
         _tensor_key(name) if name in required else f"None if {name} is None else {_tensor_key(name, asked=True)}"
         for name in names
@@ -46,36 +109,7 @@ def source(function: Function) -> str:
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
         parts.append(_SDPA_STATE)
-    negated = " or ".join(
-        f"{name}.is_neg()" if name in required else f"({name} is not None and {name}.is_neg())"
-        for name in [*required, *optional]
-    )
-    lines = [
-        f"def {function.name}({_signature(function)}):",
-        "    if _compiling():",
-        f"        return _operator({given})",
-        f"    if {' or '.join(checks)}:",
-        f"        return _unusual({given})",
-        "    try:",
-        f"        _key = ({', '.join(parts)})",
-        "        _table = _cache.current if not _scopes.active else _scoped()",
-        "        _last, _plan = _table.last",
-        "        if _key != _last:  # comparing costs less than hashing, and most calls are like the one before",
-        "            _plan = _table.seen.get(_key)",
-        "            if _plan is not None:",
-        "                _table.last = _key, _plan",
-        # no hash (a list), no strides and address (sparse, nested), or no handle where one belongs
-        "    except (TypeError, RuntimeError, AttributeError):",
-        f"        return _unusual({given})",
-        f"    if _plan is None or (not _plan.reads_negated and ({negated})):",
-        f"        return _miss(_key, {given})",
-        "    _plan.used = True",
-        "    try:",
-        f"        return _plan.run({given})",
-        "    except Exception as _error:",
-        f"        return _failed(_plan, _error, {given})",
-    ]
-    return "\n".join(lines) + "\n"
+    return f"({', '.join(parts)})"
 
 
 def _tensor_key(name: str, *, asked: bool = False) -> str:

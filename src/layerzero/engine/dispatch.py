@@ -139,7 +139,11 @@ class Dispatcher:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         if _on_meta(arguments):
             return fake_call(self.function.route(dict(arguments), current_policy().layout))
-        policy, epoch = current_policy(), self.cache.epoch
+        return self.run(self.plan_for(key, arguments, current_policy()), arguments)
+
+    def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
+        """Choose for a call that is not in the table, and keep the plan; callers of one key choose once."""
+        epoch = self.cache.epoch
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
@@ -149,8 +153,8 @@ class Dispatcher:
             return plan
 
         if state.capturing(arguments.values()):  # a capture waits for nobody
-            return self.run(chosen(), arguments)
-        return self.run(FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen), arguments)
+            return chosen()
+        return FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""

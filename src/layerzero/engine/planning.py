@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import split
+from layerzero.engine import accelerator, split
+from layerzero.engine.accelerator import Passed
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.ops.attention_math import FOLDABLE
@@ -55,7 +56,10 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         **split.NAMES,
     }
     exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
-    return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations)
+    passed = _passed(candidate, facts)
+    only_calls = running == [_call_text(passed), "return output"]
+    direct = accelerator.direct(target, names, passed) if only_calls else None
+    return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
 
 
 def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:
@@ -145,13 +149,17 @@ def _folding(facts: Facts) -> str:
 
 
 def _literal(value: object) -> str:
-    """Write a value as Python; subclasses (a NumPy float) as what they stand for."""
+    return repr(_plain(value))
+
+
+def _plain(value: object) -> object:
+    """A value that Python can read back; subclasses (a NumPy float) as what they stand for."""
     if isinstance(value, tuple):
-        return "(" + "".join(f"{_literal(each)}, " for each in value) + ")"
+        return tuple(map(_plain, value))
     if value is None or isinstance(value, (bool, str)):
-        return repr(value)
+        return value
     if isinstance(value, (int, float)):
-        return repr(int(value) if isinstance(value, int) else float(value))
+        return int(value) if isinstance(value, int) else float(value)
     raise TypeError(f"cannot write {type(value).__name__} {value!r} into a plan")
 
 
@@ -180,24 +188,39 @@ def _checks(facts: Facts, policy: Policy) -> list[str]:
     return ["if not capturing():", f"    check_values({', '.join([f'{name}={name}' for name in names] + layout)})"]
 
 
-def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
-    """Statements that call the kernel and give its results the caller's layout."""
+def _passed(candidate: Candidate, facts: Facts) -> list[Passed]:
+    """What the kernel is called with."""
     kernel, schema = candidate.kernel, facts.operation.schema
     folded = any(adaptation.kind == "fold" for adaptation in candidate.adaptations)
-    arguments = [tensor.name for tensor in schema.required]
+    passed = [Passed("", tensor.name) for tensor in schema.required]
     for tensor in schema.optional:
         given = tensor.name in facts.tensors and not (folded and tensor.name in FOLDABLE)
         if tensor.name in kernel.accepts and (given or (folded and tensor.name == "attn_mask")):
-            arguments.append(f"{kernel.renames.get(tensor.name, tensor.name)}={tensor.name}")
+            passed.append(Passed(kernel.renames.get(tensor.name, tensor.name), tensor.name))
     for name in schema.params:
         if name in kernel.accepts:
             value = schema.neutral.get(name) if folded and name in FOLDABLE else facts[name]
-            arguments.append(f"{kernel.renames.get(name, name)}={_literal(value)}")
-    arguments += [f"{kernel.renames.get(name, name)}={name}" for name in schema.passed if name in kernel.accepts]
-    lines = [f"output = kernel({', '.join(arguments)})"]
+            passed.append(Passed(kernel.renames.get(name, name), "", _plain(value)))
+    passed += [Passed(kernel.renames.get(name, name), name) for name in schema.passed if name in kernel.accepts]
+    return passed
+
+
+def _text(passed: Passed) -> str:
+    return (f"{passed.keyword}=" if passed.keyword else "") + (passed.parameter or repr(passed.constant))
+
+
+def _call_text(passed: Sequence[Passed]) -> str:
+    return f"output = kernel({', '.join(map(_text, passed))})"
+
+
+def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
+    """Statements that call the kernel and give its results the caller's layout."""
+    kernel, schema = candidate.kernel, facts.operation.schema
+    passed = _passed(candidate, facts)
+    lines = [_call_text(passed)]
     chunk = _chunk(candidate, facts)
     if chunk:
-        lines = [split.calling(arguments, split.split_tensors(facts), facts.size("batch"), chunk)]
+        lines = [split.calling(list(map(_text, passed)), split.split_tensors(facts), facts.size("batch"), chunk)]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
     if facts.device.torch_type == "cuda" and not kernel.device_guard and torch.cuda.device_count() > 1:
