@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.operation import Tolerance
+from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.reference import reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
@@ -236,7 +237,7 @@ def captured(trial: Trial) -> Outcome:
                     plan.run(**bound)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                result = plan.run(**bound)
+                result = _run_in_capture(watched, call, bound)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
             return Outcome("wrong", f"under graph capture it {raised(error)}")
 
@@ -251,6 +252,21 @@ def captured(trial: Trial) -> Outcome:
 
         problems = compare.problems(replay(), call.arguments, truth)
     return Outcome("wrong", f"replayed: {'; '.join(problems)}") if problems else Outcome("passed")
+
+
+def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) -> Any:
+    """Run the plan; where a capture may not use it, the one that is made in the capture, as the engine does.
+
+    Raises: RuntimeError if the kernel refuses the capture although it has run this call before.
+    """
+    try:
+        return trial.plan().run(**bound)
+    except PlanUnusableError:
+        inside = attempt(trial.kernel, trial.facts.operation, call)
+        if inside is None or inside.reasons:
+            codes = inside.codes if inside else "no call"
+            raise RuntimeError(f"refused a call that it ran before the capture: {codes}") from None
+        return inside.plan().run(**bound)
 
 
 def _with_handles(trial: Trial) -> RandomCall:
