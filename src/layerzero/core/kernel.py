@@ -197,6 +197,9 @@ class Kernel:
         if self.folds and "attn_mask" not in self.accepts:
             raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # its mappings have no hash; measured times are kept by kernel
+
     @property
     def declared(self) -> Kernel:
         """The kernel as its backend declares it, without descriptors."""

@@ -1,0 +1,258 @@
+"""How long a call takes: samples of one device's clock, and what is kept of them.
+
+What a user waits for is the longer of what the host and what the device need. On a CPU that is one number: a sample is
+the mean of a short burst of calls, because one call of a few microseconds drowns in the clock. On a GPU a sample is the
+longer of two numbers. *Device time*: one call between two events, behind a flush of the L2 cache that is queued long
+enough for the host to get ahead. *Burst time*: calls back to back between two events on an idle queue, divided by their
+number, where the device waits for a host that launches slowly; calls above 500 us are not sent in bursts, since no
+library spends that long on the host. A CUDA graph's replay has device time only, and is another record.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from layerzero.core.evidence import Measurement
+
+Run = Callable[[], Any]
+
+WARM_CALLS = 3
+"""Calls before the first sample: allocators, autotuners and caches have settled by then."""
+
+MIN_SAMPLES = 3
+"""Samples that every candidate gets, however slow it is."""
+
+
+class Clock(Protocol):
+    """A device's clock."""
+
+    def sample(self, run: Run, about_us: float) -> float:
+        """Microseconds of a call, of which it is known about how long it takes."""
+
+    def once(self, run: Run) -> float:
+        """Microseconds of one call as it is, until its result is there."""
+
+
+class CpuClock:
+    """Bursts of calls between two readings of the wall clock."""
+
+    BURST_US = 200.0
+    """What a sample lasts at least: a reading of the clock costs 0.1 us, an interrupt 5 (Skylake Xeon, 2026-11-21)."""
+
+    def sample(self, run: Run, about_us: float) -> float:
+        """Mean of a burst; short calls run once before it, since another candidate had the caches."""
+        count = max(1, round(self.BURST_US / max(about_us, 0.2)))
+        if about_us < 1000.0:
+            run()
+        started = time.perf_counter_ns()
+        for _ in range(count):
+            run()
+        return (time.perf_counter_ns() - started) / 1000.0 / count
+
+    def once(self, run: Run) -> float:
+        """One call."""
+        started = time.perf_counter_ns()
+        run()
+        return (time.perf_counter_ns() - started) / 1000.0
+
+
+class CudaClock:
+    """Events on the current stream.
+
+    Attributes:
+        graph: whether replays are timed, for which the host's time says nothing.
+    """
+
+    FLUSH_BYTES = 256 * 2**20
+    """Written before each call: five times the L2 cache of an H200, and 60 us of the queue at 4.2 TB/s."""
+
+    FLUSHES = 3
+    """So many flushes keep the device busy for 180 us; the slowest entry of a library takes 90 us of host time."""
+
+    BURST_BELOW_US = 500.0
+    LEAD = 2
+    """Calls before a burst's first event: a device-bound burst then starts behind a full queue."""
+
+    def __init__(self, *, graph: bool = False) -> None:
+        self.graph = graph
+        self._flush = torch.empty(self.FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+
+    def sample(self, run: Run, about_us: float) -> float:
+        """The longer of device time and burst time; of a graph, device time."""
+        device_us = self.device(run)
+        if self.graph or about_us > self.BURST_BELOW_US:
+            return device_us
+        return max(device_us, self.burst(run, about_us))
+
+    def device(self, run: Run) -> float:
+        """Device time of one call with a cold L2 cache."""
+        start, end = _events()
+        for _ in range(self.FLUSHES):
+            self._flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1000.0
+
+    def burst(self, run: Run, about_us: float) -> float:
+        """Time of a call among others back to back, launching included."""
+        count = max(5, min(20, round(400.0 / max(about_us, 1.0))))
+        start, end = _events()
+        for _ in range(self.LEAD):
+            run()
+        start.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1000.0 / count
+
+    def once(self, run: Run) -> float:
+        """One call from the host's view, until the device is done."""
+        torch.cuda.synchronize()
+        started = time.perf_counter_ns()
+        run()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - started) / 1000.0
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def clock_of(device: torch.device | str, *, graph: bool = False) -> Clock:
+    """The clock of a device. Raises: ValueError for a graph on a device without graphs."""
+    if torch.device(device).type == "cuda":
+        return CudaClock(graph=graph)
+    if graph:
+        raise ValueError(f"graph: wanted a CUDA device, got {torch.device(device).type}")
+    return CpuClock()
+
+
+@dataclass(slots=True)
+class Runner:
+    """One that is timed among others.
+
+    Attributes:
+        run: what a call is.
+        about_us: how long it takes, roughly.
+        samples: microseconds of a call, in the order in which they were taken.
+        stopped: whether it was given up as hopeless.
+    """
+
+    run: Run
+    about_us: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        samples: samples of each candidate.
+        budget_s: seconds for each candidate; beyond them nobody gets more than the few samples that all get.
+        fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
+        hopeless: one that is so many times slower than the best after a few samples gets no more; 0 lets all go on.
+    """
+
+    samples: int = 20
+    budget_s: float = 0.5
+    fill: bool = False
+    hopeless: float = 2.5
+
+
+def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0) -> dict[str, Runner]:
+    """Time candidates side by side: a sample of each in turn, in an order drawn anew, so that drift hits all alike.
+
+    They have run before: what compiles or loads is not timed here.
+    """
+    order = random.Random(seed)  # noqa: S311  # an order, no secret
+    runners = {name: Runner(run) for name, run in runs.items()}
+    for runner in runners.values():
+        for _ in range(WARM_CALLS):
+            runner.about_us = clock.once(runner.run)
+    most = effort.samples * (10 if effort.fill else 1)
+    spent = dict.fromkeys(runners, 0.0)
+    with _undisturbed():
+        for turn in range(most):
+            racing = [name for name, runner in runners.items() if not runner.stopped]
+            late = sum(spent[name] for name in racing) > effort.budget_s * max(len(racing), 1)
+            if not racing or (turn >= MIN_SAMPLES and late):
+                break
+            order.shuffle(racing)
+            for name in racing:
+                started = time.perf_counter()
+                runners[name].samples.append(clock.sample(runners[name].run, runners[name].about_us))
+                spent[name] += time.perf_counter() - started
+            if turn + 1 >= MIN_SAMPLES and effort.hopeless:
+                _stop_hopeless(runners, effort.hopeless)
+    return runners
+
+
+def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
+    """Give up whoever was never within the factor of the best; a disturbed sample alone gives up nobody."""
+    best_us = min(statistics.median(runner.samples) for runner in runners.values())
+    for runner in runners.values():
+        runner.stopped = runner.stopped or min(runner.samples) > factor * best_us
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Collect no garbage while the clock runs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def measurement(
+    samples: Sequence[float],
+    *,
+    first_call_us: float | None = None,
+    graph: bool = False,
+    condition: str = "",
+    origin: str = "tune",
+) -> Measurement:
+    """What is kept of samples; there is at least one, and they are in the order in which they were taken."""
+    median_us = statistics.median(samples)
+    return Measurement(
+        median_us=median_us,
+        p95_us=quantile(samples, 0.95),
+        variance_us2=statistics.pvariance(samples),
+        samples=len(samples),
+        noise=noise(samples),
+        first_call_us=first_call_us,
+        graph=graph,
+        condition=condition,
+        origin=origin,
+    )
+
+
+def noise(samples: Sequence[float]) -> float:
+    """Relative difference between the medians of every other sample and of the rest; 0.03 where one is all there is."""
+    if len(samples) < 2:
+        return 0.03
+    halves = statistics.median(samples[::2]), statistics.median(samples[1::2])
+    return abs(halves[0] - halves[1]) / statistics.median(samples)
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least this share of all does not exceed."""
+    ordered = sorted(samples)
+    rank = -int(-share * len(ordered) // 1)  # the ceiling
+    return ordered[min(max(rank, 1), len(ordered)) - 1]
