@@ -8,6 +8,7 @@ from layerzero.core.ledger import Ledger, MemoryLedger
 def ledger() -> Ledger:
     """The ledger of this process: files in the cache folder, or memory where ``LAYERZERO_CACHE_DIR`` is empty."""
     from layerzero.tuning.files import FileLedger, cache_folder
+    from layerzero.tuning.store import StoreLedger
 
     folder = cache_folder()
-    return MemoryLedger() if folder is None else FileLedger(folder)
+    return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder))

@@ -223,9 +223,9 @@ def test_the_folder_is_the_variables_else_the_users(monkeypatch):
     assert cache_folder({}).name == "layerzero"
     from layerzero import _assembly
 
-    assert type(_assembly.ledger()) is MemoryLedger
+    assert type(_assembly.ledger().markers) is MemoryLedger
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "/somewhere")
-    assert _assembly.ledger().files.path == Path("/somewhere/ledger-1")
+    assert _assembly.ledger().markers.files.path == Path("/somewhere/ledger-1")
 
 
 CROWD = """

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from layerzero.core.facts import Facts
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
 
 
 class Provenance(StrEnum):
     """Where a time comes from, best first."""
 
     MEASURED = "measured"
+    IMPORTED = "imported"
+    """Measured elsewhere, on the same device with the same versions."""
     PREDICTED = "predicted"
     PRIOR = "prior"
 
@@ -45,7 +48,7 @@ class Measurement:
         first_call_us: the very first call, loading and compiling included; None where it was not timed.
         graph: whether replays of a captured graph were timed, not eager calls.
         condition: state of the machine, ``temperature=warm,memory=low``; empty where it could not be read.
-        origin: what measured: ``tune``, ``bench``, ``online``, ``import``.
+        origin: what measured: ``tune``, ``bench``, ``online``.
     """
 
     median_us: float
@@ -59,8 +62,48 @@ class Measurement:
     origin: str = "tune"
 
 
-def call_work(facts: Facts) -> tuple[object, ...]:
-    """Everything that changes how long a call takes; the identity under which times are kept."""
+_NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic", "scale", "pages"})
+"""Facts that change which kernels are legal, or a number that they read, but not how much there is to do."""
+
+
+def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
+    """Everything that changes how long a call takes; the identity under which times are kept.
+
+    Factors and epsilons count as given or not. Of memory, what sizes do not say: dtypes that differ from the first
+    tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
+    """
     values = facts.to_dict()
-    ignored = {"sdpa_disabled", "capturing", "deterministic", "scale"}
-    return tuple(sorted((name, str(value)) for name, value in values.items() if name not in ignored))
+    memory = " ".join(_memory(facts))
+    ignored = _NO_WORK if memory else _NO_WORK | {"input_ndim"}  # dense rows are the same rows in any number of axes
+    named = [(name, _amount(value)) for name, value in values.items() if name not in ignored]
+    rows = min((each.row_alignment_bytes for each in facts.tensors.values()), default=MAX_ALIGNMENT_BYTES)
+    return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
+
+
+def _amount(value: object) -> str:
+    return str(value) if type(value) is not float else "0" if value == 0 else "set"
+
+
+def _memory(facts: Facts) -> list[str]:
+    """What is unusual about each tensor; nothing about one that is dense and of the call's dtype."""
+    optional = {schema.name for schema in facts.operation.schema.optional}
+    found = []
+    for name, tensor in facts.tensors.items():
+        words = []
+        if tensor.dtype != facts["dtype"]:
+            words.append(dtype_name(tensor.dtype))
+        if name in optional:
+            words.append("x".join("1" if size == 1 else "n" for size in tensor.shape))
+        if not tensor.contiguous:
+            words.append(_density(tensor))
+        if tensor.negated:
+            words.append("negated")
+        if words:
+            found.append(f"{name}:{','.join(words)}")
+    return found
+
+
+def _density(tensor: TensorFacts) -> str:
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.strides, strict=True)):
+        return "expanded"
+    return "rows" if tensor.last_stride == 1 else "strided"

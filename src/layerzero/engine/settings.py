@@ -60,8 +60,10 @@ SETTINGS: dict[str, Setting] = {
     "plan_mode": Setting(bool, False, "choose jointly for several operations", built=False),
     "graph_strict_mode": Setting(bool, False, "prove graph safety by a dummy capture", built=False),
     "backend_isolation": Setting(str, "in_process", "where kernels run", built=False),
-    "perfdb.enabled": Setting(bool, True, "keep measured times on disk", built=False),
-    "perfdb.path": Setting(str | None, None, "file of the measured times", built=False),
+    "perfdb.enabled": Setting(bool, True, "read and keep measured times on disk", scoped=False),
+    "perfdb.path": Setting(
+        str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False
+    ),
     "perfdb.auto_tune": Setting(bool, False, "measure by itself", built=False),
     "perfdb.tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
     "auto_tune_on_warmup": Setting(bool, False, "measure during warmup", built=False),

@@ -1,0 +1,112 @@
+"""Under what a time was taken: the device, its driver, and the versions of torch and of the kernel's library."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.kernel import Kernel
+from layerzero.engine import probe
+
+_DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
+_NUMBER = re.compile(r"\b\d+(?:\.\d+){1,3}\b")
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a time holds for; where any of it differs, the time does not count.
+
+    Attributes:
+        device, platform: its marketing name and kind.
+        capability: hash of what the device can do: architecture, instruction sets, dtypes, memory.
+        driver, runtime: of the device; empty where it has none.
+        torch: version of torch.
+        library, version: the kernel's library; the version is empty where torch brings it or nothing tells.
+        threads: threads that torch's operators use on a CPU, 0 elsewhere.
+    """
+
+    device: str
+    platform: str
+    capability: str
+    driver: str
+    runtime: str
+    torch: str
+    library: str
+    version: str
+    threads: int = 0
+
+    @property
+    def key(self) -> bytes:
+        """The identity under which it is stored."""
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).digest()
+
+
+class Surroundings:
+    """The environments of kernels on one device, each made once."""
+
+    def __init__(self, device: Device, threads: int) -> None:
+        self.device, self.threads = device, threads
+        self._known: dict[tuple[str, str], tuple[Environment, bytes]] = {}
+
+    def environment(self, kernel: Kernel) -> tuple[Environment, bytes]:
+        """The environment of a kernel as this process has it, and its key."""
+        backend = kernel.backend
+        version = probe.this_machine().state(backend, self.device).version or ""
+        found = self._known.get((backend.name, version))
+        if found is None:
+            device = self.device
+            environment = Environment(
+                device=device.name,
+                platform=device.platform,
+                capability=capability_hash(device),
+                driver=driver_version(device),
+                runtime=device.runtime,
+                torch=str(torch.__version__),
+                library=backend.name,
+                version=version,
+                threads=self.threads,
+            )
+            found = self._known[backend.name, version] = (environment, environment.key)
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _surroundings(device: Device, threads: int) -> Surroundings:
+    return Surroundings(device, threads)
+
+
+def surroundings(device: Device) -> Surroundings:
+    """The environments of a device as torch is set now."""
+    return _surroundings(device, torch.get_num_threads() if device.platform == "cpu" else 0)
+
+
+def capability_hash(device: Device) -> str:
+    """Hash of what decides which code runs on a device and how fast; whole GiB, since drivers keep some of them."""
+    parts = (
+        *(device.sm_number, device.architecture, sorted(device.instruction_sets), sorted(device.dtypes)),
+        round(device.total_bytes / 2**30),
+    )
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+
+
+def driver_version(device: Device) -> str:
+    """The device's driver, empty where there is none or where it does not tell."""
+    return device.driver or _driver(device.platform)
+
+
+@functools.cache
+def _driver(platform: str) -> str:
+    path = _DRIVERS.get(platform)
+    try:
+        found = None if path is None else _NUMBER.search(path.read_text())
+    except OSError:  # inside a container that hides it: the runtime's view of the driver is better than nothing
+        found = None
+    if found is not None:
+        return found[0]
+    runtime = getattr(torch._C, "_cuda_getDriverVersion", None) if platform == "cuda" else None
+    return "" if runtime is None else str(runtime())

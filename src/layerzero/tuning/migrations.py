@@ -1,0 +1,52 @@
+"""The tables of the database of times, as ordered steps from one schema to the next."""
+
+from __future__ import annotations
+
+import sqlite3
+
+APPLICATION_ID = 0x4C5A5044
+"""``LZPD``: tells this database from any other one."""
+
+STEPS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE works (
+            key BLOB PRIMARY KEY, family BLOB NOT NULL, operation TEXT NOT NULL, dtype TEXT NOT NULL,
+            facts TEXT NOT NULL) WITHOUT ROWID""",
+        "CREATE INDEX works_by_family ON works (family)",
+        """CREATE TABLE environments (
+            key BLOB PRIMARY KEY, device TEXT NOT NULL, torch TEXT NOT NULL, library TEXT NOT NULL,
+            facts TEXT NOT NULL) WITHOUT ROWID""",
+        """CREATE TABLE times (
+            work BLOB NOT NULL, graph INTEGER NOT NULL, kernel TEXT NOT NULL, environment BLOB NOT NULL,
+            condition TEXT NOT NULL, origin TEXT NOT NULL, source TEXT NOT NULL,
+            median_us REAL NOT NULL, p95_us REAL NOT NULL, variance_us2 REAL NOT NULL, samples INTEGER NOT NULL,
+            noise REAL NOT NULL, first_call_us REAL, adapts TEXT NOT NULL, device_uuid TEXT NOT NULL,
+            layerzero TEXT NOT NULL, written_at TEXT NOT NULL,
+            PRIMARY KEY (work, graph, kernel, environment, condition, origin, source)) WITHOUT ROWID""",
+    ),
+)
+"""``STEPS[n]`` leads from version n to version n + 1; version 0 is an empty file. A step that shipped never changes."""
+
+LATEST = len(STEPS)
+
+
+def version(connection: sqlite3.Connection) -> int:
+    """The schema of a database."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a database to the latest schema, all steps or none; other processes wait."""
+    if version(connection) == LATEST:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for number in range(version(connection), LATEST):  # read again: another process may have been here first
+            for statement in STEPS[number]:
+                connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {LATEST}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise

@@ -1,0 +1,112 @@
+"""What the database of times holds: works, and times of kernels on them."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+
+import msgspec
+
+from layerzero.core.evidence import Measurement, call_work
+from layerzero.core.facts import Facts
+from layerzero.tuning.environment import Environment
+
+SCALING = frozenset(
+    {"batch", "seq_q", "seq_k", "heads", "kv_heads", "rows", "hidden", "last", "tokens", "max_blocks", "context_bound"}
+)
+"""Sizes along which a time changes smoothly. Others (``head_dim``, ``page_size``, ``group``) select code."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What there is to do, as text: the facts of a call that change its time.
+
+    Attributes:
+        facts: by name, sorted.
+        key: the identity of the work.
+        family: the identity of all works that differ from it in scaling sizes only.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> bytes:
+        """Hash of all facts."""
+        return _digest(self.facts)
+
+    @property
+    def family(self) -> bytes:
+        """Hash of the facts that are no scaling sizes."""
+        return _digest(tuple([pair for pair in self.facts if pair[0] not in SCALING or not pair[1].isdigit()]))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The scaling sizes."""
+        return {name: int(value) for name, value in self.facts if name in SCALING and value.isdigit()}
+
+
+def work_of(facts: Facts) -> Work:
+    """The work of a call."""
+    return Work(call_work(facts))
+
+
+def _digest(pairs: tuple[tuple[str, str], ...]) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(pairs), digest_size=16).digest()
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One time, with everything that says what it is worth; a line of an exported file.
+
+    Attributes:
+        kernel: its id.
+        facts: the work, see :class:`Work`.
+        environment: under which it was taken.
+        median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
+        adapts: what the plan had to adapt, as explain names it.
+        device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
+        written_at: ISO 8601, UTC.
+        source: where it was imported from; empty if it was measured here.
+    """
+
+    kernel: str
+    facts: dict[str, str]
+    environment: Environment
+    median_us: float
+    p95_us: float
+    variance_us2: float
+    samples: int
+    noise: float
+    first_call_us: float | None = None
+    graph: bool = False
+    condition: str = ""
+    origin: str = "tune"
+    adapts: str = ""
+    device_uuid: str = ""
+    layerzero: str = ""
+    written_at: str = ""
+    source: str = ""
+
+    @property
+    def work(self) -> Work:
+        """The work that it is about."""
+        return Work(tuple(sorted(self.facts.items())))
+
+
+def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: Measurement, adapts: str = "") -> Row:
+    """Write down a measurement that was just made."""
+    from layerzero import __version__
+
+    return Row(
+        kernel=kernel_id,
+        facts=dict(call_work(facts)),
+        environment=environment,
+        **{name: getattr(measurement, name) for name in Measurement.__slots__},
+        adapts=adapts,
+        device_uuid=facts.device.uuid,
+        layerzero=__version__,
+        written_at=now(),
+    )
+
+
+def now() -> str:
+    """The time of writing: ISO 8601 in UTC to the millisecond, so that text sorts as time does."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,218 @@
+"""Times of kernels, kept for every later process: what was measured on this device, with these versions, for this work.
+
+Markers, suspects, verdicts and failures stay in files that processes lock; see ``docs/decisions/0030``.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from layerzero.core.evidence import Evidence, Measurement, Provenance
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Ledger
+from layerzero.core.limit_launch import LAUNCH_CODES
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.legality import limit_findings
+from layerzero.engine.policy import Policy
+from layerzero.tuning.database import Database
+from layerzero.tuning.environment import surroundings
+from layerzero.tuning.files import cache_folder
+from layerzero.tuning.rows import Row, row_of, work_of
+
+FULL_SAMPLES = 10
+"""A median of fewer samples counts in proportion."""
+
+SPREAD_AT_HALF = 0.1
+"""Relative standard error of a median at which it counts half."""
+
+OTHER_CONDITION = 0.8
+"""What a time counts that was taken under another condition of the machine than the times beside it."""
+
+FROM_ELSEWHERE = 0.9
+"""What an imported time counts: the same device by name, not this one."""
+
+_ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at
+    FROM times WHERE work = ? AND graph = ?"""
+
+_WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
+_ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
+_TIME = """INSERT INTO times (work, graph, kernel, environment, condition, origin, source, median_us, p95_us,
+    variance_us2, samples, noise, first_call_us, adapts, device_uuid, layerzero, written_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET median_us = excluded.median_us, p95_us = excluded.p95_us,
+    variance_us2 = excluded.variance_us2, samples = excluded.samples, noise = excluded.noise,
+    first_call_us = coalesce(excluded.first_call_us, first_call_us), adapts = excluded.adapts,
+    device_uuid = excluded.device_uuid, layerzero = excluded.layerzero, written_at = excluded.written_at
+    WHERE excluded.written_at >= written_at"""
+
+
+def times_path(policy: Policy) -> Path | None:
+    """The file of the measured times; None where they are kept in memory only."""
+    if not policy["perfdb.enabled"]:
+        return None
+    if policy["perfdb.path"]:
+        return Path(policy["perfdb.path"]).expanduser().absolute()
+    folder = cache_folder()
+    return None if folder is None else folder / "perfdb.sqlite"
+
+
+class TimeStore:
+    """Times as the settings say where to keep them; a change of the settings moves it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._policy: Policy | None = None
+        self._database = Database(None)
+
+    @property
+    def database(self) -> Database:
+        """The database that the process-wide settings name."""
+        policy = CONFIGURATION.policy
+        if policy is not self._policy:
+            with self._lock:
+                path = times_path(policy)
+                if path != self._database.named:
+                    self._database = Database(path)
+                self._policy = policy
+        return self._database
+
+    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
+        """What was measured of these kernels on exactly this work and in this environment."""
+        rows = self.database.read(_ASK, (work_of(facts).key, bool(facts["capturing"])))
+        if not rows:
+            return {}
+        here = surroundings(facts.device)
+        wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
+        return _weighed([_Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
+
+    def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
+        """Keep a time. Raises: ValueError if it is none."""
+        environment, _ = surroundings(facts.device).environment(kernel)
+        self.add([row_of(kernel.id, facts, environment, measurement, adapted(kernel, facts))])
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Keep rows, all or none; what was written later about the same thing stays. Raises: ValueError."""
+        rows = list(rows)
+        for row in rows:
+            check(row)
+
+        def change(connection: sqlite3.Connection) -> None:
+            for row in rows:
+                _insert(connection, row)
+
+        self.database.write(change)
+
+    def notes(self) -> tuple[str, ...]:
+        """What is wrong with the file."""
+        return self.database.notes()
+
+
+class _Time(msgspec.Struct, frozen=True):
+    """One row that counts here."""
+
+    kernel: str
+    environment: bytes
+    condition: str
+    source: str
+    median_us: float
+    noise: float
+    samples: int
+    variance_us2: float
+    written_at: str
+
+
+def _weighed(times: Sequence[_Time]) -> dict[str, Evidence]:
+    """One time for each kernel: under the condition that most have, since comparing is what times are for.
+
+    Of several, those measured here come first, then enough samples, then the latest.
+    """
+    kernels: dict[str, set[str]] = {}
+    for time in times:
+        kernels.setdefault(time.condition, set()).add(time.kernel)
+    shared = max(kernels, key=lambda condition: (len(kernels[condition]), condition), default="")
+
+    def rank(time: _Time) -> tuple[object, ...]:
+        return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
+
+    best: dict[str, _Time] = {}
+    for time in times:
+        if time.kernel not in best or rank(time) > rank(best[time.kernel]):
+            best[time.kernel] = time
+    return {kernel: _evidence(time, alike=time.condition == shared) for kernel, time in best.items()}
+
+
+def _evidence(time: _Time, *, alike: bool) -> Evidence:
+    spread = math.sqrt(time.variance_us2 / time.samples) / time.median_us
+    confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (spread / SPREAD_AT_HALF) ** 2)
+    confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
+    provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
+    return Evidence(time.median_us, provenance, confidence, time.noise)
+
+
+def adapted(kernel: Kernel, facts: Facts) -> str:
+    """What a plan has to adapt for this kernel: other adaptations are other work."""
+    findings = limit_findings(kernel, facts.seen_in(kernel.layout))
+    repairs = {f"{each.repair.kind} {each.repair.argument}" for each in findings if each.repair is not None}
+    return ", ".join(sorted(repairs | {"split" for each in findings if each.reason.code in LAUNCH_CODES}))
+
+
+def check(row: Row) -> None:
+    """Refuse numbers that are no times. Raises: ValueError."""
+    numbers = {
+        "median_us": row.median_us > 0,
+        "p95_us": row.p95_us >= 0,
+        "variance_us2": row.variance_us2 >= 0,
+        "samples": row.samples >= 1,
+        "noise": row.noise >= 0,
+        "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
+    }
+    for name, fine in numbers.items():
+        value = getattr(row, name)
+        if not fine or (value is not None and not math.isfinite(value)):
+            raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
+
+
+def _insert(connection: sqlite3.Connection, row: Row) -> None:
+    work, environment = row.work, row.environment
+    key, facts = work.key, row.facts
+    text = msgspec.json.encode(facts).decode()
+    connection.execute(_WORK, (key, work.family, facts.get("operation", ""), facts.get("dtype", ""), text))
+    about = (environment.key, environment.device, environment.torch, environment.library)
+    connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
+    identity = (key, row.graph, row.kernel, environment.key, row.condition, row.origin, row.source)
+    numbers = (row.median_us, row.p95_us, row.variance_us2, row.samples, row.noise, row.first_call_us)
+    connection.execute(_TIME, (*identity, *numbers, row.adapts, row.device_uuid, row.layerzero, row.written_at))
+
+
+class StoreLedger:
+    """The ledger of a process: times in the database, everything else where ``markers`` keeps it."""
+
+    def __init__(self, markers: Ledger, times: TimeStore | None = None) -> None:
+        self.markers = markers
+        self.times = TimeStore() if times is None else times
+        self.verdict = markers.verdict
+        self.record_verdict = markers.record_verdict
+        self.record_failure = markers.record_failure
+        self.failures = markers.failures
+        self.begin, self.accept, self.withdraw = markers.begin, markers.accept, markers.withdraw
+        self.suspicion, self.suspect = markers.suspicion, markers.suspect
+        self.suspects, self.settle = markers.suspects, markers.settle
+
+    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
+        """Times of these kernels for a call, by kernel id."""
+        return self.times.evidence(kernels, facts)
+
+    def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
+        """Keep a time for this and every later process."""
+        self.times.record(kernel, facts, measurement)
+
+    def notes(self) -> tuple[str, ...]:
+        """What is wrong with the files and with the database."""
+        return (*self.markers.notes(), *self.times.notes())
