@@ -48,6 +48,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.engine.warmup": ("warmup",),
     "layerzero.engine.probe": ("Machine",),
     "layerzero.tuning.confirm": ("confirm_suspects",),
+    "layerzero.tuning.vetting": ("vet",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),

@@ -52,6 +52,7 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.tuning.confirm import confirm_suspects
+from layerzero.tuning.vetting import vet
 
 __all__ = [
     "Backend",
@@ -127,6 +128,7 @@ __all__ = [
     "unlock",
     "unregister_kernel",
     "validate",
+    "vet",
     "warmup",
     "which",
 ]

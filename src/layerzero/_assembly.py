@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
 
 
@@ -12,3 +16,18 @@ def ledger() -> Ledger:
 
     folder = cache_folder()
     return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder))
+
+
+def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:
+    """Let kernels prove themselves for the classes of calls, in a child process; for warmup."""
+    from layerzero.tuning.vetting import vet_calls
+
+    vet_calls(calls)
+
+
+def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
+    """The same in the background, for a call that was just made."""
+    from layerzero.tuning.vet_later import BACKGROUND
+
+    for kernel in kernels:
+        BACKGROUND.add(kernel, facts)

@@ -18,10 +18,10 @@ import layerzero as lz
 x, w = torch.randn(4, 64), torch.randn(64)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    used = lz.which("rms_norm", x, w)["kernel_id"]
-result = lz.rms_norm(x, w)
-with lz.scope(require_vetting=True):
     vetting = [str(reason.code) for reason in lz.explain("rms_norm", x, w).reasons("example.rms_norm")]
+vetted = lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32")
+used = lz.which("rms_norm", x, w)["kernel_id"]
+result = lz.rms_norm(x, w)
 print(json.dumps({
     "used": used,
     "right": torch.allclose(result, torch.nn.functional.rms_norm(x, (64,), w, 1e-6), atol=1e-5),
@@ -30,8 +30,9 @@ print(json.dumps({
     "errors": lz.doctor().plugin_errors,
     "library": next(each.version for each in lz.doctor().libraries if each.name.startswith("example")),
     "too_wide": [str(r.code) for r in lz.explain(
-        "rms_norm", torch.randn(1, 4097), torch.randn(4097)).reasons("example.rms_norm")],
+        "rms_norm", torch.randn(4, 4097), torch.randn(4097)).reasons("example.rms_norm") if r.code != "NOT_VETTED"],
     "vetting": vetting,
+    "vetted": [str(each.verdict) for each in vetted],
 }))
 """
 
@@ -75,8 +76,9 @@ def test_its_limits_hold(answers):
     assert answers["too_wide"] == ["CONSTRAINT_FAILED"]
 
 
-def test_it_needs_vetting_where_that_is_required(answers):
+def test_it_is_vetted_before_it_is_chosen(answers):
     assert answers["vetting"] == ["NOT_VETTED"]
+    assert answers["vetted"] == ["passed"]
 
 
 def test_its_broken_entry_point_is_reported_and_harmless(answers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -74,8 +75,10 @@ def test_a_marker_is_no_suspicion_while_its_process_lives(tmp_path, kernel):
     assert second.suspicion(kernel, facts()) is None
     os.close(marker.file)  # what the end of a process does
     assert FileLedger(tmp_path).suspicion(kernel, facts()).startswith(f"process {os.getpid()} ended during its first")
-    assert second.suspicion(kernel, facts()) is None, "a process that runs does not look again by itself"
-    assert len(second.suspects()) == 1, "doctor does"
+    assert second.suspicion(kernel, facts()) is None, "a process that runs looks once in a while"
+    second._look_at = 0.0
+    assert second.suspicion(kernel, facts()).startswith(f"process {os.getpid()} ended during its first")
+    assert len(second.suspects()) == 1
 
 
 def test_many_that_look_at_once_all_see_the_suspect(tmp_path, kernel):
@@ -164,14 +167,33 @@ def test_foreign_files_are_set_aside(tmp_path, kernel):
     assert (folder / "set-aside" / "notes.txt").read_text() == "mine"
 
 
-def test_what_was_being_written_is_left_to_its_writer_and_swept_when_stale(tmp_path, kernel):
+def test_what_a_live_process_writes_is_left_alone_however_old_and_debris_is_swept_however_fresh(tmp_path, kernel):
     folder = tmp_path / "ledger-1"
     folder.mkdir()
-    for name in ("fresh.tmp", "stale.tmp"):
+    for name in ("live.tmp", "dead.tmp"):
         (folder / name).write_text("{")
-    os.utime(folder / "stale.tmp", (0, 0))
-    assert FileLedger(tmp_path).notes() == ()
-    assert [path.name for path in folder.iterdir()] == ["fresh.tmp"]
+    os.utime(folder / "live.tmp", (0, 0))
+    with (folder / "live.tmp").open() as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert FileLedger(tmp_path).notes() == ()
+        assert [path.name for path in folder.iterdir()] == ["live.tmp"]
+    FileLedger(tmp_path).notes()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_swept_before_it_was_locked_is_written_again(tmp_path, kernel, monkeypatch):
+    ledger, real, swept = FileLedger(tmp_path), fcntl.flock, []
+
+    def flock(file, how):
+        if not swept and how == fcntl.LOCK_EX:
+            swept.extend((tmp_path / "ledger-1").glob("*.tmp"))
+            swept[0].unlink()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    ledger.suspect(kernel, facts(), "because")
+    assert len(swept) == 1
+    assert FileLedger(tmp_path).suspicion(kernel, facts()) == "because"
 
 
 def test_records_of_another_version_do_not_count(tmp_path, kernel, monkeypatch):
@@ -251,7 +273,8 @@ assert ledger.notes() == (), ledger.notes()
 """
 
 
-def test_two_processes_at_once_disturb_nothing(tmp_path, kernel):
+def test_two_processes_at_once_disturb_nothing(tmp_path, kernel, monkeypatch):
+    monkeypatch.setattr(records, "source_of", lambda _: "")  # the crowd's kernel comes from no file
     run = [
         subprocess.Popen([sys.executable, "-c", CROWD, str(tmp_path), str(each)], stderr=subprocess.PIPE, text=True)
         for each in range(2)

@@ -26,7 +26,8 @@ APEX = Backend(
     summary="NVIDIA Apex's fused norms",
     import_name="apex",
     distribution="apex",
-    versions=">=0.1,<0.9",  # 0.9 is PyPI's apex, another project
+    versions=">=0.1,<0.9",
+    known_bad=">=0.9",  # PyPI's apex, another project
     platforms=("cuda",),
     install="build github.com/NVIDIA/apex with its CUDA extensions; PyPI's apex is another project",
     homepage="https://github.com/NVIDIA/apex",

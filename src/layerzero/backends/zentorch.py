@@ -36,7 +36,8 @@ ZENTORCH = Backend(
     summary="AMD's kernels for CPUs with AVX-512",
     import_name="zentorch",
     distribution="zentorch",
-    versions=">=2.13.0.2,<2.13.1",  # it is built for one torch; 2.13.0.1 answers from stale pointers
+    versions=">=2.13.0.2,<2.13.1",  # it is built for one torch
+    known_bad="==2.13.0.1",  # it answers from stale pointers
     requires=("torch>=2.13,<2.14",),
     platforms=("cpu",),
     install="pip install zentorch==2.13.0.2",

@@ -261,6 +261,61 @@ def conformance(
     )
 
 
+@main.command(
+    **_examples(
+        "vet",
+        'vet --kernel "mine.*" --module my_package.kernels --operation rms_norm --shapes 512x1024,1x4096',
+        "vet --backend zentorch --dtype bfloat16 --again",
+    )
+)
+def vet(
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Vet these kernels only: id, glob or library; again for more."),
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
+    ] = None,
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = "*",
+    shapes: Annotated[
+        str | None,
+        typer.Option("--shapes", metavar="SIZES", help="Shapes of the first tensor, 512x1024,1x4096; else the cases."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
+    ] = None,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
+    json: AsJson = False,
+) -> Answer:
+    """Let kernels prove themselves on this machine, in a child process.
+
+    With neither --kernel nor --backend: those that may not run before. Verdicts are remembered until the library has
+    another version. Exits with 1 if a kernel is wrong, dies or hangs.
+    """
+    from layerzero.cli import vet as command
+
+    return command.answer(
+        kernels=kernel,
+        backends=backend,
+        operation=operation,
+        shapes=shapes,
+        dtype=dtype,
+        device=device,
+        modules=module or [],
+        again=again,
+    )
+
+
 @main.command(**_examples("docs", "docs --check"))
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a file is stale.")] = False,

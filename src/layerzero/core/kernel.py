@@ -47,7 +47,9 @@ class Backend:
         summary: one line for tables.
         import_name: the module whose presence means installed.
         distribution: the package whose version counts; several names are tried in order.
-        versions: accepted versions of it, as a PEP 440 specifier (``>=2.13.0.2,<2.14``).
+        versions: versions of it that the declaration holds for, as a PEP 440 specifier (``>=2.13.0.2,<2.14``); another
+            one is refused until its kernels were vetted.
+        known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
         platforms: platforms that any of its kernels runs on.
         install: the command that installs it.
@@ -60,6 +62,7 @@ class Backend:
     import_name: str = ""
     distribution: str | tuple[str, ...] = ()
     versions: str = ""
+    known_bad: str = ""
     requires: tuple[str, ...] = ()
     platforms: tuple[str, ...] = ("cpu",)
     install: str = ""
@@ -67,7 +70,7 @@ class Backend:
     origin: str = "builtin"
 
     def __post_init__(self) -> None:
-        ranges = [self.versions] if self.versions else []
+        ranges = [each for each in (self.versions, self.known_bad) if each]
         ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in self.requires]
         for text in ranges:
             if not _is_range(text):

@@ -64,6 +64,28 @@ class Suspect:
         return f"{self.kernel_id} for {self.call_class}: {found}{detail}"
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known of a kernel: a verdict, the class of calls that it was found on, and what was seen there."""
+
+    verdict: Verdict
+    call_class: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict} for {self.call_class}" + (f": {self.detail}" if self.detail else "")
+
+
+def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None:
+    """The judgement that decides about a class: its own, unless the kernel gave a wrong result on any other.
+
+    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only.
+    """
+    if own is not None and own.verdict is not Verdict.PASSED:
+        return own
+    return wrong or own
+
+
 def call_class(facts: Facts) -> tuple[object, ...]:
     """The class of a call: operation, dtype, layout and the power-of-two bucket of each size."""
     buckets = tuple(sorted((name, max(size, 1).bit_length()) for name, size in facts.sizes().items()))
@@ -89,7 +111,10 @@ class Ledger(Protocol):
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a measured time."""
 
-    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
+    def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
+        """The verdict that decides about this kernel and class of calls, with what was seen."""
+
+    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
         """Remember what vetting found."""
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
@@ -131,7 +156,7 @@ class MemoryLedger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: dict[tuple[object, ...], dict[str, Evidence]] = {}
-        self._verdicts: dict[tuple[str, tuple[object, ...]], Verdict] = {}
+        self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
 
@@ -141,12 +166,18 @@ class MemoryLedger:
         return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
-        """What was recorded for this class of calls."""
-        if self._suspects:
-            settled = self._suspects.get((kernel.id, class_text(facts)))
-            if settled is not None and settled.verdict is not None:
-                return settled.verdict
-        return self._verdicts.get((kernel.id, call_class(facts))) if self._verdicts else None
+        """The verdict that decides about this class of calls."""
+        found = self.judgement(kernel, facts)
+        return None if found is None else found.verdict
+
+    def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
+        """What was recorded for this class of calls, or a wrong result of any other."""
+        known = self._verdicts.get(kernel.id)
+        if not known:
+            return None
+        with self._lock:
+            wrong = next((each for each in known.values() if each.verdict is Verdict.WRONG), None)
+            return deciding(known.get(class_text(facts)), wrong)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a time; the latest wins."""
@@ -154,10 +185,11 @@ class MemoryLedger:
             times = self._times.setdefault(call_work(facts), {})
             times[kernel.id] = Evidence(measurement.median_us, noise=measurement.noise)
 
-    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
+    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
         """Remember a verdict; the latest wins."""
+        name = class_text(facts)
         with self._lock:
-            self._verdicts[kernel.id, call_class(facts)] = verdict
+            self._verdicts.setdefault(kernel.id, {})[name] = Judgement(verdict, name, detail)
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
         """Remember an error, the last 32 of each kernel and operation."""
@@ -201,7 +233,10 @@ class MemoryLedger:
         """Forget a suspect that passed; keep the verdict on another."""
         with self._lock:
             self._suspects.pop((suspect.kernel_id, suspect.call_class), None)
+            known = self._verdicts.setdefault(suspect.kernel_id, {})
+            known.pop(suspect.call_class, None)
             if verdict is not Verdict.PASSED:
+                known[suspect.call_class] = Judgement(verdict, suspect.call_class, detail)
                 settled = replace(suspect, verdict=verdict, detail=detail)
                 self._suspects[suspect.kernel_id, suspect.call_class] = settled
 

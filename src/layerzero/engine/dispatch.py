@@ -260,6 +260,10 @@ class Dispatcher:
         if plan.kernel.is_reference and policy.enabled and not empty:
             failing.tell_reference(plan)
         failing.tell_split(plan)
+        if policy["vet_in_background"]:
+            from layerzero import _assembly
+
+            _assembly.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)
 
 
 def _on_meta(arguments: dict[str, Any]) -> bool:

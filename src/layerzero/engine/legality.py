@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
@@ -16,7 +17,7 @@ from layerzero.engine import split
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
-from layerzero.engine.probe import Machine
+from layerzero.engine.probe import Machine, this_machine
 
 
 def judge(
@@ -93,25 +94,29 @@ def trust_reasons(
 ) -> list[Reason]:
     """Whether the library is there, the kernel is healthy, built, small enough, and vetted where that is required."""
     reasons = []
-    library = machine.state(kernel.backend, facts.device).reason
+    judgement = ledger.judgement(kernel, facts)
+    verdict = None if judgement is None else judgement.verdict
+    state = machine.state(kernel.backend, facts.device)
+    library = None if state.untested and verdict is Verdict.PASSED else state.reason
     if library is not None:
         revision = kernel.revision
         own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
         reasons.append(library if own else _hinted(library, kernel))
     reasons += health.reasons(kernel, str(facts["operation"]))
-    verdict = ledger.verdict(kernel, facts)
     suspicion = ledger.suspicion(kernel, facts)
     if suspicion is not None:
         hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
         wanted = "a suspect that a child process cleared"
         reasons.append(Reason(ReasonCode.UNHEALTHY, f"{kernel.id} with sizes like these", wanted, suspicion, hint))
     if verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG):
+        hint = f"Another version of its library clears it, or `layerzero vet --kernel {kernel.id} --again`"
         wanted = "a kernel that passed vetting"
-        reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, verdict.value))
+        reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, judgement, hint))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
         locked = lock is not None and names_kernel(lock.kernel, kernel)
         if not locked:  # a lock is the operator's word for it
-            reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict"))
+            hint = f"Vet it: `layerzero vet --kernel {kernel.id}`, or lz.vet(kernels=[{kernel.id!r}])"
+            reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict", hint))
     if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
@@ -125,6 +130,23 @@ def trust_reasons(
         limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
         reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
     return reasons
+
+
+def untrusted(kernel: Kernel, device: Device) -> bool:
+    """Whether a kernel may not run here before it was vetted: a plugin's, or a library's of an untested version."""
+    state = this_machine().state(kernel.backend, device)
+    return state.untested or (kernel.trust is Trust.PLUGIN and state.reason is None)
+
+
+def awaiting(candidates: Iterable[Candidate], facts: Facts) -> list[Kernel]:
+    """The kernels that only vetting keeps from a call."""
+    found = []
+    for each in candidates:
+        untested = this_machine().state(each.kernel.backend, facts.device).untested
+        lifted = {ReasonCode.NOT_VETTED, ReasonCode.VERSION_UNSUPPORTED} if untested else {ReasonCode.NOT_VETTED}
+        if each.reasons and {reason.code for reason in each.reasons} <= lifted:
+            found.append(each.kernel)
+    return found
 
 
 def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:

@@ -27,10 +27,13 @@ class LibraryState:
     Attributes:
         version: what is installed, None if nothing is.
         reason: why it may not be used, None if it may.
+        untested: whether nothing else is the matter than a version that the declaration does not know: its kernels may
+            run where they were vetted.
     """
 
     version: str | None
     reason: Reason | None = None
+    untested: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,21 @@ class Machine:
             hint = f"Install it: {backend.install}" if backend.install else ""
             name = " or ".join(backend.distributions)
             return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
-        if backend.versions and version is not None and not _fits(version, backend.versions):
-            hint = f"Install a version that fits: {backend.install}" if backend.install else ""
-            fact = f"{next(filter(None, backend.distributions), backend.name)} version"
-            return LibraryState(
-                version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
-            )
+        fact = f"{next(filter(None, backend.distributions), backend.name)} version"
+        fitting = f"Install a version that fits: {backend.install}" if backend.install else ""
+        if backend.known_bad and version and _fits(version, backend.known_bad):
+            wanted = f"{backend.versions}, not {backend.known_bad}".removeprefix(", ")
+            return LibraryState(version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, wanted, version, fitting))
         for requirement in backend.requires:
             reason = self._unmet(requirement, device)
             if reason is not None:
                 return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
+        if broken is None and backend.versions and version is not None and not _fits(version, backend.versions):
+            vetting = f"prove this one here: `layerzero vet --backend {backend.name}`" if version else ""
+            hint = "; or ".join(filter(None, (fitting, vetting)))
+            reason = Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
+            return LibraryState(version, reason, untested=bool(version) and self.libraries is None)
         return LibraryState(version, broken)
 
     def _version(self, backend: Backend) -> str | None:

@@ -181,7 +181,11 @@ class Registry:
             kernels = [
                 dataclasses.replace(
                     kernel,
-                    backend=dataclasses.replace(kernel.backend, origin="entry_point"),
+                    backend=dataclasses.replace(
+                        kernel.backend,
+                        origin="entry_point",
+                        distribution=kernel.backend.distribution or (entry_point.dist.name if entry_point.dist else ()),
+                    ),
                     trust=Trust.PLUGIN,
                 )
                 for kernel in plugin_kernels(entry_point.load())

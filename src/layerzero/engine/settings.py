@@ -43,7 +43,10 @@ SETTINGS: dict[str, Setting] = {
     "allow_adaptation": Setting(bool, True, "allow copies, repeated heads and folded masks where a kernel needs them"),
     "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
     "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
-    "require_vetting": Setting(bool, False, "refuse plugin kernels that were not vetted on this machine"),
+    "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
+    "vet_in_background": Setting(
+        bool, False, "vet, in a child process, what a call would have liked to choose; the next choice may take it"
+    ),
     "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
     "layout": Setting(str | None, None, "attention layout where a call names none", (None, *LAYOUTS)),
     "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from layerzero import _assembly
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts, FactsBuilder
@@ -54,23 +55,38 @@ def warmup(
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
         params: further arguments of the calls.
-    Returns: what was built, with seconds and errors. A kernel that fails to build stays refused.
+    Returns: what was built, with seconds and errors. A kernel that fails to build stays refused. One that may not run
+        before it was vetted is vetted first, in a child process, as ``lz.vet`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     implied = OPERATION_ALIASES[operation][1] if operation in OPERATION_ALIASES else {}
+    given, wanted = {**implied, **params}, dtype_named(dtype)
+    if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels(operation)):
+        calls = _every_call(operation, shapes, wanted, target, given)
+        _assembly.vet([pair for chosen, arguments in calls for pair in _awaiting(chosen, arguments)])
     results = []
-    names = sorted({name for kernel in REGISTRY.kernels(operation) for name in kernel.operations})
-    for name in names:
-        chosen = REGISTRY.operation(name)
-        if not _covered(operation, name):
-            continue
-        for tensors, case_params in _calls(chosen, shapes, dtype_named(dtype), target):
-            canonical = {"layout": chosen.layouts[0]} if chosen.layouts else {}
-            arguments = {**canonical, **case_params, **implied, **params, **tensors}
-            results += _warm(chosen, arguments)
+    for chosen, arguments in _every_call(operation, shapes, wanted, target, given):
+        results += _warm(chosen, arguments)
     if results:
         ENGINE.bump()
     return results
+
+
+def _every_call(
+    operation: str,
+    shapes: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    given: Mapping[str, Any],
+) -> Iterator[tuple[Operation, dict[str, Any]]]:
+    """The calls that warmup makes, their tensors made one call at a time."""
+    for name in sorted({name for kernel in REGISTRY.kernels(operation) for name in kernel.operations}):
+        chosen = REGISTRY.operation(name)
+        if not _covered(operation, name):
+            continue
+        for tensors, case_params in _calls(chosen, shapes, dtype, device):
+            canonical = {"layout": chosen.layouts[0]} if chosen.layouts else {}
+            yield chosen, {**canonical, **case_params, **given, **tensors}
 
 
 def _covered(pattern: str, name: str) -> bool:
@@ -79,10 +95,24 @@ def _covered(pattern: str, name: str) -> bool:
     )
 
 
-def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
+def _bound(operation: Operation, arguments: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any]]:
     dispatcher = _dispatcher(operation)
     accepted = {parameter.name for parameter in dispatcher.function.parameters}
-    bound = dispatcher.function.bind((), {name: value for name, value in arguments.items() if name in accepted})
+    given = {name: value for name, value in arguments.items() if name in accepted}
+    return dispatcher, dispatcher.function.bind((), given)
+
+
+def _awaiting(operation: Operation, arguments: dict[str, Any]) -> Iterator[tuple[Kernel, Facts]]:
+    """The kernels that only vetting keeps from a call."""
+    dispatcher, bound = _bound(operation, arguments)
+    with SCOPES.scope({"allow_jit_compile": True}):
+        report, ranked = dispatcher.explain(bound, current_policy())
+    for kernel in legality.awaiting(ranked, report.facts):
+        yield kernel, report.facts
+
+
+def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
+    dispatcher, bound = _bound(operation, arguments)
     results = []
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
@@ -121,13 +151,13 @@ def _dispatcher(operation: Operation) -> Dispatcher:
 def _calls(
     operation: Operation, shapes: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, object]]]:
-    cases = operation.cases if shapes is None else tuple(_case_of(operation, tuple(shape)) for shape in shapes)
+    cases = operation.cases if shapes is None else tuple(case_of(operation, tuple(shape)) for shape in shapes)
     for case in cases:
         if case is not None:
-            yield case_tensors(operation, case, dtype, device), dict(case.params) | _derived(operation, case)
+            yield case_tensors(operation, case, dtype, device), dict(case.params) | derived(operation, case)
 
 
-def _case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
+def case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
     """A case from the shape of the first tensor; None if the operation cannot have it."""
     if operation.examples is not None:  # one shape does not say it all: only its cases can be built
         return None
@@ -163,7 +193,7 @@ def case_tensors(
     return tensors
 
 
-def _derived(operation: Operation, case: Case) -> dict[str, object]:
+def derived(operation: Operation, case: Case) -> dict[str, object]:
     """Parameters that follow from a case's sizes."""
     return {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.params else {}
 
@@ -175,7 +205,7 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
         for dtype in operation.tolerance:
             case = operation.cases[0]
             tensors = case_tensors(operation, case, dtype, "meta")
-            arguments = {**operation.schema.neutral, **case.params, **_derived(operation, case), **tensors}
+            arguments = {**operation.schema.neutral, **case.params, **derived(operation, case), **tensors}
             layout = operation.layouts[0] if operation.layouts else None
             facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
             if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:

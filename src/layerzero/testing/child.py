@@ -51,7 +51,8 @@ def selected(job: Mapping[str, Any]) -> list[Kernel]:
 def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:
     """The empty report of a kernel: what it is, and why it cannot run here, if so."""
     names = set(REGISTRY.operations_named(operation))
-    reason = this_machine().state(kernel.backend, device).reason
+    state = this_machine().state(kernel.backend, device)
+    reason = None if state.untested else state.reason  # a version that nobody tested is what may be tested
     if reason is None and device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, device.platform)

@@ -150,7 +150,7 @@ class _Parent:
         with process:
             process.stdin.write(json.dumps(self.job))
             process.stdin.close()
-            lines = _Lines(process.stdout)
+            lines = Lines(process.stdout)
             while True:
                 try:
                     message = lines.get(limit)
@@ -171,7 +171,7 @@ class _Parent:
             return False
         words.seek(0)
         last = words.read().decode(errors="replace").strip().splitlines()[-1:]
-        self._ended("died", f"died with {_how(process.returncode)}", *last)
+        self._ended("died", f"died with {how_it_ended(process.returncode)}", *last)
         return False
 
     def _heard(self, message: dict[str, Any]) -> float | None:
@@ -221,7 +221,7 @@ class _Parent:
         mine.results.append(Result(mine.kernel_id, operation, "every other check", "not tried", why))
 
 
-class _Lines:
+class Lines:
     """Lines of a stream as they come, read in a thread of their own, so that waiting for one can end."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -252,7 +252,7 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:

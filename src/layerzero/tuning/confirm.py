@@ -77,7 +77,7 @@ def _confirm(suspect: Suspect, modules: Sequence[str], timeout_s: float) -> Conf
         command = [sys.executable, "-m", "layerzero.tuning.child", str(answer)]
         try:
             ended = subprocess.run(  # noqa: S603  # our own interpreter and module
-                command, input=question, env=_environment(), capture_output=True, timeout=timeout_s, check=False
+                command, input=question, env=child_environment(), capture_output=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired:
             reply, ended = _reply(answer), None
@@ -87,7 +87,7 @@ def _confirm(suspect: Suspect, modules: Sequence[str], timeout_s: float) -> Conf
     return Confirmation(suspect.kernel_id, suspect.call_class, verdict, detail)
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The child's: this process's modules, none of its settings or files, and launches that block."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     path = os.pathsep.join(sys.path)

@@ -25,13 +25,17 @@ from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import MemoryLedger, Suspect, Verdict, call_class, class_text, home_of
+from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning import records
 from layerzero.tuning.folder import RecordFolder
 from layerzero.tuning.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record, Versions
+
+LOOK_EVERY_S = 1.0
+"""How often a process that chooses looks whether another one wrote."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -76,20 +80,35 @@ class FileLedger(MemoryLedger):
         self._proved: set[tuple[str, tuple[object, ...]]] = set()
         self._opening = threading.RLock()
         self._opened = False
+        self._look_at = 0.0
+        self._wrong: dict[str, list[Record]] = {}
 
     # what the engine asks
 
-    def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
-        """What was found in this process or an earlier one, at these versions."""
-        found = super().verdict(kernel, facts)
-        record = None if found is not None else self._recorded(kernel, facts, VERDICT)
-        return found if record is None else record.verdict
+    def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
+        """What was found in this process or another one, at these versions."""
+        if not self.files.writable:
+            return super().judgement(kernel, facts)
+        self._refresh()
+        slug = records.slug_of(kernel.id)
+        if not self.files.has(slug, VERDICT):
+            return None
+        versions = _versions(kernel, facts)
+        own = self.files.load(Name(slug, records.key_of(kernel.id, class_text(facts), versions), VERDICT))
+        wrong = self._wrong.get(slug)
+        if wrong is None:
+            known = self.files.of(slug, VERDICT)
+            wrong = self._wrong[slug] = [each for each in known if each.verdict is Verdict.WRONG]
+        elsewhere = next((each for each in wrong if each.kernel == kernel.id and each.versions == versions), None)
+        return deciding(_judgement(own), _judgement(elsewhere))
 
     def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why this kernel and class are suspected, at these versions."""
-        found = super().suspicion(kernel, facts)
-        record = None if found is not None else self._recorded(kernel, facts, SUSPECT)
-        return found if record is None else record.text
+        if not self.files.writable:
+            return super().suspicion(kernel, facts)
+        self._refresh()
+        record = self._recorded(kernel, facts, SUSPECT)
+        return None if record is None else record.text
 
     def begin(self, kernel: Kernel, facts: Facts) -> object | None:
         """Commit a marker; None where the class was proved here, or where nothing can be written."""
@@ -122,10 +141,11 @@ class FileLedger(MemoryLedger):
 
     # what is recorded
 
-    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict) -> None:
+    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
         """Remember a verdict here and for later processes."""
-        super().record_verdict(kernel, facts, verdict)
-        self.files.put(self._about(kernel, facts, verdict=verdict), VERDICT)
+        super().record_verdict(kernel, facts, verdict, detail)
+        self.files.put(self._about(kernel, facts, text=detail, verdict=verdict), VERDICT)
+        self._wrong.clear()
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
         """Remember an error here and, for doctor, for later processes."""
@@ -152,6 +172,7 @@ class FileLedger(MemoryLedger):
             self.files.put(found, kind)
             if name.kind != kind:
                 self.files.remove(name)
+        self._wrong.clear()
 
     # what doctor asks
 
@@ -196,11 +217,27 @@ class FileLedger(MemoryLedger):
             if self._opened and not anew:
                 return
             self._opened = True
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._wrong.clear()
             for path, record in self.files.scan():
                 date = _date(record.at_unix_s)
                 why = f"process {record.process} ended during its first run of it ({date})"
                 self.files.put(msgspec.structs.replace(record, text=why), SUSPECT)
                 self.files.move(path, None)
+
+    def _refresh(self) -> None:
+        """See what other processes wrote; what they suspected, banned or cleared makes every plan be chosen anew."""
+        if not self._opened:
+            self._open()
+            return
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if self.files.changed():
+            before = self.files.names(SUSPECT, VERDICT)
+            self._open(anew=True)
+            if self.files.names(SUSPECT, VERDICT) != before:
+                ENGINE.bump()
 
     def _recorded(self, kernel: Kernel, facts: Facts, kind: str) -> Record | None:
         """What is on disk about a class; quick where nothing of this kind is known about the kernel."""
@@ -221,10 +258,21 @@ class FileLedger(MemoryLedger):
         return msgspec.structs.replace(record, call=call, module=module, text=text, verdict=verdict)
 
 
+def _judgement(record: Record | None) -> Judgement | None:
+    if record is None or record.verdict is None:
+        return None
+    return Judgement(record.verdict, record.what, record.text)
+
+
 def _versions(kernel: Kernel, facts: Facts) -> Versions:
     device = facts.device
-    library = probe.this_machine().state(kernel.backend, device).version or ""
-    return Versions(library, str(torch.__version__), device.name, records.capability_of(facts))
+    return Versions(_library(kernel, device), str(torch.__version__), device.name, records.capability_of(facts))
+
+
+def _library(kernel: Kernel, device: Device) -> str:
+    """The version of a kernel's library; where no package tells one, that of the file that registers it."""
+    version = probe.this_machine().state(kernel.backend, device).version
+    return version or ("" if kernel.backend.origin == "builtin" else records.source_of(home_of(kernel)))
 
 
 def _holds_here(record: Record) -> bool:
@@ -232,7 +280,7 @@ def _holds_here(record: Record) -> bool:
     if record.versions.torch != str(torch.__version__):
         return False
     try:
-        backend = REGISTRY.kernel(record.kernel).backend
+        kernel = REGISTRY.kernel(record.kernel)
     except KeyError:
         return True
-    return (probe.this_machine().state(backend, Device.detect("cpu")).version or "") == record.versions.library
+    return _library(kernel, Device.detect("cpu")) == record.versions.library

