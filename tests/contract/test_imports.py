@@ -55,7 +55,10 @@ def test_imports_point_leftwards(path):
 
 def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
-    assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == ["dispatch.py", "warmup.py"]
+    assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == [
+        "dispatch.py",
+        "warmup.py",
+    ]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))

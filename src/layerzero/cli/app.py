@@ -264,8 +264,8 @@ def conformance(
 @main.command(
     **_examples(
         "vet",
-        'vet --kernel "mine.*" --module my_package.kernels --operation rms_norm --shapes 512x1024,1x4096',
-        "vet --backend zentorch --dtype bfloat16 --again",
+        'vet --kernel "torch.*" --operation rms_norm --shapes 512x1024,1x4096 --dtype bfloat16',
+        "vet --backend torch --operation layer_norm --shapes 4x64 --again",
     )
 )
 def vet(
