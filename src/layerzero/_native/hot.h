@@ -1,6 +1,7 @@
 /* Shared declarations of the hit path.
  *
  *   state.c       the eager state that a call is made in, read from torch without torch's headers
+ *   reader.c      what a tensor's memory looks like
  *   key.c         a call's arguments as words: the exact key, and the coarse one of its size class
  *   conditions.c  what a plan demands of the exact arguments beyond its coarse key
  *   table.c       keys to plans
@@ -18,6 +19,8 @@
 #include <stdint.h>
 
 #include "dlpack.h"
+
+#define INTERFACE 2 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
 #define MAX_TENSORS 12
@@ -48,12 +51,20 @@ PyObject *state_set_scopes(PyObject *module, PyObject *count);
 int inference_enabled(void);
 int dynamo_listens(void); /* whether Dynamo would compile what is called now: code after a graph break */
 PyObject *state_watch(PyObject *module, PyObject *callback);
-int requires_grad(PyObject *tensor); /* 1, 0, -1 like every question below */
+int asks_for_gradients(PyObject *tensor); /* 1, 0, -1 like every question below */
 int is_leaf(PyObject *tensor);
 int is_inference(PyObject *tensor);
 int is_negated(PyObject *tensor);
 int is_plain(PyObject *tensor); /* dense, with memory: what DLPack describes without raising */
 PyObject *state_words(PyObject *module, PyObject *unused);
+
+/* reader.c */
+
+int reader_setup(void *torch_cpu, void *c10, PyObject *samples);
+/* 1: read; 0: no plain tensor; -1: error. What `out` points to lives as long as the tensor is not changed. */
+int read_tensor(PyObject *object, DLTensor *out);
+int requires_grad(PyObject *tensor);
+PyObject *reader_name(PyObject *module, PyObject *unused);
 
 /* key.c */
 

@@ -15,9 +15,6 @@ enum { ABSENT, NUMBER_NONE, NUMBER_BOOL, NUMBER_INT, NUMBER_FLOAT, TEXT, NUMBERS
 
 #define ADDRESS_BITS 15 /* alignment beyond 16 bytes is not told apart, as in TensorFacts */
 
-/* Tensors of which DLPack's reader raised lately: raising costs most of a millisecond, asking first 100 ns each. */
-static int wary;
-
 static inline int bit_length(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
 
 static inline uint64_t stride_class(int64_t stride)
@@ -26,31 +23,6 @@ static inline uint64_t stride_class(int64_t stride)
         return (uint64_t)stride;
     int lowest = __builtin_ctzll((uint64_t)stride);
     return 2 + (uint64_t)(lowest > 4 ? 4 : lowest);
-}
-
-static int describe(PyObject *object, DLTensor *out)
-{
-    if (!Py_IS_TYPE(object, tensor_type) && !Py_IS_TYPE(object, parameter_type))
-        return 0;
-    if (wary > 0) {
-        int plain = is_plain(object);
-        if (plain <= 0)
-            return plain;
-        wary--;
-    }
-    if (exchange->describe(object, out) != 0) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
-            return -1;
-        PyErr_Clear(); /* meta, sparse, nested, quantized, wrapped by a transform: Python knows what to do */
-        wary = 64;
-        return 0;
-    }
-    /* Eight-bit integers and narrower ones look alike here, and complex tensors may be conjugated. */
-    int narrow = (out->code == DL_INT || out->code == DL_UINT) && out->bits <= 8;
-    if (out->ndim > 0 && out->strides == NULL) /* older producers leave them out where memory is dense */
-        return 0;
-    return !narrow && out->code != DL_COMPLEX && out->ndim <= MAX_AXES && out->device_id >= 0 &&
-           out->device_id < 256 && out->lanes < 256 && out->device_type >= 0 && out->device_type < 256;
 }
 
 /* Write a tensor's words. Returns 0 for a tensor whose memory is not there (freed, functional, all zeros in theory). */
@@ -271,7 +243,7 @@ int key_make(Function *self, PyObject *const *values, Key *key)
             continue;
         }
         DLTensor tensor;
-        made = describe(value, &tensor);
+        made = read_tensor(value, &tensor);
         if (made <= 0)
             return made;
         int grad = 0;

@@ -378,6 +378,7 @@ static PyMethodDef module_methods[] = {
     {"setup", (PyCFunction)(void (*)(void))setup, METH_VARARGS | METH_KEYWORDS, "Say where torch's state is read."},
     {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
     {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
+    {"reader", reader_name, METH_NOARGS, "What tells about tensors: torch's C functions by handle, or DLPack."},
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };
@@ -394,5 +395,7 @@ PyMODINIT_FUNC PyInit_hot(void)
     for (int i = 0; module != NULL && i < COUNT(types); i++)
         if (PyModule_AddType(module, types[i]) < 0) /* readies it, too */
             Py_CLEAR(module);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
+        Py_CLEAR(module);
     return module;
 }

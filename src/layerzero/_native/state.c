@@ -116,7 +116,7 @@ static inline int member_ask(const Member *member, PyObject *tensor)
     return truth(value);
 }
 
-int requires_grad(PyObject *tensor) { return member_ask(&member_requires_grad, tensor); }
+int asks_for_gradients(PyObject *tensor) { return member_ask(&member_requires_grad, tensor); }
 int is_leaf(PyObject *tensor) { return member_ask(&member_is_leaf, tensor); }
 int is_inference(PyObject *tensor) { return member_ask(&member_is_inference, tensor); }
 int is_negated(PyObject *tensor) { return member_ask(&member_is_neg, tensor); }
@@ -303,14 +303,21 @@ static void *library(PyObject *sources, const char *name, int *fails)
 static int set_libraries(PyObject *sources)
 {
     int fails = 0;
+    PyObject *samples = source(sources, "samples");
+    if (samples == NULL)
+        return -1;
     known_count = known_next = 0;
     thread_keys = NULL;
 #if defined(__linux__)
     keys_library = library(sources, "c10", &fails);
     grad_mode = keys_library == NULL ? NULL : (_Bool(*)(void))dlsym(keys_library, "_ZN3c108GradMode10is_enabledEv");
     void *cpu = library(sources, "torch_cpu", &fails);
+    if (reader_setup(cpu, keys_library, samples) < 0)
+        return -1;
     function_mode_count =
         cpu == NULL ? NULL : (int64_t(*)(void))dlsym(cpu, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
+#else
+    fails = reader_setup(NULL, NULL, samples) < 0;
 #endif
     return fails ? -1 : 0;
 }
@@ -347,7 +354,7 @@ int state_setup(PyObject *sources)
         set_question(&deterministic, sources, "deterministic") < 0 ||
         set_question(&inference, sources, "inference") < 0 || set_question(&classify, sources, "classify") < 0 ||
         set_object(&forward_ad, sources, "forward_ad") < 0 ||
-        set_object(&strided, sources, "strided") < 0 || set_libraries(sources) < 0)
+        set_object(&strided, sources, "strided") < 0)
         return -1;
     if (!PyDict_Check(forward_ad)) {
         PyErr_SetString(PyExc_TypeError, "setup: wanted the dictionary of forward_ad");
@@ -358,7 +365,8 @@ int state_setup(PyObject *sources)
                    set_name(&is_nested_name, "is_nested") < 0 || set_name(&is_quantized_name, "is_quantized") < 0 ||
                    member_set(&member_requires_grad, "requires_grad") < 0 ||
                    member_set(&member_is_leaf, "is_leaf") < 0 ||
-                   member_set(&member_is_inference, "is_inference") < 0 || member_set(&member_is_neg, "is_neg") < 0
+                   member_set(&member_is_inference, "is_inference") < 0 || member_set(&member_is_neg, "is_neg") < 0 ||
+                   set_libraries(sources) < 0
                ? -1
                : 0;
 }

@@ -39,7 +39,10 @@ _ELSEWHERE = {
         "`/var/cache/layerzero`",
     ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
-    "LAYERZERO_NATIVE": ("whether kept plans are found in C, where that was built; read once", "`0`"),
+    "LAYERZERO_NATIVE": (
+        "whether plans are found in C, where that was built; `dlpack`: and tensors read by DLPack alone; read once",
+        "`0`",
+    ),
 }
 
 

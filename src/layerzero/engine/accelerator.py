@@ -30,6 +30,10 @@ class Passed(NamedTuple):
     constant: object = None
 
 
+INTERFACE = 2
+"""What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
+
+
 class _Absent(Exception):  # noqa: N818  # no error: the reason why Python serves
     pass
 
@@ -42,7 +46,8 @@ def _classify() -> int:
 
 
 def _load() -> Any:
-    if os.environ.get("LAYERZERO_NATIVE", "1").lower() in ("0", "false", "no", "off"):
+    wish = os.environ.get("LAYERZERO_NATIVE", "1").lower()
+    if wish in ("0", "false", "no", "off"):
         raise _Absent("LAYERZERO_NATIVE is 0")
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
@@ -51,6 +56,8 @@ def _load() -> Any:
         hot = importlib.import_module("layerzero._native.hot")
     except ImportError as error:
         raise _Absent(f"the extension was not built: {error}") from error
+    if getattr(hot, "INTERFACE", 1) != INTERFACE:
+        raise _Absent("the extension was built of other sources; build it again")
     switches = ("flash", "mem_efficient", "math", "cudnn")
     sdpa = {f"sdpa_{name.removeprefix('mem_')}": getattr(torch._C, f"_get_{name}_sdp_enabled") for name in switches}
     sources = {
@@ -65,6 +72,7 @@ def _load() -> Any:
         "classify": _classify,
         "forward_ad": vars(forward_ad),
         "strided": torch.strided,
+        "samples": () if wish == "dlpack" else _samples(),
         **_libraries(),
         **sdpa,
     }
@@ -83,6 +91,13 @@ def _libraries() -> dict[str, str | None]:
     folder = Path(torch.__file__).parent / "lib"
     paths = {name: folder / f"lib{name}.so" for name in ("c10", "torch_cpu")}
     return {name: str(path) if path.exists() else None for name, path in paths.items()}
+
+
+def _samples() -> tuple[torch.Tensor, ...]:
+    """Tensors that two ways of reading must agree about before the faster one serves; the last asks for gradients."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
+        return plain, plain.transpose(0, 2)[1:], torch.zeros(5, dtype=torch.int64), plain.clone().requires_grad_()
 
 
 def _reads_rightly(hot: Any) -> bool:

@@ -327,7 +327,7 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else "C",
+        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else f"C, {accelerator.HOT.reader()}",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
