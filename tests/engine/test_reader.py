@@ -24,7 +24,8 @@ native, w = CALLS["rms_norm"].native, torch.ones(8)
 torch.manual_seed(0)
 base = torch.randn(4, 6, 8)
 tensors = [base, base[1:], base[:, ::2], base.transpose(0, 1), base[..., :0], base.double(), base.bfloat16(),
-           base.half(), base.long(), base.int(), base.to(torch.uint8), base.bool(), base.to(torch.complex64), base.requires_grad_(),
+           base.half(), base.long(), base.int(), base.to(torch.uint8), base.bool(), base.to(torch.complex64),
+           base.requires_grad_(),
            torch.nn.Parameter(base.detach()), torch._lazy_clone(base.detach()), base.to_sparse(), base.to("meta"),
            torch._efficientzerotensor((4, 8)), torch.randn(()), base.expand(3, 4, 6, 8), base[None, None, None, None]]
 for grad in (True, False):
