@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from layerzero.cli import calls
 from layerzero.cli.calls import AsJson
-from layerzero.cli.output import FINE, NO, Answer, Command, say, stdout_console
+from layerzero.cli.output import FINE, NO, Answer, say, stdout_console
+from layerzero.cli.output import examples as _examples
+from layerzero.cli.perfdb import perfdb
 
 main = typer.Typer(
     name="layerzero",
@@ -34,8 +36,7 @@ descriptor.info.epilog = "\b\nExamples:\n  layerzero descriptor check torch.json
 main.add_typer(descriptor, name="descriptor", rich_help_panel=None)
 
 
-def _examples(*lines: str) -> dict[str, Any]:
-    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
+main.add_typer(perfdb, name="perfdb", rich_help_panel=None)
 
 
 def _version(wanted: bool) -> None:

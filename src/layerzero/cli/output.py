@@ -65,6 +65,11 @@ class Command(TyperCommand):
         raise typer.Exit(answer.code)
 
 
+def examples(*lines: str) -> dict[str, Any]:
+    """Options of a command of ours whose help ends in these examples."""
+    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
+
+
 def stdout_console(file: TextIO | None = None) -> Console:
     """Make a console that is readable in a terminal, in a pipe and in a file."""
     stream = file or sys.stdout

@@ -20,6 +20,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.answers import Diagnosis
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import Setting
+from layerzero.tuning.rows import Row
 
 
 def _table(*headers: str, **right: str) -> Table:
@@ -185,3 +186,22 @@ def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
         meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
         _row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
     yield table
+
+
+def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
+    """Measured times, and whether each counts on this machine."""
+    table = _table("kernel", "work", "time", "from")
+    for row, counts in zip(rows, here, strict=True):
+        sizes = " ".join(f"{name} {size}" for name, size in row.work.sizes.items())
+        head = f"{row.facts.get('operation', '')} {row.facts.get('dtype', '')}{' in a graph' if row.graph else ''}"
+        spread = f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}"
+        origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
+        whence = f"imported from {row.source}" if row.source else row.written_at[:16]
+        _row(
+            table,
+            row.kernel,
+            _lines(head, Text(sizes, style="dim")),
+            _lines(spread, Text("" if counts else "does not count here", style="yellow")),
+            _lines(origin, Text(whence, style="dim")),
+        )
+    return table

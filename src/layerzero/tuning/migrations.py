@@ -22,6 +22,9 @@ STEPS: tuple[tuple[str, ...], ...] = (
             median_us REAL NOT NULL, p95_us REAL NOT NULL, variance_us2 REAL NOT NULL, samples INTEGER NOT NULL,
             noise REAL NOT NULL, first_call_us REAL, adapts TEXT NOT NULL, device_uuid TEXT NOT NULL,
             layerzero TEXT NOT NULL, written_at TEXT NOT NULL,
+            CHECK (typeof(median_us) = 'real' AND median_us > 0 AND typeof(noise) = 'real' AND noise >= 0),
+            CHECK (typeof(variance_us2) = 'real' AND variance_us2 >= 0),
+            CHECK (typeof(samples) = 'integer' AND samples > 0),
             PRIMARY KEY (work, graph, kernel, environment, condition, origin, source)) WITHOUT ROWID""",
     ),
 )

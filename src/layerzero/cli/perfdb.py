@@ -1,0 +1,218 @@
+"""``layerzero perfdb``: the measured times of this machine, to look at, pass on, take over, forget and check."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerzero.cli.calls import AsJson
+from layerzero.cli.output import FINE, NO, Answer, examples
+
+if TYPE_CHECKING:
+    from layerzero.tuning.database import Database
+    from layerzero.tuning.rows import Row
+
+perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
+perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
+
+KernelGlob = Annotated[str, typer.Option("--kernel", metavar="KERNEL", help="Only this kernel; a glob.")]
+OperationGlob = Annotated[str, typer.Option("--operation", metavar="OPERATION", help="Only this operation; a glob.")]
+OnlyHere = Annotated[bool, typer.Option("--here", help="Only times that count on this machine as it is now.")]
+
+
+@perfdb.command("show", **examples("perfdb show", 'perfdb show --kernel "torch.*" --here', "perfdb show --json"))
+def show(
+    kernel: KernelGlob = "*",
+    operation: OperationGlob = "*",
+    here: OnlyHere = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to show, latest first.", min=0)] = 40,
+    json: AsJson = False,
+) -> Answer:
+    """Show measured times, latest first."""
+    from layerzero.tuning import archive
+
+    database = _database()
+    holds = archive.here()
+    with _readable(database):
+        found = list(archive.matching(archive.rows(database), kernel=kernel, operation=operation))
+    if here:
+        found = [each for each in found if holds(each)]
+    shown = sorted(found, key=lambda each: each.written_at, reverse=True)[:limit]
+    data = {
+        "path": str(database.path) if database.path else None,
+        "rows": len(found),
+        "notes": list(database.notes()),
+        "times": [_data(each) | {"here": holds(each)} for each in shown],
+    }
+    head = [f"{database.path or 'memory'}: {len(found)} times{f', the latest {limit}' if len(found) > limit else ''}"]
+    return Answer(data, lambda: [*database.notes(), *head, *_table(shown, [holds(each) for each in shown])])
+
+
+@perfdb.command("export", **examples("perfdb export times.jsonl", 'perfdb export h200.jsonl --operation "attention.*"'))
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write lines of JSON.")],
+    kernel: KernelGlob = "*",
+    operation: OperationGlob = "*",
+    here: OnlyHere = False,
+    json: AsJson = False,
+) -> Answer:
+    """Write measured times to a file for other machines."""
+    from layerzero.tuning import archive
+
+    database = _database()
+    holds = archive.here() if here else None
+    with _readable(database):
+        found = archive.matching(archive.rows(database), kernel=kernel, operation=operation)
+        kept = [each for each in found if holds is None or holds(each)]
+    count = _written(file, lambda: archive.export(kept, file))
+    return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
+
+
+@perfdb.command("import", **examples("perfdb import times.jsonl", "perfdb import times.jsonl --dry-run"))
+def take(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
+    json: AsJson = False,
+) -> Answer:
+    """Take over times from a file.
+
+    They are marked as imported, count less than what was measured here, and only on the same device with the same
+    versions. Exits with 1 and takes nothing if anything in the file is wrong.
+    """
+    from layerzero.tuning import archive
+
+    _exists(file)
+    try:
+        found = archive.read_export(file)
+    except archive.BadFileError as error:
+        problems = [f"{file}: {problem}" for problem in error.problems]
+        return Answer({"file": str(file), "valid": False, "problems": error.problems}, lambda: problems, NO)
+    holds = archive.here()
+    count = sum(holds(each) for each in found)
+    if not dry_run:
+        _store().add(found)
+    verb = "would be taken" if dry_run else "taken"
+    data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
+    return Answer(data, lambda: [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"])
+
+
+@perfdb.command("merge", **examples("perfdb merge other/perfdb.sqlite"))
+def merge(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")],
+    json: AsJson = False,
+) -> Answer:
+    """Take over all times of another database of yours, as if they had been measured here.
+
+    Of two times of the same thing the later stays. The other file is not changed.
+    """
+    from layerzero.tuning import archive
+
+    _exists(file)
+    found = archive.read_database(file)
+    _store().add(found)
+    return Answer({"file": str(file), "rows": len(found)}, lambda: [f"{file}: {len(found)} times merged"])
+
+
+@perfdb.command("prune", **examples("perfdb prune --stale", "perfdb prune --older-than 90 --dry-run"))
+def prune(
+    kernel: KernelGlob = "*",
+    operation: OperationGlob = "*",
+    older_than: Annotated[
+        int | None, typer.Option("--older-than", metavar="DAYS", help="Only times older than this.", min=0)
+    ] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="Only times that do not count on this machine now.")] = False,
+    imported: Annotated[bool, typer.Option("--imported", help="Only imported times.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell how many, and remove none.")] = False,
+    json: AsJson = False,
+) -> Answer:
+    """Forget times. Every option given must hold; without any, nothing is forgotten."""
+    from layerzero.tuning import archive
+
+    if (kernel, operation, older_than, stale, imported) == ("*", "*", None, False, False):
+        raise ValueError("prune: wanted an option that says which times to forget, got none")
+    before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
+    database = _database()
+    holds = archive.here()
+    with _readable(database):
+        found = archive.matching(
+            archive.rows(database), kernel=kernel, operation=operation, before=before, imported=imported
+        )
+        gone = [each for each in found if not (stale and holds(each))]
+    if not dry_run:
+        archive.forget(database, gone)
+    verb = "would be forgotten" if dry_run else "forgotten"
+    return Answer({"rows": len(gone), "forgotten": not dry_run}, lambda: [f"{len(gone)} times {verb}"])
+
+
+@perfdb.command("check", **examples("perfdb check", "perfdb check --json"))
+def check(json: AsJson = False) -> Answer:
+    """Check the database: its file, and every row in it. Exits with 1 if something is wrong."""
+    from layerzero.tuning import archive
+
+    database = _database()
+    problems = list(database.notes())
+    count = 0
+    if database.path is not None and database.path.exists():
+        damage = archive.damage(database.path)
+        problems += [f"{database.path}: {damage}"] if damage else []
+    try:
+        for _ in archive.rows(database):
+            count += 1
+    except ValueError as error:
+        problems.append(f"{database.path}: row {count + 1}: {error}")
+    data = {"path": str(database.path) if database.path else None, "rows": count, "problems": problems}
+    told = problems or [f"{database.path or 'memory'}: fine, {count} times"]
+    return Answer(data, lambda: told, NO if problems else FINE)
+
+
+def _store() -> Any:
+    from layerzero.engine.dispatch import ENGINE
+    from layerzero.tuning.store import StoreLedger, TimeStore
+
+    ledger = ENGINE.ledger
+    return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
+
+
+def _database() -> Database:
+    database: Database = _store().database
+    return database
+
+
+@contextlib.contextmanager
+def _readable(database: Database) -> Iterator[None]:
+    """Say what to do about a row that no command can read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{database.path}: {error}; `layerzero perfdb check` tells more") from error
+
+
+def _exists(file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file}: wanted a file of times, got {'a folder' if file.is_dir() else 'nothing'}")
+
+
+def _written(file: Path, write: Any) -> int:
+    try:
+        count: int = write()
+    except OSError as error:
+        raise ValueError(f"{file}: wanted a place to write to, got: {error.strerror or error}") from error
+    return count
+
+
+def _data(row: Row) -> dict[str, Any]:
+    import msgspec
+
+    data: dict[str, Any] = msgspec.to_builtins(row)
+    return data
+
+
+def _table(shown: Sequence[Row], here: Sequence[bool]) -> list[Any]:
+    from layerzero.cli import tables
+
+    return [tables.times(shown, here)] if shown else []

@@ -1,0 +1,232 @@
+"""The measured times on the command line: shown, passed on, taken over strictly, forgotten, checked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sqlite3
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli.app import main
+from layerzero.core.evidence import Measurement, Provenance
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.store import StoreLedger
+
+
+def run(line):
+    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
+
+
+def answer(line):
+    return json.loads(run(f"{line} --json").stdout)
+
+
+def another_machine(monkeypatch, folder):
+    """From here on, files lie in another cache folder and no ledger is open."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder))
+    lz.configure()
+    from layerzero import _assembly
+
+    ENGINE.ledger = _assembly.ledger()
+
+
+def record(kernel_id, rows, median=10.0, **more):
+    facts = lz.facts("rms_norm", torch.randn(rows, 64), torch.randn(64))
+    ENGINE.ledger.record_time(REGISTRY.kernel(kernel_id), facts, Measurement(median, median, 0.01, 20, **more))
+
+
+def evidence(rows):
+    facts = lz.facts("rms_norm", torch.randn(rows, 64), torch.randn(64))
+    return ENGINE.ledger.evidence(REGISTRY.candidates("norm.rms"), facts)
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch, tmp_path):
+    another_machine(monkeypatch, tmp_path / "first")
+    record("torch.rms_norm", 4, condition="temperature=warm")
+    record("torch.rms_norm", 8, 20.0)
+    record("inductor.rms_norm", 8, 15.0)
+    assert isinstance(ENGINE.ledger, StoreLedger)
+
+
+def test_times_are_shown():
+    result = run("perfdb show")
+    assert result.exit_code == 0
+    assert "perfdb.sqlite: 3 times" in result.stdout
+    assert "hidden 64 rows 8" in result.stdout
+    assert "tune, 20 samples, temperature=warm" in result.stdout
+    assert "does not count here" not in result.stdout
+    data = answer('perfdb show --kernel "torch.*" --limit 1')
+    assert data["rows"] == 2
+    assert data["times"][0]["median_us"] == 20.0, "the latest"
+    assert data["times"][0]["here"]
+    assert answer("perfdb show --operation attention")["rows"] == 0
+
+
+def test_times_of_another_version_are_told_apart(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    from layerzero.tuning import environment
+
+    environment._surroundings.cache_clear()
+    try:
+        assert "does not count here" in run("perfdb show").stdout
+        assert answer("perfdb show --here")["rows"] == 0
+        assert answer("perfdb prune --stale --dry-run")["rows"] == 3
+    finally:
+        environment._surroundings.cache_clear()
+
+
+def test_exported_times_are_imported_elsewhere_and_say_where_from(monkeypatch, tmp_path):
+    file = tmp_path / "times.jsonl"
+    assert answer(f"perfdb export {file}")["rows"] == 3
+    another_machine(monkeypatch, tmp_path / "second")
+    assert answer(f"perfdb import {file} --dry-run") | {"file": ""} == {
+        "file": "",
+        "valid": True,
+        "problems": [],
+        "rows": 3,
+        "here": 3,
+        "taken": False,
+    }
+    assert evidence(8) == {}
+    assert run(f"perfdb import {file}").exit_code == 0
+    found = evidence(8)
+    assert {name: each.time_us for name, each in found.items()} == {"torch.rms_norm": 20.0, "inductor.rms_norm": 15.0}
+    assert {each.provenance for each in found.values()} == {Provenance.IMPORTED}
+    assert all(0.89 < each.confidence <= 0.9 for each in found.values())
+    run(f"perfdb import {file}")
+    shown = answer("perfdb show")
+    assert shown["rows"] == 3, "again is the same"
+    assert all(each["source"].startswith("times.jsonl sha256:") for each in shown["times"])
+    record("torch.rms_norm", 8, 99.0)
+    assert evidence(8)["torch.rms_norm"].provenance is Provenance.MEASURED
+    assert answer("perfdb prune --imported")["rows"] == 3
+    assert answer("perfdb show")["rows"] == 1
+
+    again = tmp_path / "again.jsonl"
+    another_machine(monkeypatch, tmp_path / "third")
+    run(f"perfdb import {file}")
+    run(f"perfdb export {again}")
+    another_machine(monkeypatch, tmp_path / "fourth")
+    run(f"perfdb import {again}")
+    source = answer("perfdb show")["times"][0]["source"]
+    assert source.startswith("again.jsonl sha256:")
+    assert " < times.jsonl sha256:" in source
+
+
+def changed(**values):
+    return lambda row: row | values
+
+
+SPOILT = {
+    "not json": (lambda row: "{", "truncated"),
+    "a field too many": (changed(extra=1), "unknown field `extra`"),
+    "a field missing": (lambda row: {k: v for k, v in row.items() if k != "noise"}, "missing required field `noise`"),
+    "a wrong type": (changed(samples="20"), "Expected `int`, got `str`"),
+    "no time": (changed(median_us=0.0), "median_us: wanted a finite number"),
+    "no samples": (changed(samples=0), "samples: wanted a finite number"),
+    "negative": (changed(variance_us2=-1.0), "variance_us2: wanted a finite number"),
+    "another device": (lambda row: row | {"facts": row["facts"] | {"device_name": "x"}}, "device_name: wanted one"),
+    "no dtype": (lambda row: row | {"facts": row["facts"] | {"dtype": "float17"}}, "dtype: wanted one"),
+    "to come": (changed(written_at="2999-01-01T00:00:00Z"), "written_at: wanted a date"),
+    "no date": (changed(written_at="yesterday"), "yesterday"),
+    "control characters": (changed(kernel="torch\x1b[31m"), "wanted a kernel and printable text"),
+    "endless": (changed(condition="x" * 600), "wanted a kernel and printable text"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, spoil):
+    file = tmp_path / "times.jsonl"
+    run(f"perfdb export {file}")
+    header, first, second, third = file.read_text().splitlines()
+    change, message = SPOILT[spoil]
+    bad = change(json.loads(second))
+    file.write_text("\n".join([header, first, bad if isinstance(bad, str) else json.dumps(bad), third]) + "\n")
+    another_machine(monkeypatch, tmp_path / "second")
+    result = run(f"perfdb import {file}")
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"{file}: line 3: ")
+    assert message in result.stdout
+    assert len(result.stdout.splitlines()) == 1
+    assert answer("perfdb show")["rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "line 1: wanted the header"),
+        ("{}\n", "missing required field `format`"),
+        ('{"format":2,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1"),
+        ('{"format":1,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, content, message):
+    file = tmp_path / "times.jsonl"
+    file.write_text(content)
+    result = run(f"perfdb import {file}")
+    assert result.exit_code == 1
+    assert message in result.stdout
+
+
+def test_a_database_of_ones_own_is_merged_and_the_later_time_stays(monkeypatch, tmp_path):
+    another_machine(monkeypatch, tmp_path / "second")
+    record("torch.rms_norm", 8, 77.0)
+    record("torch.rms_norm", 9, 5.0)
+    assert answer(f"perfdb merge {tmp_path / 'first' / 'perfdb.sqlite'}")["rows"] == 3
+    assert evidence(8)["torch.rms_norm"].time_us == 77.0
+    assert evidence(8)["inductor.rms_norm"].provenance is Provenance.MEASURED
+    assert answer("perfdb show")["rows"] == 4
+
+
+def test_what_is_no_database_is_not_merged(tmp_path):
+    for name, content in (("text.sqlite", b"text " * 1000), ("empty.sqlite", b"")):
+        file = tmp_path / name
+        file.write_bytes(content)
+        result = run(f"perfdb merge {file}")
+        assert result.exit_code == 2
+        assert f"error: {file}: wanted a sound database of times" in result.stderr
+        assert file.read_bytes() == content
+    assert "got nothing" in run("perfdb merge nowhere.sqlite").stderr
+
+
+def test_times_are_forgotten_by_what_the_options_say():
+    result = run("perfdb prune")
+    assert result.exit_code == 2
+    assert "wanted an option that says which times to forget" in result.stderr
+    assert answer('perfdb prune --kernel "inductor.*" --dry-run')["rows"] == 1
+    assert answer("perfdb prune --older-than 1")["rows"] == 0
+    assert answer("perfdb show")["rows"] == 3
+    assert answer('perfdb prune --kernel "inductor.*"')["rows"] == 1
+    assert set(evidence(8)) == {"torch.rms_norm"}
+    assert answer("perfdb prune --older-than 0")["rows"] == 2
+    assert evidence(8) == {}
+
+
+def test_a_sound_database_is_fine():
+    result = run("perfdb check")
+    assert result.exit_code == 0
+    assert "perfdb.sqlite: fine, 3 times" in result.stdout
+
+
+def test_a_row_that_is_no_time_is_found(tmp_path):
+    with sqlite3.connect(tmp_path / "first" / "perfdb.sqlite") as connection:
+        connection.execute("PRAGMA ignore_check_constraints = 1")
+        connection.execute("UPDATE times SET median_us = -1 WHERE kernel = 'inductor.rms_norm'")
+    connection.close()
+    result = run("perfdb check")
+    assert result.exit_code == 1
+    assert "median_us: wanted a finite number" in result.stdout
+    assert "`layerzero perfdb check` tells more" in run("perfdb show").stderr
+
+
+def test_without_a_file_there_is_nothing_to_show(monkeypatch, tmp_path):
+    another_machine(monkeypatch, tmp_path / "second")
+    assert answer("perfdb show")["rows"] == 0
+    assert run("perfdb check").exit_code == 0
+    assert not (tmp_path / "second").exists()
