@@ -1,4 +1,4 @@
-"""Host microseconds of a call: the kernel's own callable, the library's public entry where it has one, and LayerZero's.
+"""Host microseconds of a call: the kernel's own callable, torch's public function for its kernels, and LayerZero's.
 
 Calls are small, so that the device keeps up and the queue never fills: what is timed is the launching. *direct* calls
 what the kernel's loader returned with the very arguments that its plan gives it; *lz* is the public function, locked to
@@ -97,26 +97,8 @@ def _direct(run: Callable[..., Any], values: tuple[Any, ...]) -> Callable[[], An
 
 
 def _own_entry(kernel: str, call: RandomCall) -> Callable[[], Any] | None:
-    """The library's public Python entry, where it is known."""
-    if kernel.startswith("torch."):
-        return torch_default(call.function, call.arguments)
-    arguments = call.arguments
-    if kernel == "flashinfer.rms_norm":
-        import flashinfer
-
-        return functools.partial(flashinfer.norm.rmsnorm, arguments["input"], arguments["weight"])
-    if kernel == "flashinfer.add_rms_norm":
-        import flashinfer
-
-        return functools.partial(
-            flashinfer.norm.fused_add_rmsnorm, arguments["input"], arguments["residual"], arguments["weight"]
-        )
-    if kernel.startswith("flashinfer.") and kernel.endswith("prefill"):
-        import flashinfer
-
-        query, key, value = (arguments[name][0] for name in ("query", "key", "value"))
-        return functools.partial(flashinfer.single_prefill_with_kv_cache, query, key, value, causal=True)
-    return None
+    """torch's public function; ``gpu_host.py`` has those of the other libraries."""
+    return torch_default(call.function, call.arguments) if kernel.startswith("torch.") else None
 
 
 def _host_us(runs: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:

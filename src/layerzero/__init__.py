@@ -48,6 +48,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.engine.warmup": ("warmup",),
     "layerzero.engine.probe": ("Machine",),
     "layerzero.tuning.confirm": ("confirm_suspects",),
+    "layerzero.tuning.record": ("record",),
+    "layerzero.tuning.tune": ("tune",),
     "layerzero.tuning.vetting": ("vet",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),

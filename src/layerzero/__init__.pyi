@@ -52,6 +52,8 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.tuning.confirm import confirm_suspects
+from layerzero.tuning.record import record
+from layerzero.tuning.tune import tune
 from layerzero.tuning.vetting import vet
 
 __all__ = [
@@ -117,6 +119,7 @@ __all__ = [
     "lock",
     "paged_attention",
     "prefer",
+    "record",
     "register_backend",
     "register_kernel",
     "register_operation",
@@ -124,6 +127,7 @@ __all__ = [
     "rms_norm",
     "scope",
     "testing",
+    "tune",
     "unload_descriptor",
     "unlock",
     "unregister_kernel",

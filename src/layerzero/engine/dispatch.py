@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from layerzero.engine.registry import REGISTRY, Registry
 
 log = logging.getLogger("layerzero")
 
+Watcher = Callable[[Facts], None]
+
 
 class Engine:
     """What selection works with in this process: registry, ledger, health, and the caches to invalidate."""
@@ -43,6 +45,7 @@ class Engine:
         self.recent = Recent()
         self.health = Health(self.bump)
         self.caches: list[PlanCache] = []
+        self.watchers: tuple[Watcher, ...] = ()
         self._lock = threading.RLock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
@@ -67,6 +70,18 @@ class Engine:
             policy = CONFIGURATION.policy
             for cache in self.caches:
                 cache.publish(policy)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell somebody the facts of every call. No plan is kept until the last one stops: hits would go unseen."""
+        with self._lock:
+            self.watchers = (*self.watchers, watcher)
+        self.bump()
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell that one no more."""
+        with self._lock:
+            self.watchers = tuple(each for each in self.watchers if each != watcher)
+        self.bump()
 
 
 ENGINE = Engine(REGISTRY)
@@ -147,7 +162,7 @@ class Dispatcher:
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
-            if policy["cache.enabled"]:
+            if policy["cache.enabled"] and not self.engine.watchers:
                 conditions = reuse.conditions_of(plan, policy, self.order)
                 self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
             return plan
@@ -164,6 +179,8 @@ class Dispatcher:
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
+        for watcher in self.engine.watchers:
+            watcher(plan.report.facts)
         try:
             return self._checked(plan, arguments)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises

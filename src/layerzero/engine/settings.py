@@ -69,8 +69,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "perfdb.auto_tune": Setting(bool, False, "measure by itself", built=False),
     "perfdb.tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
-    "auto_tune_on_warmup": Setting(bool, False, "measure during warmup", built=False),
-    "tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
+    "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
+    "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel"),
     "distributed_selection": Setting(str, "independent", "how ranks agree", built=False),
 }
 

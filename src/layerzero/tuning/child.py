@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from torch import Tensor
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import KernelExecutionError, LayerZeroError
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe, TensorRecipe
+from layerzero.engine.answers import facts as facts_of
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
-from layerzero.testing.compare import check, copied
+from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
+from layerzero.tuning.truth import truth_of
 
 UNKNOWN, RUNNING, PASSED, WRONG, CRASHED = "unknown", "running", "passed", "wrong", "crashed"
 
@@ -53,13 +56,18 @@ def main(answer: Path, question: Question) -> None:
     def say(state: str, detail: str = "") -> None:
         answer.write_bytes(msgspec.json.encode(Reply(state, detail)))
 
+    ask(question, say)
+
+
+def ask(question: Question, say: Callable[..., None]) -> None:
+    """Run a kernel on a call; say that it runs, then what was found."""
     try:
         kernel = _kernel(question)
         call = rebuilt(question.call)
         locks = {question.call.operation: kernel}
         with SCOPES.scope({"locks": locks, "fallback_enabled": False, "allow_jit_compile": True}):
             say(RUNNING)
-            say(*_found(call, question.call))
+            say(*_found(call, question.call, REGISTRY.kernel(kernel)))
     except KernelExecutionError as error:
         say(CRASHED, f"it raised {type(error.__cause__).__name__}: {error.__cause__}")
     except (LayerZeroError, LookupError, ImportError, ValueError) as error:  # not legal here, not known here
@@ -83,7 +91,7 @@ def _kernel(question: Question) -> str:
         ) from None
 
 
-def _found(call: RandomCall, recipe: CallRecipe) -> tuple[str, str]:
+def _found(call: RandomCall, recipe: CallRecipe, kernel: Kernel) -> tuple[str, str]:
     """Run the call, with its backward pass where it had one, then compare with the reference."""
     arguments = {name: copied(value) for name, value in call.arguments.items()}
     schema = REGISTRY.operation(recipe.operation).schema
@@ -100,7 +108,8 @@ def _found(call: RandomCall, recipe: CallRecipe) -> tuple[str, str]:
     if call.arguments.get("dropout_p"):
         return PASSED, "it ran; dropout leaves nothing to compare"
     try:
-        problems = check(call)
+        facts = facts_of(call.function, **call.arguments)
+        problems = truth_of(call, facts).problems(kernel, CALLS[call.function].fast)
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -173,7 +182,7 @@ def _tensor(name: str, recipe: TensorRecipe, call: CallRecipe) -> Tensor:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Warnings are for a call's user, who is not here."""
     import warnings
 
@@ -183,5 +192,5 @@ def _quiet() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    with _quiet():
+    with quiet():
         main(Path(sys.argv[1]), msgspec.json.decode(sys.stdin.buffer.read(), type=Question))

@@ -112,13 +112,13 @@ def _judged(
     if reply is None:
         return None, f"the child process did not start: {_last_line(ended.stderr)}"
     if reply.state == child.RUNNING:
-        return Verdict.CRASHED, _end(ended)
+        return Verdict.CRASHED, ended_how(ended)
     if reply.state == child.UNKNOWN:
         return None, reply.detail
     return Verdict(reply.state), reply.detail
 
 
-def _end(ended: subprocess.CompletedProcess[bytes]) -> str:
+def ended_how(ended: subprocess.CompletedProcess[bytes]) -> str:
     """How a process ended that did not say so itself."""
     if ended.returncode < 0:
         return f"it ended the process with {signal.Signals(-ended.returncode).name}"

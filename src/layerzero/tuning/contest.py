@@ -116,6 +116,15 @@ class Contest:
         """Every time that was measured."""
         return {each.kernel: each.measurement for each in self.entries if each.measurement is not None}
 
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "call": self.name,
+            "operation": self.report.operation,
+            "before": self.report.kernel_id,
+            "kernels": [entry.to_dict() for entry in self.entries],
+        }
+
     @property
     def best(self) -> Entry | None:
         """The fastest, None if nobody has a time."""
@@ -165,11 +174,11 @@ def contest(
         report, _ = function.dispatcher.explain(given, policy)
         device = next(value for value in given.values() if isinstance(value, torch.Tensor)).device
         clock = clock or clock_of(device, graph=graph)
-        entrants = _entrants(report, leave_out, graph)
+        entrants = taking_part(report, leave_out, graph=graph)
         guilty = banned or {}
         out = [
             Entry(each.kernel, Status.BANNED, None, guilty[each.kernel.id])
-            for each in entrants
+            for each in report.candidates
             if each.kernel.id in guilty
         ]
         entrants = [each for each in entrants if each.kernel.id not in guilty]
@@ -207,7 +216,8 @@ class _Ready:
     error: float | None
 
 
-def _entrants(report: Report, leave_out: Collection[str], graph: bool) -> list[Candidate]:
+def taking_part(report: Report, leave_out: Collection[str] = (), *, graph: bool = False) -> list[Candidate]:
+    """The legal kernels that are measured: all but the reference, or the reference where it is alone."""
     legal = [
         each
         for each in report.candidates
@@ -215,8 +225,7 @@ def _entrants(report: Report, leave_out: Collection[str], graph: bool) -> list[C
         and not any(names_kernel(pattern, each.kernel) for pattern in leave_out)
         and (each.kernel.graph_safe or not graph)
     ]
-    fast = [each for each in legal if not each.kernel.is_reference]
-    return fast or legal
+    return [each for each in legal if not each.kernel.is_reference] or legal
 
 
 def bound_plan(candidate: Candidate, report: Report, call: RandomCall) -> tuple[Plan, Run]:

@@ -100,7 +100,7 @@ def default_grid(device: str, dtypes: Sequence[str] = (), operation: str = "*") 
     """
     extent = GPU if device == "cuda" else CPU
     dtypes = dtypes or (("bfloat16",) if device == "cuda" else ("float32", "bfloat16"))
-    cases = [each for each in _cases(extent) if fnmatch.fnmatchcase(each[0], operation)]
+    cases = [each for each in cases_of(extent) if fnmatch.fnmatchcase(each[0], operation)]
     return spread([Job(name, case, dtype) for dtype in dtypes for name, case in cases])
 
 
@@ -141,7 +141,8 @@ def _sizes(heads: Heads, batch: int, seq_q: int, seq_k: int) -> dict[str, int]:
     return {"batch": batch, "seq_q": seq_q, "seq_k": seq_k, **counts, **dims}
 
 
-def _cases(extent: Extent) -> Iterator[tuple[str, Case]]:
+def cases_of(extent: Extent) -> Iterator[tuple[str, Case]]:
+    """Every call of an extent."""
     for heads in extent.heads:
         for batch in extent.batches:
             for length in extent.lengths:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +11,18 @@ import torch
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
-from layerzero.core.operation import Case
+from layerzero.core.operation import Case, Operation
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.step import StepMetadata
 from layerzero.engine.answers import facts as facts_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.warmup import case_tensors
-from layerzero.ops import function_of
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.child import rebuilt
+
+Shape = Sequence[int] | Sequence[Sequence[int]]
+"""Of the first tensor, or of query and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,60 @@ def jobs_of_cases(operations: Sequence[str], dtypes: Sequence[str], layout: str 
         for case in operation.cases:
             for dtype in dtypes:
                 yield Job(name, case, dtype, layout)
+
+
+def operations_named(name: str) -> tuple[dict[str, object], list[str]]:
+    """What a name implies about parameters, and the operations that it covers: a function, operation, alias or glob.
+
+    Raises: KeyError naming the nearest operation.
+    """
+    if name in FUNCTIONS:
+        return {}, [each.name for each in FUNCTIONS[name].operations]
+    if name in OPERATION_ALIASES:
+        names, implied = OPERATION_ALIASES[name]
+        return dict(implied), list(names)
+    return {}, sorted(each for each in REGISTRY.operations_named(name) if function_of(each) is not None)
+
+
+def jobs_of_shape(
+    names: Sequence[str], shape: Shape, dtype: str, params: Mapping[str, Any], layout: str | None
+) -> list[Job]:
+    """Jobs from the shape of the query or input, or of query and key, for each of these operations that has such calls.
+
+    Raises: ValueError if none has.
+    """
+    several = [tuple(each) for each in shape if isinstance(each, (tuple, list))]
+    query, key = several if len(several) == 2 else [tuple(each for each in shape if isinstance(each, int))] * 2
+    text = "x".join(map(str, query)) + ("" if query == key else ":" + "x".join(map(str, key)))
+    found = []
+    for name in names:
+        operation = REGISTRY.operation(name)
+        sizes = _sizes(operation, query, key, layout)
+        if sizes is not None:
+            case = {parameter: value for parameter, value in params.items() if parameter in operation.schema.params}
+            found.append(Job(name, Case(text, sizes, case), dtype, layout))
+    if not found:
+        raise ValueError(
+            f"shapes: {text} is no call of {' or '.join(names) or 'any operation'}: wanted BxSxHxD, or BxSxHxD:BxSxKxD "
+            "for other keys than queries, or rows and hidden size of a norm; calls over pages have cases only"
+        )
+    return found
+
+
+def _sizes(
+    operation: Operation, query: tuple[int, ...], key: tuple[int, ...], layout: str | None
+) -> dict[str, int] | None:
+    """Axis sizes of a call with these shapes; None if the operation has no such calls."""
+    axes = operation.schema.inputs[0].axes_in(layout)
+    if operation.examples is not None:
+        return None
+    if axes[0] == "...":
+        return {"rows": math.prod(query[:-1]), "hidden": query[-1]} if query else None
+    if len(query) != 4 or len(key) != 4:
+        return None
+    of_key = operation.schema.inputs[1].axes_in(layout)
+    sizes = dict(zip(of_key, key, strict=True)) | dict(zip(axes, query, strict=True))
+    sizes["value_dim"] = sizes["head_dim"]
+    grouped, single = sizes["heads"] != sizes["kv_heads"], sizes["seq_q"] == 1
+    fits = grouped == bool(operation.sibling) and single == operation.name.endswith("decode")
+    return sizes if fits and query[0] == key[0] and query[3] == key[3] else None

@@ -6,25 +6,34 @@ is not measured again: an interrupted run goes on where it ended.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import class_text
 from layerzero.core.plan import Report
 from layerzero.engine.answers import explain
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
-from layerzero.tuning.contest import Contest, contest, window
-from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import Effort, clock_of
+from layerzero.tuning.asked import asked_jobs
+from layerzero.tuning.contest import Contest, contest, taking_part, window
+from layerzero.tuning.jobs import Job, Shape
+from layerzero.tuning.rehearsal import is_new, rehearse
+from layerzero.tuning.timing import Clock, Effort, clock_of
 
 Progress = Callable[["Step"], None]
+
+AT_ONCE = 32
+"""Calls whose new kernels one child process runs first: it costs seconds, most of them for importing torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Tuned:
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return {
-            "measured": [_contest_data(each) for each in self.contests],
+            "measured": [each.to_dict() for each in self.contests],
             "known": self.known,
             "skipped": dict(self.skipped),
             "left": self.left,
@@ -84,13 +93,145 @@ class Tuned:
         return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
-def _contest_data(found: Contest) -> dict[str, object]:
-    return {
-        "call": found.name,
-        "operation": found.report.operation,
-        "before": found.report.kernel_id,
-        "kernels": [entry.to_dict() for entry in found.entries],
-    }
+def tune(
+    operation: str = "*",
+    shapes: Sequence[Shape] | str | None = None,
+    dtype: torch.dtype | str | Sequence[torch.dtype | str] | None = None,
+    device: str | torch.device | None = None,
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    head_dim: int | None = None,
+    seq_lens: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    layout: str | None = None,
+    samples: int | None = None,
+    budget_s: float | None = None,
+    again: bool = False,
+    graph: bool = False,
+    isolate: bool = True,
+    modules: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Tuned:
+    """Measure every legal kernel on calls of an operation, and let what was found choose from then on.
+
+    Kernels may compile while this runs. Each is compared with the reference before its time is believed; one that never
+    ran on this machine runs in a child process first. A time includes LayerZero's adapters.
+
+    Args:
+        operation: a function, operation, alias or glob.
+        shapes: of the first tensor, or of query and key where they differ; ``"cases"`` for the operations' own cases;
+            the default grid if None (:mod:`layerzero.tuning.grid`).
+        dtype: one or several; bfloat16 on a GPU, float32 and bfloat16 on a CPU.
+        device: where; the current CUDA device if there is one, else the CPU.
+        manifest: a file that ``lz.record`` wrote, in place of shapes; the most frequent calls come first.
+        head_dim, seq_lens, batch_sizes: of the default grid, only attention with this head dim, with these lengths and
+            batches in place of the grid's.
+        layout: of attention's tensors or the caches.
+        samples: samples of each kernel; the setting ``tune_samples`` if None.
+        budget_s: seconds after which no further call is begun.
+        again: measure what is known, too.
+        graph: time replays of CUDA graphs in place of eager calls; kept apart from them.
+        isolate: run what is new on this machine in a child process first.
+        modules: modules that register kernels, for those child processes.
+        leave_out: libraries or kernel globs that are not measured.
+        progress: told of each call before and after.
+    Returns: what was measured. Raises: KeyError or ValueError for operations, shapes or files that mean nothing.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    jobs = asked_jobs(
+        operation,
+        shapes,
+        _dtypes(dtype, target),
+        target.type,
+        manifest=manifest,
+        head_dim=head_dim,
+        seq_lens=seq_lens,
+        batch_sizes=batch_sizes,
+        layout=layout,
+    )
+    wanted = current_policy()["tune_samples"] if samples is None else samples
+    return run_jobs(
+        jobs,
+        target,
+        effort=Effort(wanted, fill=target.type == "cpu"),
+        budget_s=budget_s,
+        again=again,
+        graph=graph,
+        isolate=isolate,
+        modules=modules,
+        leave_out=leave_out,
+        progress=progress,
+    )
+
+
+def _dtypes(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
+    if dtype is None:
+        return ("bfloat16",) if device.type == "cuda" else ("float32", "bfloat16")
+    several = (dtype,) if isinstance(dtype, (str, torch.dtype)) else tuple(dtype)
+    return tuple(dtype_name(dtype_named(each)) for each in several)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One tuning run as it goes on."""
+
+    jobs: Sequence[Job]
+    device: torch.device
+    clock: Clock
+    effort: Effort
+    again: bool
+    graph: bool
+    isolate: bool
+    modules: Sequence[str]
+    leave_out: Sequence[str]
+    banned: dict[tuple[str, str], str] = field(default_factory=dict)
+    rehearsed: int = 0
+
+    def known(self, report: Report) -> bool:
+        """Whether every kernel that would take part has a time that was measured here, or failed here before."""
+        if self.again:
+            return False
+        kernels = [each.kernel for each in taking_part(report, self.leave_out, graph=self.graph)]
+        facts = report.facts.on(report.facts.device, capturing=self.graph)
+        evidence, failures = ENGINE.ledger.evidence(kernels, facts), ENGINE.ledger.failures()
+        return all(
+            (kernel.id in evidence and evidence[kernel.id].provenance == Provenance.MEASURED)
+            or (kernel.id, report.operation) in failures
+            for kernel in kernels
+        )
+
+    def report(self, job: Job) -> Report:
+        """Who would take part, judged without the call's data."""
+        with window():
+            return explain(job.facts(self.device))
+
+    def rehearse_from(self, index: int) -> None:
+        """Let a child run what the next calls would run for the first time."""
+        if not self.isolate or index < self.rehearsed:
+            return
+        self.rehearsed = index + AT_ONCE
+        pairs = []
+        for job in self.jobs[index : self.rehearsed]:
+            report = self.report(job)
+            if not self.known(report):
+                parties = taking_part(report, self.leave_out, graph=self.graph)
+                pairs += [(each.kernel, report.facts) for each in parties if is_new(each.kernel, report.facts)]
+        for each in rehearse(pairs, modules=self.modules) if pairs else ():
+            if each.guilty:
+                self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict}: {each.detail}"
+
+    def contest(self, job: Job, facts: Facts) -> Contest:
+        """Measure one call."""
+        banned = {kernel: text for (kernel, class_), text in self.banned.items() if class_ == class_text(facts)}
+        return contest(
+            job.make(self.device),
+            effort=self.effort,
+            graph=self.graph,
+            leave_out=self.leave_out,
+            banned=banned,
+            clock=self.clock,
+        )
 
 
 def run_jobs(
@@ -101,13 +242,14 @@ def run_jobs(
     budget_s: float | None = None,
     again: bool = False,
     graph: bool = False,
+    isolate: bool = True,
+    modules: Sequence[str] = (),
     leave_out: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Tuned:
     """Measure jobs in their order until the budget is spent."""
-    started = time.perf_counter()
-    tell = progress or _silent
-    clock = clock_of(device, graph=graph)
+    started, tell = time.perf_counter(), progress or _silent
+    run = _Run(jobs, device, clock_of(device, graph=graph), effort, again, graph, isolate, modules, leave_out)
     contests: list[Contest] = []
     skipped: dict[str, str] = {}
     known = changed = looked_at = 0
@@ -116,21 +258,21 @@ def run_jobs(
             break
         looked_at = number
         tell(Step(job, number, len(jobs)))
-        with window():
-            before = explain(job.facts(device))
-        if not again and _known(before):
+        report = run.report(job)
+        if run.known(report):
             known += 1
             tell(Step(job, number, len(jobs), skipped="known"))
             continue
+        run.rehearse_from(number - 1)
         try:
-            found = contest(job.make(device), effort=effort, graph=graph, leave_out=leave_out, clock=clock)
+            found = run.contest(job, report.facts)
         except Exception as error:
             if not out_of_memory(error):
                 raise
             skipped[job.name] = f"too little memory: {str(error).splitlines()[0][:200]}"
             tell(Step(job, number, len(jobs), skipped=skipped[job.name]))
             continue
-        changed += bool(found.times) and _record_times(found.facts, found.times)
+        changed += bool(found.times) and record_times(found.facts, found.times)
         contests.append(found)
         tell(Step(job, number, len(jobs), found))
         if device.type == "cuda":
@@ -144,7 +286,7 @@ def _silent(_: Step) -> None:
     return None
 
 
-def _record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
+def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
     """Write times; tell whether another kernel is ahead by more than the noise, and let calls be chosen anew then."""
     kernels = list(times)
     before = _winner(ENGINE.ledger.evidence(kernels, facts))
@@ -158,13 +300,3 @@ def _record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
 
 def _winner(evidence: Mapping[str, Any]) -> str | None:
     return min(evidence, key=lambda name: evidence[name].time_us, default=None)
-
-
-def _known(report: Report) -> bool:
-    """Whether every kernel that would take part has a time that was measured here, or failed here before."""
-    legal = [each for each in report.candidates if each.legal]
-    taking_part = [each for each in legal if not each.kernel.is_reference] or legal
-    failures = ENGINE.ledger.failures()
-    return all(
-        each.provenance == Provenance.MEASURED or (each.kernel.id, report.operation) in failures for each in taking_part
-    )

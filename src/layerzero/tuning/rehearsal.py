@@ -1,0 +1,151 @@
+"""Run in a child process what never ran on this machine, so that whoever measures it afterwards survives it.
+
+One child answers many questions, since most of its time goes into importing torch. Where one ends it, a new child goes
+on with the next.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Verdict, class_text, home_of
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.first_run import marked
+from layerzero.tuning import child
+from layerzero.tuning.confirm import TIMEOUT_S, child_environment, ended_how
+from layerzero.tuning.rehearsal_child import Line
+
+_LOOK_S = 0.05
+"""How often the answers are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a child found about a kernel and a call; ``verdict`` is None where it could not be asked."""
+
+    kernel: Kernel
+    facts: Facts
+    verdict: Verdict | None
+    detail: str
+
+    @property
+    def guilty(self) -> bool:
+        """Whether the kernel must not run calls of this class here."""
+        return self.verdict not in (None, Verdict.PASSED)
+
+
+def is_new(kernel: Kernel, facts: Facts) -> bool:
+    """Whether a kernel never ran a call's class on this machine, as far as the ledger remembers machines.
+
+    torch's own kernels are as trusted as torch is. Without a folder to remember in, nothing counts as new.
+    """
+    if not marked(kernel) or ENGINE.ledger.verdict(kernel, facts) is not None:
+        return False
+    marker = ENGINE.ledger.begin(kernel, facts)
+    if marker is None:
+        return False
+    ENGINE.ledger.withdraw(marker)
+    return True
+
+
+def rehearse(
+    pairs: Sequence[tuple[Kernel, Facts]], *, modules: Sequence[str] = (), timeout_s: float = TIMEOUT_S
+) -> list[Rehearsed]:
+    """Run each kernel on a call like its own in child processes; remember who was wrong, crashed or hung.
+
+    Args:
+        modules: modules that register kernels, imported in the child.
+        timeout_s: seconds that one kernel may take, loading and compiling included.
+    """
+    classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
+    left, found = list(classes.values()), []
+    while left:
+        answers = _asked([_question(*pair, modules) for pair in left], timeout_s)
+        for pair, (verdict, detail) in zip(left, answers, strict=False):
+            found.append(Rehearsed(*pair, verdict, detail))
+        left = left[len(answers) :]
+    for each in found:
+        if each.guilty and each.verdict is not None:
+            ENGINE.ledger.record_verdict(each.kernel, each.facts, each.verdict)
+    if any(each.guilty for each in found):
+        ENGINE.bump()
+    return found
+
+
+def _question(kernel: Kernel, facts: Facts, modules: Sequence[str]) -> child.Question:
+    home = home_of(kernel)
+    own = [home] if home and home != "__main__" and not home.startswith("layerzero.") else []
+    return child.Question(kernel.id, CallRecipe.of(facts), [*modules, *own])
+
+
+def _asked(questions: Sequence[child.Question], timeout_s: float) -> list[tuple[Verdict | None, str]]:
+    """The answers of one child: at least one, all of them if nothing ended it."""
+    with tempfile.TemporaryDirectory(prefix="layerzero-") as folder:
+        answers, errors = Path(folder) / "answers", Path(folder) / "errors"
+        answers.touch()
+        command = [sys.executable, "-m", "layerzero.tuning.rehearsal_child", str(answers)]
+        with errors.open("wb") as log:
+            process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=child_environment()
+            )
+            assert process.stdin is not None
+            try:
+                process.stdin.write(msgspec.json.encode(list(questions)))
+                process.stdin.close()
+            except BrokenPipeError:  # it died at once; its answers say that, too
+                log.flush()
+            hung = _watched(process, answers, timeout_s)
+        lines = _lines(answers)
+        ended = subprocess.CompletedProcess(command, process.returncode, b"", errors.read_bytes())
+    finished = [line for line in lines if line.state != child.RUNNING]
+    replies = [_judged(line) for line in finished]
+    if len(replies) == len(questions):
+        return replies
+    if len(lines) == len(finished):  # it ended between two, or before the first
+        text = f"the child process did not answer: {ended_how(ended)}"
+        return [*replies, (None, f"nothing was said within {timeout_s:g} s" if hung else text)]
+    if hung:
+        return [*replies, (Verdict.HUNG, f"it did not end within {timeout_s:g} s")]
+    return [*replies, (Verdict.CRASHED, ended_how(ended))]
+
+
+def _watched(process: subprocess.Popen[bytes], answers: Path, timeout_s: float) -> bool:
+    """Wait for the end of a child; kill it, and say so, where it says nothing new for too long."""
+    size, since = 0, time.monotonic()
+    while process.poll() is None:
+        now = answers.stat().st_size
+        if now != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
+def _lines(answers: Path) -> list[Line]:
+    """What was said; each question's kernel as running only if nothing followed."""
+    last: dict[int, Line] = {}
+    for text in answers.read_bytes().splitlines():
+        try:
+            line = msgspec.json.decode(text, type=Line)
+        except msgspec.DecodeError:  # the last line, half written
+            break
+        last[line.number] = line
+    return [last[number] for number in sorted(last)]
+
+
+def _judged(line: Line) -> tuple[Verdict | None, str]:
+    return (None if line.state == child.UNKNOWN else Verdict(line.state)), line.detail

@@ -1,0 +1,210 @@
+"""Tuning windows: what is measured, in which order, what is skipped, and who may run only in a child first."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+import layerzero as lz
+from layerzero.core.evidence import Provenance
+from layerzero.core.ledger import Verdict
+from layerzero.engine.dispatch import ENGINE
+from layerzero.tuning import rehearsal, tune
+from layerzero.tuning.asked import asked_jobs
+from layerzero.tuning.contest import Status
+from layerzero.tuning.files import FileLedger
+from layerzero.tuning.grid import norm_case
+from layerzero.tuning.jobs import Job
+
+LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
+
+
+def tuned(*args, **kwargs):
+    given = {"dtype": "float32", "leave_out": LIBRARIES, "samples": 3, "isolate": False}
+    return lz.tune(*args, **{**given, **kwargs})
+
+
+def test_times_decide_from_then_on():
+    @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"], priority=99)
+    def slow(input, weight, *, eps):
+        time.sleep(0.001)
+        return rms_norm(input, weight.shape, weight, eps)
+
+    x, w = torch.randn(8, 64), torch.ones(64)
+    lz.configure(allow=["torch", "mine.*"])
+    assert lz.explain("rms_norm", x, w).kernel_id == "mine.slow"
+    found = tuned("rms_norm", shapes=[(8, 64)])
+    assert len(found.contests) == 1
+    report = lz.explain("rms_norm", x, w)
+    evidence = {each.kernel.id: each.provenance for each in report.candidates if each.legal}
+    assert evidence["mine.slow"] == evidence["torch.rms_norm"] == Provenance.MEASURED
+    assert report.kernel_id == "torch.rms_norm"
+    assert report.chosen.time_us == found.contests[0].best.measurement.median_us
+
+
+def test_what_is_known_is_not_measured_again():
+    steps = []
+    assert len(tuned("rms_norm", shapes=[(8, 64), (8, 128)]).contests) == 2
+    again = tuned("rms_norm", shapes=[(8, 64), (8, 128), (8, 256)], progress=steps.append)
+    assert (again.known, len(again.contests), again.left) == (2, 1, 0)
+    assert [step.skipped for step in steps] == ["", "known", "", "known", "", ""]
+    assert [step.number for step in steps] == [1, 1, 2, 2, 3, 3]
+    assert len(tuned("rms_norm", shapes=[(8, 64)], again=True).contests) == 1
+
+
+def test_a_failed_kernel_does_not_make_its_call_unknown_for_ever():
+    @lz.register_kernel("norm.rms", "mine.raises", supported_dtypes=["float32"])
+    def raises(input, weight, *, eps):
+        raise ArithmeticError("no")
+
+    assert len(tuned("rms_norm", shapes=[(8, 64)]).contests) == 1
+    assert tuned("rms_norm", shapes=[(8, 64)]).known == 1
+
+
+def test_a_spent_budget_leaves_the_rest():
+    found = tuned("rms_norm", shapes=[(8, 64), (8, 128)], budget_s=0.0)
+    assert (len(found.contests), found.left) == (0, 2)
+    assert "2 are left" in str(found)
+
+
+def test_a_call_that_is_too_large_is_skipped(monkeypatch):
+    def hungry(self, device):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(Job, "make", hungry)
+    found = tuned("rms_norm", shapes=[(8, 64)])
+    assert list(found.skipped.values()) == ["too little memory: no memory left"]
+    assert "1 could not be measured" in str(found)
+
+
+def test_the_answer_is_plain_data():
+    data = tuned("rms_norm", shapes=[(8, 64)]).to_dict()
+    (measured,) = data["measured"]
+    assert measured["operation"] == "norm.rms"
+    assert {each["status"] for each in measured["kernels"]} == {"timed"}
+
+
+# what is asked
+
+
+def names(*args, **kwargs):
+    return [(job.operation, job.case.name) for job in asked_jobs(*args, **kwargs)]
+
+
+def test_shapes_find_their_operations():
+    assert names("attention", [(1, 8, 4, 16)], ["float32"], "cpu") == [("attention.standard.prefill", "1x8x4x16")]
+    assert names("attention", [((1, 1, 4, 16), (1, 9, 2, 16))], ["float32"], "cpu") == [
+        ("attention.gqa.decode", "1x1x4x16:1x9x2x16")
+    ]
+    assert names("norm.*", [(3, 4, 8)], ["float32"], "cpu") == [
+        (f"norm.{kind}", "3x4x8") for kind in ("add_rms", "layer", "rms")
+    ]
+    (job,) = asked_jobs("attention.causal", [(1, 8, 4, 16)], ["float32"], "cpu")
+    assert job.case.params == {"causal": True}
+    (job,) = asked_jobs("attention", [(1, 4, 8, 16)], ["float32"], "cpu", layout="BHSD")
+    assert job.make("cpu").arguments["query"].shape == (1, 4, 8, 16)
+    assert job.case.sizes["heads"] == 4
+
+
+def test_cases_grid_and_parts_of_the_grid():
+    cases = [case.name for each in lz.list_operations() if each.name == "norm.rms" for case in each.cases]
+    assert names("rms_norm", "cases", ["float32"], "cpu") == [("norm.rms", case) for case in cases]
+    assert {operation for operation, _ in names("norm.*", None, ["float32"], "cpu")} == {
+        "norm.rms",
+        "norm.layer",
+        "norm.add_rms",
+    }
+    jobs = asked_jobs("attention", None, ["float32"], "cpu", head_dim=96, seq_lens=[7, 9], batch_sizes=[2])
+    assert {job.case.sizes["head_dim"] for job in jobs} == {96}
+    assert {job.case.sizes["batch"] for job in jobs} == {2}
+    assert {job.case.sizes["seq_k"] for job in jobs} == {7, 9}
+    assert all(job.case.params["causal"] for job in asked_jobs("attention.causal", None, ["float32"], "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shapes": [(2, 2, 2)]}, "wanted BxSxHxD"),
+        ({"shapes": "kases"}, "wanted sizes, or 'cases'"),
+        ({"shapes": "cases", "head_dim": 8}, "head_dim: they narrow the default grid"),
+        ({"shapes": "cases", "manifest": "x.json"}, "manifest: wanted it alone, got shapes"),
+        ({"seq_lens": [3], "manifest": "x.json"}, "got seq_lens beside it"),
+        ({"manifest": "absent.json"}, "wanted a manifest that lz.record wrote"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        lz.tune("attention", **given)
+    with pytest.raises(KeyError, match=r"norm\.rsm"):
+        lz.tune("norm.rsm")
+
+
+# first runs in a child
+
+CRASHES = """
+import ctypes, os, time
+from torch.nn.functional import rms_norm
+import layerzero as lz
+
+@lz.register_kernel("norm.rms", "risky.crashes", supported_dtypes=["float32"])
+def crashes(input, weight, *, eps):
+    os.kill(os.getpid(), 11)
+
+@lz.register_kernel("norm.rms", "risky.hangs", supported_dtypes=["float32"])
+def hangs(input, weight, *, eps):
+    time.sleep(60)
+
+@lz.register_kernel("norm.rms", "risky.wrong", supported_dtypes=["float32"])
+def wrong(input, weight, *, eps):
+    return input * 1
+
+@lz.register_kernel("norm.rms", "risky.right", supported_dtypes=["float32"])
+def right(input, weight, *, eps):
+    return rms_norm(input, weight.shape, weight, eps)
+"""
+
+
+@pytest.mark.slow
+def test_what_kills_its_process_is_banned_and_the_others_are_measured(tmp_path, monkeypatch):
+    (tmp_path / "risky_kernels.py").write_text(CRASHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(rehearsal.rehearse, "__kwdefaults__", {"modules": (), "timeout_s": 12.0})
+    ENGINE.ledger = FileLedger(tmp_path / "cache")
+    import risky_kernels  # noqa: F401  # registers them
+
+    found = tuned("rms_norm", shapes=[(8, 64)], isolate=True, modules=["risky_kernels"])
+    entries = {each.kernel.id: each for each in found.contests[0].entries}
+    assert entries["risky.right"].status is Status.TIMED
+    assert entries["torch.rms_norm"].status in (Status.TIMED, Status.STOPPED)
+    assert {name: each.status for name, each in entries.items() if each.measurement is None} == dict.fromkeys(
+        ["risky.crashes", "risky.hangs", "risky.wrong"], Status.BANNED
+    )
+    assert "SIGSEGV" in entries["risky.crashes"].detail
+    facts = found.contests[0].facts
+    verdicts = {name: ENGINE.ledger.verdict(each.kernel, facts) for name, each in entries.items()}
+    assert verdicts["risky.crashes"] is Verdict.CRASHED
+    assert verdicts["risky.hangs"] is Verdict.HUNG
+    assert verdicts["risky.wrong"] is Verdict.WRONG
+    assert lz.which("rms_norm", torch.randn(8, 64), torch.ones(64))["kernel_id"] in ("risky.right", "torch.rms_norm")
+    assert not rehearsal.is_new(entries["risky.right"].kernel, facts)  # it ran here now
+
+
+def test_one_child_is_asked_for_many_calls(monkeypatch, tmp_path):
+    @lz.register_kernel("norm.rms", "mine.new", supported_dtypes=["float32"])
+    def new(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    asked = []
+    monkeypatch.setattr(tune, "rehearse", lambda pairs, **_: asked.append(len(pairs)) or [])
+    ENGINE.ledger = FileLedger(tmp_path)
+    tuned("rms_norm", shapes=[(8, 64), (8, 200), (900, 64)], isolate=True)
+    assert asked == [3]
+
+
+def test_without_a_folder_nothing_is_known_about_the_machine_and_nothing_is_new():
+    kernel = lz.list_kernels("norm.rms")[0]
+    facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
+    assert not rehearsal.is_new(kernel, facts)
