@@ -25,6 +25,13 @@ def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:
     vet_calls(calls)
 
 
+def tune(calls: Iterable[Facts]) -> None:
+    """Measure every legal kernel on calls; for warmup."""
+    from layerzero.tuning.tune import tune_calls
+
+    tune_calls(calls)
+
+
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """The same in the background, for a call that was just made."""
     from layerzero.tuning.vet_later import BACKGROUND

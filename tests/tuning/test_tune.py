@@ -208,3 +208,13 @@ def test_without_a_folder_nothing_is_known_about_the_machine_and_nothing_is_new(
     kernel = lz.list_kernels("norm.rms")[0]
     facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
     assert not rehearsal.is_new(kernel, facts)
+
+
+def test_warmup_measures_where_it_is_asked_to():
+    shapes, x, w = [(8, 64)], torch.randn(8, 64), torch.ones(64)
+    lz.configure(allow=["torch"])
+    lz.warmup("rms_norm", shapes=shapes)
+    assert lz.explain("rms_norm", x, w).chosen.time_us is None
+    lz.configure(perfdb={"auto_tune": True, "tune_samples": 4})
+    lz.warmup("rms_norm", shapes=shapes)
+    assert lz.explain("rms_norm", x, w).chosen.time_us > 0

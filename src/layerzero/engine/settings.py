@@ -67,14 +67,18 @@ SETTINGS: dict[str, Setting] = {
     "perfdb.path": Setting(
         str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False
     ),
-    "perfdb.auto_tune": Setting(bool, False, "measure by itself", built=False),
-    "perfdb.tune_samples": Setting(int, 20, "samples a measurement takes", built=False),
     "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
     "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel"),
     "distributed_selection": Setting(str, "independent", "how ranks agree", built=False),
 }
 
-ALIASES = {"isolation_mode": "backend_isolation", "avoid": "avoid_sources", "prefer": "prefer_sources"}
+ALIASES = {
+    "isolation_mode": "backend_isolation",
+    "avoid": "avoid_sources",
+    "prefer": "prefer_sources",
+    "perfdb.auto_tune": "auto_tune_on_warmup",
+    "perfdb.tune_samples": "tune_samples",
+}
 """Other spellings that are accepted for a key."""
 
 
@@ -96,7 +100,8 @@ def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if name in sections and name not in SETTINGS:
             if not isinstance(value, Mapping):
                 raise PolicyError(f"{origin}: {key}: wanted a section with keys, got {value!r}")
-            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+            for inner, inner_value in value.items():
+                flat[ALIASES.get(f"{name}.{inner}", f"{name}.{inner}")] = inner_value
         else:
             flat[name] = value
     for name in flat:

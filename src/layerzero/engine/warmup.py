@@ -56,7 +56,8 @@ def warmup(
         device: where; the CPU, or the current CUDA device if there is one.
         params: further arguments of the calls.
     Returns: what was built, with seconds and errors. A kernel that fails to build stays refused. One that may not run
-        before it was vetted is vetted first, in a child process, as ``lz.vet`` does.
+        before it was vetted is vetted first, in a child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is
+        set, every legal kernel is also measured on these calls, as ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     implied = OPERATION_ALIASES[operation][1] if operation in OPERATION_ALIASES else {}
@@ -69,6 +70,8 @@ def warmup(
         results += _warm(chosen, arguments)
     if results:
         ENGINE.bump()
+    if current_policy()["auto_tune_on_warmup"]:
+        _assembly.tune([_facts(*each) for each in _every_call(operation, shapes, wanted, target, given)])
     return results
 
 
@@ -100,6 +103,11 @@ def _bound(operation: Operation, arguments: dict[str, Any]) -> tuple[Dispatcher,
     accepted = {parameter.name for parameter in dispatcher.function.parameters}
     given = {name: value for name, value in arguments.items() if name in accepted}
     return dispatcher, dispatcher.function.bind((), given)
+
+
+def _facts(operation: Operation, arguments: dict[str, Any]) -> Facts:
+    dispatcher, bound = _bound(operation, arguments)
+    return dispatcher.explain(bound, current_policy())[0].facts
 
 
 def _awaiting(operation: Operation, arguments: dict[str, Any]) -> Iterator[tuple[Kernel, Facts]]:

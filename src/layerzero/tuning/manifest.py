@@ -107,8 +107,8 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
             members, key=lambda each: (each.count, [each.call.tensors[name].shape for name in each.call.tensors])
         )
         count = sum(each.count for each in members)
-        dtype = next(iter(most.call.tensors.values())).dtype
-        found.append(Job(most.call.operation, Case(_text(most.call), {}), dtype, recipe=most.call, count=count))
+        name = Case(text_of(most.call), {})
+        found.append(Job(most.call.operation, name, dtype_of(most.call), recipe=most.call, count=count))
     return sorted(found, key=lambda job: (-job.count, job.name))
 
 
@@ -117,7 +117,12 @@ def _class_of(call: CallRecipe) -> str:
     return class_text(job.facts(call.device)) + f" {sorted(call.params.items(), key=str)}"
 
 
-def _text(call: CallRecipe) -> str:
+def dtype_of(call: CallRecipe) -> str:
+    """The dtype of a call: that of its first tensor."""
+    return next(iter(call.tensors.values())).dtype
+
+
+def text_of(call: CallRecipe) -> str:
     """The sizes of a call's tensors, each once."""
     shapes = dict.fromkeys("x".join(map(str, each.shape)) for each in call.tensors.values())
     return " ".join(shapes)

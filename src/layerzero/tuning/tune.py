@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.evidence import Measurement, Provenance
+from layerzero.core.evidence import Provenance
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
+from layerzero.core.operation import Case
 from layerzero.core.plan import Report
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine.answers import explain
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -27,8 +27,10 @@ from layerzero.engine.failing import out_of_memory
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Contest, contest, taking_part, window
 from layerzero.tuning.jobs import Job, Shape
+from layerzero.tuning.manifest import dtype_of, text_of
 from layerzero.tuning.rehearsal import is_new, rehearse
 from layerzero.tuning.timing import Clock, Effort, clock_of
+from layerzero.tuning.winner import record_times
 
 Progress = Callable[["Step"], None]
 
@@ -286,17 +288,11 @@ def _silent(_: Step) -> None:
     return None
 
 
-def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
-    """Write times; tell whether another kernel is ahead by more than the noise, and let calls be chosen anew then."""
-    kernels = list(times)
-    before = _winner(ENGINE.ledger.evidence(kernels, facts))
-    for kernel, found in times.items():
-        ENGINE.ledger.record_time(kernel, facts, found)
-    changed = _winner(ENGINE.ledger.evidence(kernels, facts)) != before
-    if changed:
-        ENGINE.bump()
-    return changed
-
-
-def _winner(evidence: Mapping[str, Any]) -> str | None:
-    return min(evidence, key=lambda name: evidence[name].time_us, default=None)
+def tune_calls(calls: Iterable[Facts]) -> Tuned:
+    """Measure calls of which the facts are known: those of ``lz.warmup``, where ``auto_tune_on_warmup`` is on."""
+    made = list(calls)
+    recipes = [CallRecipe.of(facts) for facts in made]
+    jobs = [Job(each.operation, Case(text_of(each), {}), dtype_of(each), recipe=each) for each in recipes]
+    device = torch.device(recipes[0].device if recipes else "cpu")
+    effort = Effort(current_policy()["tune_samples"], fill=device.type == "cpu")
+    return run_jobs(jobs, device, effort=effort)
