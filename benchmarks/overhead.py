@@ -1,24 +1,37 @@
-"""What a call costs beside its kernel: nanoseconds over calling the kernel directly, and what a miss costs.
+"""What a call costs beside its kernel, next to what else dispatches; what a miss, a cold call and threads cost.
 
-The kernel does nothing, so that only dispatch is timed. Candidates are interleaved, and each figure is the smallest of
-many rounds, because a loaded machine only ever adds. Ratios between lines of one run mean more than the numbers.
+The kernel does nothing. Candidates are interleaved in one process, each figure is the median over the rounds of the
+time beyond a direct call of that kernel in the same round; ratios mean more than nanoseconds.
 
-    python benchmarks/overhead.py [--json] [--rounds N]
+    python benchmarks/overhead.py                     table, and comparison with the last recorded run
+    python benchmarks/overhead.py --record            append this run to benchmarks/records/overhead.json
+    python benchmarks/overhead.py --markdown --png    write docs/measurements/overhead.md and .png
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import overhead_peers
+import overhead_report
 import torch
+from overhead_timing import cold_ns, over, rounds_ns, scaling
 
 import layerzero as lz
 from layerzero.engine import accelerator
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+
+RECORDS = Path(__file__).parent / "records" / "overhead.json"
+DIRECT = "the kernel itself"
+OPERATION = "attention.standard.prefill"
 
 
 def noop(query: Any, key: Any, value: Any, *, causal: bool = False, scale: float | None = None) -> Any:
@@ -26,122 +39,157 @@ def noop(query: Any, key: Any, value: Any, *, causal: bool = False, scale: float
     return query
 
 
-def smallest_ns(calls: dict[str, Callable[[], Any]], rounds: int, repeat: int = 500) -> dict[str, float]:
-    """Time every call in turn, round after round; the smallest time of one call, less that of an empty one."""
-    timed = {"nothing": lambda: None, **calls}
-    best = dict.fromkeys(timed, float("inf"))
-    for call in timed.values():
-        for _ in range(repeat):
-            call()
-    for _ in range(rounds):
-        for name, call in timed.items():
-            started = time.perf_counter_ns()
-            for _ in range(repeat):
-                call()
-            best[name] = min(best[name], (time.perf_counter_ns() - started) / repeat)
-    return {name: best[name] - best["nothing"] for name in calls}
+@contextmanager
+def registered() -> Iterator[None]:
+    """The kernel that does nothing wins every choice inside."""
+    lz.register_kernel(OPERATION, "user.noop", priority=100, grad=True, handles_negated=True)(noop)
+    try:
+        yield
+    finally:
+        lz.unregister_kernel("user.noop")
 
 
-def _plan(rows: tuple[Any, ...]) -> Callable[[], Any]:
-    """The kept plan of a call, called as a hit calls it."""
-    plan = next(plan for plan in CALLS["attention"].dispatcher.cache.current.values() if plan.kernel.id == "user.noop")
-    return lambda: plan.run(*rows)
+def _tensors() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 4, 2, 8) for _ in range(3))
 
 
-def hits(rounds: int) -> dict[str, float]:
-    """Times of calls that were chosen before, beside what else dispatches."""
-    declared = {"priority": 100, "grad": True, "handles_negated": True}
-    lz.register_kernel("attention.standard.prefill", "user.noop", **declared)(noop)
-    query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    short, longer = (torch.randn(1, length, 2, 8) for length in (4, 7))
-    graded = query.clone().requires_grad_()
-    library = torch.library.Library("layerzero_bench", "DEF")
-    library.define("noop(Tensor q, Tensor k, Tensor v, bool causal=True) -> Tensor")
-    library.impl("noop", lambda *tensors, **_: tensors[0].view_as(tensors[0]), "CompositeExplicitAutograd")
-
-    @torch.library.custom_op("layerzero_bench::custom", mutates_args=())
-    def custom(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
-        return q.clone()
-
-    python_operator = torch.ops.layerzero_bench.noop.default
-    addition, small = torch.ops.aten.add.Tensor, torch.zeros(1)
+def ways(query: Any, key: Any, value: Any) -> dict[str, Callable[[], Any]]:
+    """The direct call, and LayerZero's as users write them."""
     python = CALLS["attention"].python
-    turns = [short, longer]
+    bound = lz.bind(lz.attention, query, key, value, causal=True, layout="BSHD")
+    unguarded = lz.bind(lz.attention, query, key, value, causal=True, layout="BSHD", guard=False)
+    calls: dict[str, Callable[[], Any]] = {
+        DIRECT: lambda: noop(query, key, value, causal=True, scale=None),
+        "lz.attention": lambda: lz.attention(query, key, value, causal=True, layout="BSHD"),
+        "lz.attention in Python": lambda: python(query, key, value, causal=True, layout="BSHD"),
+        "lz.bind": lambda: bound(query, key, value),
+        "lz.bind, guard=False": lambda: unguarded(query, key, value),
+    }
+    for call in calls.values():
+        call()
+        call()
+    return calls
+
+
+def hits(rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Nanoseconds over the direct call, and the peers that are not here with the reason."""
+    query, key, value = _tensors()
+    turns = [torch.randn(1, length, 2, 8) for length in (4, 7)]
 
     def in_turn() -> Any:
         turns.reverse()
-        return lz.attention(turns[0], turns[0], turns[0], layout="BSHD")
+        return lz.attention(turns[0], turns[0], turns[0], causal=True, layout="BSHD")
 
-    def attention(q: torch.Tensor) -> Callable[[], Any]:
-        return lambda: lz.attention(q, key, value, layout="BSHD")
-
-    with torch.no_grad():
-        for way in (lz.attention, lz.attention, python):  # the first loads the declarations, which empties the tables
-            way(query, key, value, layout="BSHD")
-        arguments = (query, key, value, True, None, "BSHD", None, 0.0, None, None, None, None, None, False)
-        times = smallest_ns(
-            {
-                "the kernel itself": lambda: noop(query, key, value, causal=True, scale=None),
-                "its plan": _plan(arguments),
-                "lz.attention": attention(query),
-                "lz.attention, two sizes in turn": in_turn,
-                "lz.attention in Python": lambda: python(query, key, value, layout="BSHD"),
-                "a C++ operator (aten.add)": lambda: addition(small, small),
-                "a Python operator (torch.library)": lambda: python_operator(query, key, value),
-                "torch.library.custom_op": lambda: custom(query, key, value),
-            },
-            rounds,
-        )
-        with lz.scope(debug=False):
-            times |= smallest_ns({"lz.attention in a scope": attention(query)}, rounds)
-    times |= smallest_ns(
-        {
-            "lz.attention, grad on": attention(graded),
-            "lz.attention in Python, grad on": lambda: python(graded, key, value, layout="BSHD"),
-        },
-        rounds,
+    with registered():
+        with torch.no_grad():
+            peers, missing = overhead_peers.installed(query, key, value, noop)
+            calls = ways(query, key, value) | {"lz.attention, two sizes in turn": in_turn}
+            calls |= peers
+            found = over(rounds_ns(calls, rounds), DIRECT)
+            with lz.scope(debug=False):
+                scoped = {DIRECT: calls[DIRECT], "lz.attention in a scope": calls["lz.attention"]}
+                found |= over(rounds_ns(scoped, rounds), DIRECT)
+        graded = query.clone().requires_grad_()
+        with_grad = over(rounds_ns(ways(graded, key, value), rounds), DIRECT)
+        found |= {f"{name}, grad on": each for name, each in with_grad.items()}
+        custom = torch.ops.layerzero_bench.custom
+        both = {DIRECT: lambda: noop(graded, key, value, causal=True, scale=None)}
+        both["torch.library.custom_op, grad on"] = lambda: custom(graded, key, value, True)
+        found |= over(rounds_ns(both, rounds), DIRECT)
+    found["F.sdpa, all but its kernel"] = found["F.sdpa, whole call"] - (
+        found.pop("its C++ kernel as an operator") - found["C++ operator, .default"]
     )
-    lz.unregister_kernel("user.noop")
-    return times
+    return found, missing
 
 
-def miss_us(rounds: int) -> float:
-    """Time of choosing anew among the kernels of this machine and one that does nothing, which wins."""
-    lz.register_kernel("attention.standard.prefill", "user.noop", priority=100)(noop)
-    query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    cache = CALLS["attention"].dispatcher.cache
+def misses_us(rounds: int, candidates: int) -> dict[str, float]:
+    """Microseconds of choosing anew among so many kernels, the legal ones first, without running the chosen one."""
+    query, key, value = _tensors()
+    found: dict[str, float] = {}
+    with registered(), torch.no_grad():
+        lz.attention(query, key, value, causal=True, layout="BSHD")
+        report = lz.explain("attention", query, key, value, causal=True, layout="BSHD")
+        kept = [each.kernel for each in report.candidates][:candidates]
+        call, registry = CALLS["attention"], ENGINE.registry
+        cache, before = call.dispatcher.cache, registry.candidates
+        registry.candidates = lambda _operation: kept
+        try:
+            for name, way in (("native", lz.attention), ("Python", call.python)):
 
-    def miss() -> None:
-        cache.current.clear()
-        lz.attention(query, key, value, layout="BSHD")
+                def miss(way: Any = way) -> None:
+                    cache.current.clear()
+                    way(query, key, value, causal=True, layout="BSHD")
 
-    with torch.no_grad():
-        best_us = smallest_ns({"miss": miss}, rounds, repeat=20)["miss"] / 1000
-    lz.unregister_kernel("user.noop")
-    return best_us
+                times = rounds_ns({name: miss, DIRECT: lambda: None}, rounds, repeat=20)
+                found[name] = over(times, DIRECT)[name] / 1000
+        finally:
+            registry.candidates = before
+    return found
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Everything, as plain values."""
+    over_ns, missing = hits(rounds)
+    query, key, value = _tensors()
+    with registered():
+        with torch.no_grad():
+            calls = ways(query, key, value)
+            custom = torch.ops.layerzero_bench.custom
+            cold = cold_ns(calls | {"torch.library.custom_op": lambda: custom(query, key, value, True)})
+        threads = scaling(calls["lz.attention"])
+    return {
+        "over_ns": {name: round(each, 1) for name, each in over_ns.items()},
+        "missing": missing,
+        "cold_ns": {name: round(each) for name, each in cold.items()},
+        "threads": {str(number): round(each, 3) for number, each in threads.items()},
+        "miss_us": {name: round(each, 1) for name, each in misses_us(max(rounds // 3, 5), 10).items()},
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(names),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hit_path": f"C, {accelerator.HOT.reader()}" if accelerator.HOT is not None else accelerator.ABSENT,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, compare and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--json", action="store_true", help="print plain values and nothing else")
+    parser.add_argument("--record", type=Path, nargs="?", const=RECORDS, help="append this run to a file of runs")
+    parser.add_argument("--markdown", action="store_true", help="write docs/measurements/overhead.md")
+    parser.add_argument("--png", action="store_true", help="write docs/measurements/overhead.png (needs matplotlib)")
     options = parser.parse_args()
-    times, chosen_us = hits(options.rounds), miss_us(options.rounds)
-    kernels = len(lz.list_kernels("attention.standard.prefill")) + 1
+    run = measure(options.rounds)
     if options.json:
-        print(json.dumps({"ns": times, "miss_us": chosen_us, "candidates": kernels, "torch": torch.__version__}))
+        print(json.dumps(run))
         return
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, smallest of {options.rounds} rounds")
-    print(f"hit path: {'C' if accelerator.HOT is not None else 'Python, ' + accelerator.ABSENT}")
-    plan, operator, custom = (
-        times[name] for name in ("its plan", "a C++ operator (aten.add)", "torch.library.custom_op")
-    )
-    print(f"{'':36}{'ns a call':>12}{'over the plan':>16}{'of a C++ op':>14}{'of custom_op':>14}")
-    for name, time_ns in times.items():
-        over = time_ns - plan
-        print(f"{name:36}{time_ns:12.0f}{over:16.0f}{over / operator:14.2f}{over / custom:14.3f}")
-    print(f"a miss with {kernels} candidates: {chosen_us:.0f} us")
+    path = options.record or RECORDS
+    recorded = json.loads(path.read_text()) if path.exists() else []
+    same = [each for each in recorded if each["machine"]["cpu"] == run["machine"]["cpu"]]
+    overhead_report.show(run, (same or [None])[-1])
+    if options.record:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([*recorded, run], indent=1) + "\n")
+        print(f"recorded in {path}")
+    if options.markdown:
+        print(f"wrote {overhead_report.write_markdown(run)}")
+    if options.png:
+        print(f"wrote {overhead_report.write_chart(run)}")
 
 
 if __name__ == "__main__":
