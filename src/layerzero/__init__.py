@@ -70,11 +70,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "LayerZeroLayoutWarning",
         "LayerZeroPerformanceWarning",
         "LayerZeroWarning",
-        "NoCompatibleKernelPairError",
         "NoKernelFoundError",
         "PolicyError",
         "RegistrationError",
-        "VersionMismatchError",
     ),
 }
 _FUNCTIONS = ("add_rms_norm", "append_paged_kv", "attention", "layer_norm", "paged_attention", "rms_norm")

@@ -17,11 +17,9 @@ from layerzero.core.errors import (
     LayerZeroLayoutWarning,
     LayerZeroPerformanceWarning,
     LayerZeroWarning,
-    NoCompatibleKernelPairError,
     NoKernelFoundError,
     PolicyError,
     RegistrationError,
-    VersionMismatchError,
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.kernel import Backend, Kernel
@@ -77,7 +75,6 @@ __all__ = [
     "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
     "Machine",
-    "NoCompatibleKernelPairError",
     "NoKernelFoundError",
     "OpKind",
     "Operation",
@@ -94,7 +91,6 @@ __all__ = [
     "StepMetadata",
     "TensorSchema",
     "Tolerance",
-    "VersionMismatchError",
     "__version__",
     "add_rms_norm",
     "append_paged_kv",

@@ -162,3 +162,61 @@ def test_operations_name_the_facts_that_they_derive():
 def test_questions_about_nothing_name_the_nearest(question, text):
     with pytest.raises(KeyError, match=text):
         question()
+
+
+MISFITS = {
+    "layout": (
+        {"operations": ("attention.gqa.decode.paged",), "layout": "BSHD"},
+        r"mine\.misfit: layout: attention\.gqa\.decode\.paged wants NHD or HND, got 'BSHD'",
+    ),
+    "layout of none": (
+        {"operations": ("norm.rms",), "layout": "BSHD"},
+        r"layout: norm\.rms wants none: its axes have no layout, got 'BSHD'",
+    ),
+    "a name taken": (
+        {"operations": ("norm.rms",), "accepts": ("eps",), "renames": {"eps": "weight"}},
+        r"renames 'eps' to 'weight', which is another argument of norm\.rms",
+    ),
+    "one name for two": (
+        {
+            "operations": ("attention.standard.prefill",),
+            "layout": "BSHD",
+            "accepts": ("scale", "causal"),
+            "renames": {"scale": "x", "causal": "x"},
+        },
+        "renames two arguments to one name",
+    ),
+    "a mask that is not there": (
+        {"operations": ("attention.standard.prefill", "norm.rms"), "accepts": ("attn_mask",), "folds": ("window",)},
+        r"folds \['window'\], but norm\.rms has no mask to fold into",
+    ),
+    "a dtype that is not there": (
+        {
+            "operations": ("norm.rms",),
+            "tolerance": {"int8": lz.Tolerance(1.0, 1.0)},
+            "tolerance_reason": "because",
+        },
+        "tolerance for int8, a dtype that its operations do not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_kernel_that_does_not_fit_its_operations_is_refused(misfit):
+    declared, text = MISFITS[misfit]
+    backend = lz.Backend(name="mine", summary="for the test")
+    kernel = lz.Kernel(id="mine.misfit", backend=backend, load=lambda facts: None, **declared)
+    with pytest.raises(lz.RegistrationError, match=text):
+        lz.register_backend([kernel])
+    assert "mine.misfit" not in {each.id for each in lz.list_kernels()}
+
+
+def test_an_operation_has_the_tensors_that_its_kind_has():
+    from dataclasses import replace
+
+    operation = next(each for each in lz.list_operations() if each.name == "norm.rms")
+    schema = replace(operation.schema, operation="test.words")
+    words = replace(operation, schema=schema, kind=lz.OpKind.TOKENIZATION)
+    with pytest.raises(lz.RegistrationError, match="of kind tokenization: wanted no tensors among its inputs"):
+        lz.register_operation(words)
+    assert "test.words" not in {each.name for each in lz.list_operations()}

@@ -172,3 +172,50 @@ class _Lengths:
 def forgets(query, key_cache, value_cache, block_tables, context_lens, *, step=None):
     lens = context_lens if step is None else step.slot("planted.forgets", _Lengths).lens
     return paged_attention_reference(query, key_cache, value_cache, block_tables, lens)
+
+
+@lz.register_kernel("norm.add_rms", "planted.spills", supported_dtypes=["float32"])
+def spills(input, residual, weight, *, eps):
+    residual.add_(input)
+    last = residual.storage_offset() + sum(
+        (n - 1) * step for n, step in zip(residual.shape, residual.stride(), strict=True)
+    )
+    if residual.numel() and (last + 2) * residual.itemsize <= residual.untyped_storage().nbytes():
+        residual.as_strided((1,), (1,), last + 1).fill_(0)  # as a kernel whose last store is one too wide
+    return right(residual, weight, eps)
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+@narrow("strided_gradient", grad=True)
+def strided_gradient(input, weight, *, eps):
+    return right(input if input.is_contiguous() else _Halved.apply(input), weight, eps)
+
+
+@narrow("odd_gradient", grad=True)
+def odd_gradient(input, weight, *, eps):
+    return right(_Halved.apply(input) if input.shape[-1] % 2 else input, weight, eps)
+
+
+_COMPILED = set()
+
+
+@narrow("stale_key", jit=True, build_key=lambda facts: "one artefact for all")
+def stale_key(input, weight, *, eps):
+    if input.shape[-1] not in _COMPILED and len(_COMPILED) < 3:  # it compiles for each length of a row
+        _COMPILED.add(input.shape[-1])
+        time.sleep(0.6)
+    return right(input, weight, eps)
+
+
+@narrow("right_key", jit=True, build_key=lambda facts: facts.size("hidden"))
+def right_key(input, weight, *, eps):
+    return right(input, weight, eps)

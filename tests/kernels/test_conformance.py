@@ -37,6 +37,15 @@ FINDINGS = [
     ("one_buffer", "wrong", "results of their own, float32", "changed the result of the first"),
     ("prepacked", "wrong", "results of their own, float32", "with other values in the same tensors: result 0"),
     ("forgets", "wrong", "a step that advances, float32", r"after advance\(\): result 0"),
+    ("spills", "wrong", "case batch_decode, float32", "residual: wanted what lies around it untouched"),
+    ("strided_gradient", "wrong", "gradients of strided, float32", "the gradient of input"),
+    ("odd_gradient", "wrong", "gradients of random calls, float32", "the gradient of input"),
+    (
+        "stale_key",
+        "wrong",
+        "build key, float32",
+        "build_key says that hidden = [0-9]+ is built, but its first call took",
+    ),
     ("too_wide", "wrong", "limit head_dim <= 96", "96 is legal by 'head_dim <= 96', but the result is wrong"),
 ]
 
@@ -69,6 +78,53 @@ def test_each_limit_says_what_the_library_does_beyond_it(planted, kernel, line):
     assert any(each.startswith(line) for each in report.limits()), report.limits()
     assert f"  {line}" in str(report)
     assert report.ok, "a limit that is too strict is a note"
+
+
+def test_a_key_that_holds_what_is_compiled_is_right(planted):
+    found = {result.check: result for result in planted.kernel("planted.right_key").results}
+    assert found["build key, float32"].status == "passed"
+    assert planted.kernel("planted.right_key").ok
+
+
+MODULES = {
+    "does_not_exist": (None, "No module named 'does_not_exist'"),
+    "raises_at_import": ("1 / 0\n", "ZeroDivisionError: division by zero"),
+    "registers_nothing": (
+        "import layerzero as lz\n",
+        "got one that registers none; register them where it is imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_without_kernels_is_an_error_with_a_next_step(tmp_path, monkeypatch, module):
+    text, said = MODULES[module]
+    if text is not None:
+        (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = CliRunner().invoke(main, ["conformance", "--module", module])
+    assert answer.exit_code == 2
+    assert f"--module {module}: wanted a module that" in answer.stderr
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_drawn_tables_give_each_sequence_pages_of_its_own():
+    from layerzero.testing.sizes import resized
+
+    operation = next(each for each in lz.list_operations() if each.name == "attention.gqa.decode.paged")
+    wide = resized(operation, operation.cases[0], {"max_blocks": 2304})
+    for case in (wide, resized(operation, operation.cases[0], {"pages": 1}), *operation.cases[:1]):
+        made = operation.examples(case, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+        lens, table, size = made["context_lens"], made["block_tables"], case.sizes["page_size"]
+        used = [
+            page for row, length in zip(table.tolist(), lens.tolist(), strict=True) for page in row[: length // size]
+        ]
+        assert used
+        assert len(set(used)) == len(used) or case.sizes["pages"] < case.sizes["batch"]
+    assert int(lens.max()) == 4 * 16
+    made = operation.examples(wide, torch.float32, torch.device("cpu"), None)
+    assert made["context_lens"].tolist() == [2304 * 16] * wide.sizes["batch"]
 
 
 def test_a_mistake_in_one_dtype_leaves_the_others_right(planted):
@@ -162,7 +218,7 @@ def test_the_command_proves_something_or_exits_with_1():
 
 
 @pytest.mark.parametrize(("line", "problem"), [
-    ("--module a_module_that_nobody_has", "the module 'a_module_that_nobody_has' does not import"),
+    ("--module a_module_that_nobody_has", "No module named 'a_module_that_nobody_has'"),
     ("--operation norm.rsm", "unknown operation 'norm.rsm'"),
     ("--kernel nobody.*", "no kernel here is named by nobody.*"),
 ])  # fmt: skip

@@ -351,6 +351,19 @@ def test_compiled_code_sees_one_operator_for_each():
     torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
 
 
+def test_a_step_that_compiled_code_cannot_use_is_told():
+    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
+    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    step = lz.StepMetadata(table, lens)
+
+    def layer(query):
+        return lz.paged_attention(query, keys, values, table, lens, step=step)
+
+    with pytest.warns(lz.LayerZeroPerformanceWarning, match="paged_attention: step= has no effect in compiled code"):
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(query)
+    torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
+
+
 @pytest.mark.parametrize(
     "operation", ["attention.standard.decode.paged", "attention.gqa.decode.paged", "kv.append.paged"]
 )

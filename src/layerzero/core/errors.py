@@ -8,8 +8,6 @@ LayerZeroError
 +-- NoKernelFoundError                     nothing legal is left to run
 +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
 +-- KernelExecutionError                   a kernel was called and failed
-+-- VersionMismatchError                   processes of one job disagree about versions
-+-- NoCompatibleKernelPairError            no draft/target kernel pair fits together
 LayerZeroWarning (UserWarning)
 +-- LayerZeroLayoutWarning                 a layout had to be assumed
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
@@ -130,33 +128,6 @@ class KernelExecutionError(LayerZeroError):
         self.kernel_id = kernel_id
         self.operation = operation
         super().__init__(f"{kernel_id} failed in {operation}; nothing ran in its place because {why_no_fallback}")
-
-
-class VersionMismatchError(LayerZeroError):
-    """Processes that must agree run different versions or capabilities.
-
-    Attributes:
-        expected: what this process has.
-        found: what the other processes have, by name or rank.
-    """
-
-    def __init__(self, what: str, expected: str, found: Mapping[str, str]) -> None:
-        self.expected = expected
-        self.found = dict(found)
-        others = ", ".join(f"{name}: {version}" for name, version in self.found.items())
-        super().__init__(f"{what}: wanted {expected} everywhere, got {others}")
-
-
-class NoCompatibleKernelPairError(LayerZeroError):
-    """No kernel for the draft model shares a cache layout and dtype with one for the target model."""
-
-    def __init__(self, draft: Sequence[str], target: Sequence[str]) -> None:
-        self.draft = tuple(draft)
-        self.target = tuple(target)
-        super().__init__(
-            f"no compatible pair: draft candidates {list(draft)}, target candidates {list(target)} "
-            "share no KV cache layout and dtype"
-        )
 
 
 class LayerZeroWarning(UserWarning):

@@ -6,6 +6,7 @@ the table goes to the slower ways; they have the same results.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
+from layerzero.core.errors import LayerZeroPerformanceWarning
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine import accelerator, compiling
@@ -137,6 +139,12 @@ class Call:
             if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):
                 best = name, schema
         name, schema = best
+        if torch.compiler.is_dynamo_compiling():
+            unused = [
+                each for each in self.function.handles if each not in schema.order and arguments[each] is not None
+            ]
+            if unused:
+                _tell_unused(self.function.name, ", ".join(unused))
         for listed in schema.lists:
             if isinstance(arguments[listed], int):
                 arguments[listed] = [arguments[listed]]
@@ -155,6 +163,20 @@ class Call:
             self.function.route(dict(arguments), current_policy().layout)
             return self._operator(*values)
         return self.dispatcher.once(arguments)
+
+
+def _tell_unused(function: str, names: str) -> bool:
+    text = (
+        f"lz.{function}: {names}= has no effect in compiled code, where an operator of tensors stands in for the call: "
+        "kernels that plan on the host plan for each call again. Call it outside of what torch.compile sees, as with "
+        "torch.compiler.disable, to pay once a step"
+    )
+    warnings.warn(text, LayerZeroPerformanceWarning, stacklevel=2)
+    return True
+
+
+# Dynamo runs it while it traces, and nothing of it stays in the code.
+_tell_unused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

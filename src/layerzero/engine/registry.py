@@ -22,12 +22,11 @@ from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
 from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import OneOf
-from layerzero.core.operation import Operation
+from layerzero.core.operation import Operation, OpKind
+from layerzero.engine import fitting
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
-from layerzero.ops.attention_math import FOLDABLE
 
 ENTRY_POINTS = "layerzero.backends"
 USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
@@ -59,7 +58,15 @@ class Registry:
             listener()
 
     def register_operation(self, operation: Operation) -> None:
-        """Add an operation; its reference becomes its last candidate."""
+        """Add an operation; its reference becomes its last candidate.
+
+        Raises: RegistrationError for a name that is taken, or parts that its kind does not have or needs.
+        """
+        tensors = bool(operation.schema.inputs)
+        if tensors == (operation.kind is OpKind.TOKENIZATION):
+            wanted = "no tensors" if tensors else "at least one tensor"
+            problem = f"wanted {wanted} among its inputs, got {[each.name for each in operation.schema.inputs]}"
+            raise RegistrationError(f"operation {operation.name!r} of kind {operation.kind}: {problem}")
         with self._lock:
             if operation.name in self._operations:
                 raise RegistrationError(f"operation {operation.name!r} is registered already")
@@ -130,29 +137,8 @@ class Registry:
             self._kernels[name].append(kernel)
 
     def check(self, kernel: Kernel) -> None:
-        """Raise RegistrationError if the kernel names an operation, argument or fact that does not exist."""
-        for name in kernel.operations:
-            if name not in self._operations:
-                raise RegistrationError(f"{kernel.id}: Unknown operation {name!r}{nearest(name, self._operations)}")
-        accepted = {argument for name in kernel.operations for argument in self._operations[name].schema.arguments}
-        unknown = set(kernel.accepts) - accepted
-        if unknown:
-            raise RegistrationError(
-                f"{kernel.id}: accepts {sorted(unknown)}, which {', '.join(kernel.operations)} does not have"
-            )
-        foreign = sorted(set(kernel.folds) - set(FOLDABLE))
-        if foreign:
-            raise RegistrationError(f"{kernel.id}: folds {foreign}; only {', '.join(FOLDABLE)} can be folded")
-        for name in kernel.implies:
-            if not any(
-                isinstance(each, OneOf) and each.fact == name and len(each.values) == 1 for each in kernel.limits
-            ):
-                raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
-        known = {fact for name in kernel.operations for fact in self._operations[name].facts}
-        tensors = {each.name for operation in self._operations.values() for each in operation.schema.inputs}
-        for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
-            if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
-                raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
+        """Raise RegistrationError if the kernel's declaration does not fit its operations."""
+        fitting.check(kernel, self._operations)
 
     def _load(self) -> None:
         """Read the declarations of built-in and plugin backends, once."""

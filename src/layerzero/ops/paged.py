@@ -112,10 +112,13 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """Full sequences on shuffled pages."""
+    """Sequences on shuffled pages, each page in one place: where the cache is small, sequences are short."""
     size = case.sizes
     cache = (size["pages"], size["page_size"], size["kv_heads"])
-    tokens = size["max_blocks"] * size["page_size"] if size["pages"] else 0
+    batch, blocks = size["batch"], size["max_blocks"]
+    used = min(blocks, size["pages"] // max(batch, 1))  # pages that each sequence has
+    shared = used == 0 and size["pages"] > 0 and blocks > 0  # fewer pages than sequences: all see the same prefix
+    tokens = (1 if shared else used) * size["page_size"]
     meta = device.type == "meta"
 
     def normal(*shape: int) -> Tensor:
@@ -125,14 +128,15 @@ def _examples(
             return torch.randn(shape, device=device, dtype=dtype)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    entries = size["batch"] * size["max_blocks"]
-    pages = torch.randperm(entries, generator=generator) % max(size["pages"], 1)  # each its own where there are enough
+    table = torch.zeros(batch, blocks, dtype=torch.int64)  # beyond a sequence's last page: any page
+    if not shared:
+        table[:, :used] = torch.randperm(size["pages"], generator=generator)[: batch * used].view(batch, used)
     return {
         "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
         "key_cache": normal(*cache, size["head_dim"]),
         "value_cache": normal(*cache, size["value_dim"]),
-        "block_tables": pages.view(size["batch"], size["max_blocks"]).to(device, torch.int32),
-        "context_lens": torch.full((size["batch"],), tokens).to(device, torch.int32),
+        "block_tables": table.to(device, torch.int32),
+        "context_lens": torch.full((batch,), tokens).to(device, torch.int32),
     }
 
 

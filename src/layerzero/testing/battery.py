@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.core.reasons import ReasonCode
-from layerzero.engine.config import SCOPES
 from layerzero.engine.functions import CALLS
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import boundaries, execution, generate
+from layerzero.testing import boundaries, building, execution, generate, gradients
 from layerzero.testing.boundaries import Bound
 from layerzero.testing.generate import RandomCall, random_call
 from layerzero.testing.memory import FORMS, poisoned, reshaped
@@ -37,18 +35,16 @@ from layerzero.testing.sizes import (
     tied,
     with_axis,
 )
-from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, build, raised
+from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, raised
 
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
 
-BUILDING_SECONDS = 10.0
-"""After so many seconds of compiling for a kernel, no other build is begun; what is not built is not tried."""
-
-_building: dict[str, float] = defaultdict(float)
-
 DRAWS_A_CALL = 16
 """How many random calls are drawn, at most, to find one that the kernel takes."""
+
+GRADIENT_CALLS = 5
+"""Random calls whose gradients are compared, of each dtype."""
 
 POOL = 100
 """Random calls among which those are looked for that one limit alone refuses."""
@@ -128,23 +124,10 @@ class Battery:
 
     def _build(self, setting: Setting) -> Play:
         def play(note: Note) -> Outcome:
-            spent = _building[self.kernel.id]
-            if spent > BUILDING_SECONDS:
-                return Outcome("not tried", f"not built: building others took {spent:.0f} s already")
-            with SCOPES.scope({"allow_jit_compile": True}):
-                case, _ = base_case(self.kernel, setting)
-            call = setting.call(case)
-            note(f"building for {call.text}")
-            started = time.perf_counter()
             try:
-                build(self.kernel, self.operation, call)
+                return building.built(self.kernel, setting, note)
             except (ImportError, OSError) as error:
                 return self._unloadable(error)
-            _building[self.kernel.id] += time.perf_counter() - started
-            trial = attempt(self.kernel, self.operation, call)
-            if trial is None or trial.reasons:
-                return Outcome("refused", trial.codes if trial else "no call")
-            return Outcome("passed", "built")
 
         return play
 
@@ -164,6 +147,8 @@ class Battery:
 
     def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
+        if kernel.build_key is not None:
+            yield Check(f"build key, {dtype}", _just(building.build_key, kernel, setting, base), BUILD_SECONDS)
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
             yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(_one, setting, case)))
         for layout in self.operation.layouts[1:]:
@@ -182,7 +167,10 @@ class Battery:
         if kernel.deterministic:
             yield Check(f"same bits, {dtype}", _just(execution.repeats, trial))
         if kernel.grad:
-            yield Check(f"gradients, {dtype}", _just(execution.gradients, trial))
+            yield Check(f"gradients, {dtype}", _just(gradients.gradients, trial))
+            for form in FORMS:
+                yield Check(f"gradients of {form}, {dtype}", _just(gradients.gradients, trial, form))
+            yield Check(f"gradients of random calls, {dtype}", self._random_gradients(setting.dtype, trial))
         if trial.facts.device.torch_type == "cuda":
             yield Check(f"other stream, {dtype}", _just(execution.other_stream, trial))
             yield Check(f"other device, {dtype}", _just(execution.other_device, trial))
@@ -214,14 +202,14 @@ class Battery:
             for size in LARGE:
                 yield Check(
                     f"{axis} = {size}, {dtype}",
-                    self._first(functools.partial(_resized, cheap, {axis: size}), setting),
+                    self._first(functools.partial(_resized, self.operation, cheap, {axis: size}), setting),
                 )
             group = tied(self.operation, axis)
             if group[0] == axis and len(group) > 1 and first:
                 sizes = dict.fromkeys(group, LARGE[0])
                 yield Check(
                     f"{' = '.join(group)} = {LARGE[0]}, {dtype}",
-                    self._first(functools.partial(_resized, cheap, sizes), setting),
+                    self._first(functools.partial(_resized, self.operation, cheap, sizes), setting),
                 )
 
     def _first(self, cases: Callable[[], Iterable[Case]], setting: Setting) -> Play:
@@ -291,6 +279,20 @@ class Battery:
 
         return play
 
+    def _random_gradients(self, dtype: torch.dtype, base: Trial) -> Play:
+        """Gradients at drawn shapes, with the arguments that the base call has, too."""
+
+        def play(_: Note) -> Outcome:
+            kept = {*base.call.arguments, "causal", "scale", "eps", "layout"}
+            calls = (
+                replace(call, arguments={name: value for name, value in call.arguments.items() if name in kept})
+                for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL)
+                for call in [_draw(self.operation, dtype, self.seed, number, self.device)]
+            )
+            return gradients.gradients_of(self.kernel, self.operation, calls, GRADIENT_CALLS)
+
+        return play
+
     def _limits(self) -> Iterator[Check]:
         setting, _, trial = self._first_taken()
         if setting is None or trial is None:
@@ -345,8 +347,8 @@ def _one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:
     return [("", setting.call(case))]
 
 
-def _resized(cheap: Callable[[], Case], sizes: dict[str, int]) -> list[Case]:
-    return [resized(cheap(), sizes)]
+def _resized(operation: Operation, cheap: Callable[[], Case], sizes: dict[str, int]) -> list[Case]:
+    return [resized(operation, cheap(), sizes)]
 
 
 def function_of(operation: Operation) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.failing import out_of_memory
-from layerzero.testing import execution
+from layerzero.testing import execution, gradients
 from layerzero.testing.battery import drawn_numbers, function_of
 from layerzero.testing.compare import check
 from layerzero.testing.generate import RandomCall, random_call
@@ -114,7 +114,7 @@ def _ways(kernel: Kernel) -> Iterator[tuple[str, Callable[[Trial], Outcome]]]:
     if kernel.deterministic:
         yield "same bits", execution.repeats
     if kernel.grad:
-        yield "gradients", execution.gradients
+        yield "gradients", gradients.gradients
 
 
 def _run(trial: Trial) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import home_of
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.probe import this_machine
@@ -101,6 +102,22 @@ def _run(key: Key, check: Check, device: str, write: Write) -> None:
         os._exit(CONTEXT_LOST)
 
 
+def _imported(modules: Sequence[str]) -> str:
+    """Import modules that should register kernels; say what is wrong with one that does not."""
+    for module in modules:
+        before = len(REGISTRY.kernels())
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001  # whatever a module of somebody else's raises
+            wanted = "wanted a module that imports and registers kernels"
+            return f"--module {module}: {wanted}, got {type(error).__name__}: {error}"
+        mine = any(f"{home_of(kernel)}.".startswith(f"{module}.") for kernel in REGISTRY.kernels())
+        if len(REGISTRY.kernels()) == before and not mine:
+            more = "register them where it is imported, with @lz.register_kernel or lz.register_backend"
+            return f"--module {module}: wanted a module that registers kernels, got one that registers none; {more}"
+    return ""
+
+
 def main() -> None:
     """Do one job: the kernels of the first library that has something left to do."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -110,12 +127,10 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
 
     job = json.loads(sys.stdin.read())
-    for module in job["modules"]:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            write({"error": f"the module {module!r} does not import: {error}"})
-            return
+    problem = _imported(job["modules"])
+    if problem:
+        write({"error": problem})
+        return
     warnings.simplefilter("ignore", LayerZeroWarning)  # what a kernel cannot do is what this looks for
     torch.set_num_threads(1)  # small tensors gain nothing from more; some checks take all
     device = Device.detect(job["device"])

@@ -21,6 +21,9 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.reference import reference_call
 from layerzero.testing.generate import RandomCall
 
+GUARD_BYTES = 512
+"""What is watched on either side of a tensor that is written into; keeps its address aligned as it was."""
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -130,13 +133,37 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     Mutated arguments are copied first, so that the call can be run again.
     """
     truth = truth or expected(call)
-    arguments = {name: copied(value) if name in truth.mutated else value for name, value in call.arguments.items()}
-    before = {name: _memory(value).clone() for name, value in _tensors(arguments) if name not in truth.mutated}
+    arguments = {name: _guarded(value) if name in truth.mutated else value for name, value in call.arguments.items()}
+    before = {name: _memory(value).clone() for name, value in _tensors(arguments)}
     found = problems((run or CALLS[call.function].fast)(**arguments), arguments, truth)
     for name, memory in before.items():
-        if not torch.equal(_memory(arguments[name]), memory):
+        after = _memory(arguments[name])
+        if name in truth.mutated:
+            around = _around(arguments[name])
+            if not torch.equal(after[around], memory[around]):
+                found.append(f"{name}: wanted what lies around it untouched, got other bytes there")
+        elif not torch.equal(after, memory):
             found.append(f"{name}: wanted it untouched, got other bytes in its memory")
     return found
+
+
+def _guarded(tensor: Tensor) -> Tensor:
+    """A copy with bytes on either side that nobody may write; read as floating numbers they are NaN."""
+    memory = _memory(tensor)
+    room = torch.full((memory.numel() + 2 * GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=tensor.device)
+    room[GUARD_BYTES : GUARD_BYTES + memory.numel()] = memory
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    offset = tensor.storage_offset() + GUARD_BYTES // tensor.itemsize
+    copy.set_(room.untyped_storage(), offset, tensor.shape, tensor.stride())
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+def _around(tensor: Tensor) -> Tensor:
+    """Which bytes of the memory that a tensor is a view of are none of its elements'."""
+    size = tensor.itemsize
+    around = torch.ones(_memory(tensor).numel() // size, dtype=torch.bool, device=tensor.device)
+    around.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return around.repeat_interleave(size)
 
 
 def problems(result: Any, arguments: Mapping[str, Any], truth: Expected) -> list[str]:

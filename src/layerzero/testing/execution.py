@@ -5,25 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.operation import Tolerance
 from layerzero.engine.planning import PlanUnusableError
-from layerzero.engine.reference import reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
 from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
-
-GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-GRADIENT_REASON = (
-    "relative to the gradient itself and to the largest one of its tensor: a gradient is a sum over rows, and where "
-    "its terms cancel, their rounding stays"
-)
 
 REPEATS = 4
 THREADS, CALLS_A_THREAD = 2, 8
@@ -133,52 +124,6 @@ def advanced(trial: Trial) -> Outcome:
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")
-
-
-def gradients(trial: Trial) -> Outcome:
-    """Gradients of a weighted sum of the results are those of the reference in float64."""
-    if not trial.facts.operation.schema.outputs:
-        return Outcome("not tried", "it returns nothing whose gradient could be asked for")
-    call = duplicate(trial.call)
-    leaves, given = _leaves(call.arguments)
-    watched = attempt(trial.kernel, trial.facts.operation, replace(call, arguments=given))
-    if watched is None or watched.reasons:
-        return Outcome("refused", watched.codes if watched else "no call once gradients are recorded")
-    exact, exact_given = _leaves({name: compare.widened(value) for name, value in call.arguments.items()})
-    _backward(reference_call(compare.route(RandomCall(call.function, exact_given))))
-    try:
-        _backward(watched.run(**given))
-    except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-        return Outcome("wrong", f"the backward pass {raised(error)}")
-    tolerance = GRADIENT_TOLERANCE[compare.call_dtype(trial.routed)]
-    for name, leaf in leaves.items():
-        want = exact[name].grad
-        if want is None:
-            continue
-        if leaf.grad is None:
-            return Outcome("wrong", f"the gradient of {name}: wanted one, got None")
-        allowed = Tolerance(tolerance, tolerance * want.abs().max().item())
-        problem = compare.difference(leaf.grad, want, leaf.dtype, allowed)
-        if problem:
-            return Outcome("wrong", f"the gradient of {name}: {problem}; {GRADIENT_REASON}")
-    return Outcome("passed", f"within {tolerance} of the largest gradient")
-
-
-def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Leaves that ask for gradients, and the arguments made of them; tensors that are written into are no leaves."""
-    leaves = {
-        name: value.detach().clone().requires_grad_()
-        for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return leaves, {name: leaves[name] * 1.0 if name in leaves else value for name, value in arguments.items()}
-
-
-def _backward(result: Any) -> None:
-    """Weights of 1 and -1 at random: exact in every dtype, and no sum of them runs away and comes back."""
-    flat = torch.cat([each.double().flatten() for each in compare.as_tuple(result)])
-    signs = torch.randint(0, 2, (flat.numel(),), generator=torch.Generator().manual_seed(0))
-    (flat * (2.0 * signs - 1.0).to(flat)).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def other_stream(trial: Trial) -> Outcome:

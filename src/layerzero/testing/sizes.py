@@ -5,6 +5,7 @@ Which axes an operation has, and which go together, follows from its schema and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,18 +82,37 @@ def tied(operation: Operation, axis: str) -> tuple[str, ...]:
     return tuple(each for each in axes if all(case.sizes[each] == case.sizes[axis] for case in operation.cases))
 
 
-def resized(case: Case, sizes: dict[str, int]) -> Case:
-    """The same case with other sizes; its name says which."""
+def resized(operation: Operation, case: Case, sizes: dict[str, int]) -> Case:
+    """The same case with other sizes; its name says which.
+
+    A size that is the product of two others in every case of the operation (pages: batch times blocks) grows with them.
+    """
     text = " ".join(f"{axis}={size}" for axis, size in sizes.items())
-    return Case(f"{case.name} {text}", {**case.sizes, **sizes}, case.params)
+    merged = {**case.sizes, **sizes}
+    for axis, (left, right) in _products(operation).items():
+        if axis not in sizes and (left in sizes or right in sizes):
+            merged[axis] = max(merged[left] * merged[right], 1)
+    return Case(f"{case.name} {text}", merged, case.params)
+
+
+def _products(operation: Operation) -> dict[str, tuple[str, str]]:
+    """Axes that are the product of two others in every case, neither of which is always 1."""
+    every = [case.sizes for case in operation.cases]
+    axes = [axis for axis in every[0] if any(sizes[axis] != 1 for sizes in every)]
+    return {
+        axis: (left, right)
+        for axis in axes
+        for left, right in itertools.combinations([each for each in axes if each != axis], 2)
+        if len(every) > 1 and all(sizes[axis] == sizes[left] * sizes[right] for sizes in every)
+    }
 
 
 def with_axis(operation: Operation, case: Case, axis: str, size: int) -> Iterator[Case]:
     """The case with one axis changed: alone, then together with the axes that go with it."""
     group = tied(operation, axis)
-    yield resized(case, {axis: size})
+    yield resized(operation, case, {axis: size})
     if len(group) > 1:
-        yield resized(case, dict.fromkeys(group, size))
+        yield resized(operation, case, dict.fromkeys(group, size))
 
 
 def base_case(kernel: Kernel, setting: Setting) -> tuple[Case, Trial | None]:
@@ -114,7 +134,7 @@ def _within_limits(kernel: Kernel, operation: Operation, case: Case) -> Case:
         if isinstance(limit, Dim) and limit.name in case.sizes:
             fitting = nearest_legal(limit, case.sizes[limit.name])
             if fitting != case.sizes[limit.name]:
-                case = resized(case, dict.fromkeys(tied(operation, limit.name), fitting))
+                case = resized(operation, case, dict.fromkeys(tied(operation, limit.name), fitting))
     return case
 
 
