@@ -33,6 +33,7 @@ CUDNN = Backend(
     import_name="cudnn",
     distribution="nvidia-cudnn-frontend",
     versions=">=1.30,<1.33",
+    tested=("1.32.0",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
     install="pip install nvidia-cudnn-frontend",

@@ -35,6 +35,7 @@ FLASH_ATTN_4 = Backend(
     import_name="flash_attn.cute",  # in a namespace that FlashAttention 2 has, too
     distribution="flash-attn-4",
     versions=">=4.0.0b36,<4.1",
+    tested=("4.0.0b36",),
     requires=("cuda>=12.8",),
     platforms=("cuda",),
     install="pip install --pre flash-attn-4",

@@ -39,6 +39,7 @@ FLASHINFER = Backend(
     import_name="flashinfer",
     distribution="flashinfer-python",
     versions=">=0.7.2,<0.8",
+    tested=("0.7.2.post1",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
     install="pip install flashinfer-python",

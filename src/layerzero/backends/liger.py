@@ -31,6 +31,7 @@ LIGER = Backend(
     import_name="liger_kernel",
     distribution="liger-kernel",
     versions="==0.8.5",
+    tested=("0.8.5",),
     platforms=("cuda", "rocm"),
     install="pip install liger-kernel==0.8.5",
     homepage="https://github.com/linkedin/Liger-Kernel",

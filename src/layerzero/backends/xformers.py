@@ -30,6 +30,7 @@ XFORMERS = Backend(
     import_name="xformers",
     distribution="xformers",
     versions=">=0.0.34,<0.0.36",
+    conflicts=(("flash-attn-4", "both own the namespace flash_attn, and xformers.ops takes it for FlashAttention 2"),),
     requires=("torch>=2.10",),
     platforms=("cuda", "rocm"),
     install="pip install xformers (the wheel for this torch and CUDA)",

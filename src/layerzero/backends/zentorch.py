@@ -37,6 +37,7 @@ ZENTORCH = Backend(
     import_name="zentorch",
     distribution="zentorch",
     versions=">=2.13.0.2,<2.13.1",  # it is built for one torch
+    tested=("2.13.0.2",),
     known_bad="==2.13.0.1",  # it answers from stale pointers
     requires=("torch>=2.13,<2.14",),
     platforms=("cpu",),

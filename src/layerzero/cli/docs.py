@@ -11,6 +11,7 @@ from layerzero.cli.output import FINE, NO, Answer
 START, END = "<!-- generated: support -->", "<!-- /generated -->"
 PAGES: dict[str, Callable[[], str]] = {
     "docs/commands.md": pages_usage.commands,
+    "docs/compatibility.md": pages.compatibility,
     "docs/descriptors.md": pages_descriptors.descriptors,
     "docs/kernels.md": pages.kernels,
     "docs/operations.md": pages.operations,

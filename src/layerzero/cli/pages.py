@@ -161,6 +161,40 @@ def _kernel(kernel: Kernel) -> str:
     return f"### {kernel.id}\n\n{table(['property', 'value'], rows)}"
 
 
+def compatibility() -> str:
+    """docs/compatibility.md."""
+    backends = sorted(
+        {each.backend: None for each in builtin_kernels()}, key=lambda each: (each.name, each.import_name)
+    )
+    intro = (
+        "*Tested*: its kernels passed `layerzero conformance` at that version ([on an H200](measurements/h200.md), or "
+        "on a CPU). *Expected*: the declaration was written for this range, from sources or from a neighbouring "
+        "version. Outside it a library is refused (`VERSION_UNSUPPORTED`) until `layerzero vet` has let its kernels "
+        "prove themselves; a version known to be bad stays refused. `layerzero doctor` says which of these the "
+        "installed versions are."
+    )
+    rows = dict.fromkeys(
+        (
+            backend.name,
+            code(name for name in backend.distributions if name) or "comes with torch",
+            ("" if any(backend.distributions) else "torch ") + ", ".join(backend.tested) if backend.tested else "none",
+            f"`{backend.versions}`" if backend.versions else "any",
+            f"`{backend.known_bad}`" if backend.known_bad else "",
+            code(backend.requires),
+            ", ".join(backend.platforms),
+        )
+        for backend in backends
+    )
+    headers = ["library", "package", "tested", "expected", "known bad", "needs", "platforms"]
+    pairs = (
+        [f"`{next(iter(backend.distributions))}`", f"`{package}`", harm]
+        for backend in backends
+        for package, harm in backend.conflicts
+    )
+    blocks = [table(headers, rows), "## Packages that do harm beside each other"]
+    return _page("# Compatibility", intro, *blocks, table(["package", "beside", "what goes wrong"], pairs))
+
+
 def reasons() -> str:
     """docs/reasons.md."""
     intro = (

@@ -153,7 +153,7 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
         yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
     table = _table("library", "version", "kernels", "state", kernels="right")
     for library in found.libraries:
-        state = Text("usable", style="green") if library.reason is None else _reason(library.reason)
+        state = Text(f"usable{library.known}", style="green") if library.reason is None else _reason(library.reason)
         _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
     yield table
     for kernel, error in found.resting.items():

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
@@ -20,6 +21,14 @@ from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 
 _REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
+
+
+def within(version: str, specifier: str) -> bool:
+    """Whether a version satisfies a specifier; local parts (``+cpu``) are ignored, unreadable versions never do."""
+    try:
+        return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 def _is_range(text: str) -> bool:
@@ -49,6 +58,9 @@ class Backend:
         distribution: the package whose version counts; several names are tried in order.
         versions: versions of it that the declaration holds for, as a PEP 440 specifier (``>=2.13.0.2,<2.14``); another
             one is refused until its kernels were vetted.
+        tested: the versions (of torch, where it comes with torch) whose kernels passed conformance; others within
+            ``versions`` are expected to work.
+        conflicts: packages that do harm beside it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
         platforms: platforms that any of its kernels runs on.
@@ -62,7 +74,9 @@ class Backend:
     import_name: str = ""
     distribution: str | tuple[str, ...] = ()
     versions: str = ""
+    tested: tuple[str, ...] = ()
     known_bad: str = ""
+    conflicts: tuple[tuple[str, str], ...] = ()
     requires: tuple[str, ...] = ()
     platforms: tuple[str, ...] = ("cpu",)
     install: str = ""
@@ -76,6 +90,9 @@ class Backend:
             if not _is_range(text):
                 wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
                 raise RegistrationError(f"{self.name}: versions and requires: wanted {wanted}, got {text!r}")
+        outside = [each for each in self.tested if self.versions and not within(each, self.versions)]
+        if outside:
+            raise RegistrationError(f"{self.name}: tested: wanted versions within {self.versions!r}, got {outside}")
 
     def __hash__(self) -> int:
         return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend

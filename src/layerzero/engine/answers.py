@@ -20,7 +20,7 @@ from layerzero.core.ledger import Suspect
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import accelerator, legality, probe, score
+from layerzero.engine import accelerator, compatibility, legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
@@ -192,13 +192,19 @@ def _quiet_layouts() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LibraryFinding:
-    """One library as doctor sees it: name, version if installed, and why it is not used, if so."""
+    """One library as doctor sees it: name, version if installed, why it is not used, if so, how well it is known."""
 
     name: str
     summary: str
     version: str | None
     kernels: int
     reason: Reason | None
+    status: compatibility.Status | None = None
+
+    @property
+    def known(self) -> str:
+        """What is known of the version, to be put behind another word."""
+        return f", {self.status}" if self.status is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +245,7 @@ class Diagnosis:
                     "name": each.name,
                     "version": each.version,
                     "kernels": each.kernels,
+                    "status": each.status and str(each.status),
                     "usable": each.reason is None,
                     "reason": str(each.reason.code) if each.reason else None,
                     "message": each.reason.message if each.reason else None,
@@ -267,7 +274,7 @@ class Diagnosis:
         lines = [", ".join(f"{name} {version}" for name, version in self.versions.items())]
         lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
         for library in self.libraries:
-            state = "usable" if library.reason is None else str(library.reason)
+            state = f"usable{library.known}" if library.reason is None else str(library.reason)
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
         lines += [f"  {line}" for line in self.health_lines()]
@@ -300,7 +307,8 @@ def doctor(*, load: bool = False) -> Diagnosis:
             reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
         count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
-        libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason))
+        known = compatibility.status(backend, state.version) if state.version else None
+        libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
     resting |= health.disabled()
@@ -312,7 +320,12 @@ def doctor(*, load: bool = False) -> Diagnosis:
         resting=resting,
         plugin_errors=dict(REGISTRY.plugin_errors),
         descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
-        issues=(*_issues(libraries, devices, resting), *_accused(suspects), *ledger.notes()),
+        issues=(
+            *_issues(libraries, devices, resting),
+            *compatibility.conflicts(REGISTRY.backends()),
+            *_accused(suspects),
+            *ledger.notes(),
+        ),
         health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
         failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
         suspects=suspects,

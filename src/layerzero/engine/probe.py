@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from layerzero.core.device import Device
-from layerzero.core.kernel import Backend
+from layerzero.core.kernel import Backend, within
 from layerzero.core.reasons import Reason, ReasonCode
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+?)\s*((?:[<>=!~]=?|===).*)$")
@@ -65,7 +64,7 @@ class Machine:
             return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
         fact = f"{next(filter(None, backend.distributions), backend.name)} version"
         fitting = f"Install a version that fits: {backend.install}" if backend.install else ""
-        if backend.known_bad and version and _fits(version, backend.known_bad):
+        if backend.known_bad and version and within(version, backend.known_bad):
             wanted = f"{backend.versions}, not {backend.known_bad}".removeprefix(", ")
             return LibraryState(version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, wanted, version, fitting))
         for requirement in backend.requires:
@@ -73,7 +72,7 @@ class Machine:
             if reason is not None:
                 return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
-        if broken is None and backend.versions and version is not None and not _fits(version, backend.versions):
+        if broken is None and backend.versions and version is not None and not within(version, backend.versions):
             vetting = f"prove this one here: `layerzero vet --backend {backend.name}`" if version else ""
             hint = "; or ".join(filter(None, (fitting, vetting)))
             reason = Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
@@ -109,7 +108,7 @@ class Machine:
                 return None  # another platform: the kernel's platform limit says so
         else:
             version = self._distribution_version(name)
-        if version and _fits(version, specifier):
+        if version and within(version, specifier):
             return None
         return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent")
 
@@ -131,14 +130,6 @@ def check_requirement(requirement: str) -> tuple[str, str]:
     except InvalidSpecifier:
         pass  # told below, like any other text that is no requirement
     raise ValueError(f"wanted name>=version, got {requirement!r}")
-
-
-def _fits(version: str, specifier: str) -> bool:
-    """Whether a version satisfies a specifier; local parts (``+cpu``) are ignored, unreadable versions never fit."""
-    try:
-        return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
-    except InvalidVersion:
-        return False
 
 
 _BROKEN: dict[Backend, Reason] = {}
