@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: conformance of every library, the GPU tests, times of every kernel.
+# Everything that needs a GPU, in one command: conformance of every library, the GPU tests, tuning and judging choices.
 #
 #     bash benchmarks/gpu.sh results            with the libraries that are installed
 #     LIBRARIES=.gpu bash benchmarks/gpu.sh     with folders that bring an unpack.sh each, for a host without an index
 #
-# Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, gpu.{json,md} and conformance.md.
+# Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results}

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 
 def conformance(folder: Path) -> list[str]:
@@ -40,13 +39,9 @@ def conformance(folder: Path) -> list[str]:
 
 
 def times(folder: Path) -> list[str]:
-    """The tables of ``gpu.py``, with what failed and what LayerZero chose."""
-    if not (folder / "gpu.json").exists():
-        return []
-    data: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
-    lines = ["", "## Device times", "", (folder / "gpu.md").read_text().strip(), "", "### Failures", ""]
-    errors = [f"- {case['case']}, `{k}`: {text}" for case in data["cases"] for k, text in case["errors"].items()]
-    return [*lines, *(errors or ["none"])]
+    """What ``gpu.py`` found."""
+    page = folder / "judge.md"
+    return ["", "## Choices and times", "", page.read_text().strip()] if page.exists() else []
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def process(*arguments, **environment):
 def examples():
     for path, command in COMMANDS.items():
         for line in command.epilog.partition("Examples:\n")[2].splitlines():
-            slow = path in ("layerzero demo", "layerzero fuzz", "layerzero conformance")
+            slow = path.split()[1] in ("demo", "fuzz", "conformance", "tune", "bench")
             if not slow and line.strip() != "layerzero docs":  # that one would write into the checkout
                 yield pytest.param(path, line.strip(), id=line.strip())
 

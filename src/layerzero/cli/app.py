@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls
+from layerzero.cli import calls, measuring
 from layerzero.cli.calls import AsJson
 from layerzero.cli.output import FINE, NO, Answer, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -388,3 +388,6 @@ def descriptor_check(
     from layerzero.cli import capabilities
 
     return capabilities.checked(file)
+
+
+measuring.add_to(main)

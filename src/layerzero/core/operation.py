@@ -37,6 +37,14 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What a call must do at least, whoever does it: arithmetic, and bytes between memory and chip, each once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A named call as data: axis sizes and parameters that tests, benchmarks, warmup and docs share.
 
@@ -84,6 +92,7 @@ class Operation:
         check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
             mode, because reading them waits for the device.
         examples: tensors of a case where plain normal numbers will not do; the generator draws them.
+        work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
     """
 
     schema: OperationSchema
@@ -103,6 +112,7 @@ class Operation:
     fold: Fold | None = None
     check_values: Callable[..., list[str]] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, torch.Tensor]] | None = None
+    work: Callable[[Mapping[str, Any]], Work] | None = None
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.layouts import LAYOUTS
-from layerzero.core.operation import Case, Operation, Tolerance
+from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema, TensorSchema
 from layerzero.ops.attention_math import attention_bias, attention_fake, attention_reference
 
@@ -84,6 +84,29 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
+def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int, int] | None) -> int:
+    """Pairs of a query and a key that it sees; the last query is aligned with the last key."""
+    left, right = window if window is not None else (-1, -1)
+    right = 0 if causal else right
+    left, right = (keys if each < 0 else each for each in (left, right))
+    if left >= keys and right >= keys:
+        return queries * keys
+    pairs = 0
+    for row in range(queries) if queries < 2**16 else ():
+        place = keys - queries + row
+        pairs += max(min(keys - 1, place + right) - max(0, place - left) + 1, 0)
+    return pairs if queries < 2**16 else queries * min(left + right + 1, keys)
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two products over the pairs that are not hidden; queries, keys, values and the output once."""
+    batch, heads, kv_heads = facts["batch"], facts["heads"], facts["kv_heads"]
+    queries, keys, dims = facts["seq_q"], facts["seq_k"], facts["head_dim"] + facts["value_dim"]
+    pairs = visible_pairs(queries, keys, bool(facts.get("causal", False)), facts["window"])
+    elements = batch * dims * (queries * heads + keys * kv_heads)
+    return Work(2.0 * batch * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+
+
 def _prefill(name: str, batch: int, seq: int, heads: int, kv: int, head_dim: int, *, causal: bool = True) -> Case:
     sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
     return Case(name, sizes | {"value_dim": head_dim}, {"causal": causal})
@@ -108,6 +131,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derive=_derive,
         derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
         derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
+        work=_work,
         fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
     )
 

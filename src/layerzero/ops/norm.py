@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema, Work
 from layerzero.core.schema import OperationSchema, TensorSchema
 from layerzero.ops.checks import check_dense, overlaps
 
@@ -46,6 +46,16 @@ def _rows(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 _DERIVED_FROM = {"hidden": ("hidden", "last"), "rows": ("...",), "input_ndim": ()}
+
+
+def _work(tensors: int, flops: int) -> Callable[[Mapping[str, Any]], Work]:
+    """So many tensors of the input's size read or written, so many operations an element; the weights are small."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        elements = facts["rows"] * facts["hidden"]
+        return Work(float(flops * elements), float(tensors * elements * facts["dtype"].itemsize))
+
+    return work
 
 
 def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
@@ -85,6 +95,7 @@ RMS = Operation(
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
+    work=_work(tensors=2, flops=4),
 )
 
 
@@ -155,6 +166,7 @@ LAYER = Operation(
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
+    work=_work(tensors=2, flops=8),
 )
 
 
@@ -242,6 +254,7 @@ ADD_RMS = Operation(
     derive=_rows,
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
+    work=_work(tensors=4, flops=5),
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.layouts import CACHE_LAYOUTS
-from layerzero.core.operation import Case, Operation, Tolerance
+from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema, TensorSchema
 from layerzero.core.step import StepMetadata
 from layerzero.ops.attention import TOLERANCE, TOLERANCE_REASON
@@ -109,6 +109,14 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two products over the pages of full sequences, as many as the table or the promised bound has."""
+    batch, dims = facts["batch"], facts["head_dim"] + facts["value_dim"]
+    keys = facts["context_bound"]
+    elements = batch * dims * (facts["heads"] + keys * facts["kv_heads"])
+    return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
+
+
 def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
@@ -191,6 +199,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derive=_derive,
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
+        work=_work,
         check_values=_check_tables,
         examples=_examples,
     )
@@ -275,6 +284,12 @@ def _append_case(name: str, tokens: int, kv_heads: int, head_dim: int, pages: in
     return Case(name, sizes | {"pages": pages, "page_size": page_size})
 
 
+def _append_work(facts: Mapping[str, Any]) -> Work:
+    """Each token's key and value read and written."""
+    elements = facts["tokens"] * facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
+    return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
+
+
 _CACHE = ("pages", "page_size", "kv_heads")
 APPEND_PAGED = Operation(
     schema=OperationSchema(
@@ -300,6 +315,7 @@ APPEND_PAGED = Operation(
     tolerance_reason="it only moves numbers",
     layouts=CACHE_LAYOUTS,
     check_values=_check_slots,
+    work=_append_work,
     examples=_append_examples,
 )
 

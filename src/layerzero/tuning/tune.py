@@ -144,7 +144,7 @@ def tune(
     jobs = asked_jobs(
         operation,
         shapes,
-        _dtypes(dtype, target),
+        dtypes_of(dtype, target),
         target.type,
         manifest=manifest,
         head_dim=head_dim,
@@ -167,7 +167,11 @@ def tune(
     )
 
 
-def _dtypes(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
+def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
+    """The dtypes to measure, by name; those that a device is used with where nobody says.
+
+    Raises: ValueError for an unknown name.
+    """
     if dtype is None:
         return ("bfloat16",) if device.type == "cuda" else ("float32", "bfloat16")
     several = (dtype,) if isinstance(dtype, (str, torch.dtype)) else tuple(dtype)

@@ -1,0 +1,121 @@
+"""``layerzero bench``: a table for each call, and charts where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import RenderableType
+from rich.text import Text
+
+from layerzero.cli.output import FINE, NO, Answer, say
+from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.sizes import shapes_of, with_threads
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.config import current_policy
+from layerzero.tuning.asked import asked_jobs
+from layerzero.tuning.bench import Benched, Line, bench
+from layerzero.tuning.contest import Status
+from layerzero.tuning.timing import Effort, clock_of
+from layerzero.tuning.tune import dtypes_of
+
+_ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH})
+"""A library that is not here, or made for other hardware: one line for all of them."""
+
+
+def answer(
+    operation: str,
+    *,
+    shapes: Sequence[str] | None,
+    manifest: Path | None,
+    dtype: str | None,
+    layout: str | None,
+    device: str | None,
+    threads: int | None,
+    samples: int | None,
+    leave_out: Sequence[str],
+    plot: Path | None,
+    html: Path | None,
+    quiet: bool,
+) -> Answer:
+    """Measure, draw and tell. Raises: ValueError or KeyError for flags that mean nothing."""
+    if plot is not None or html is not None:
+        from layerzero.cli import charts
+
+        charts.check(plot)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtypes = dtypes_of(dtype.split(",") if dtype else None, target)
+    wanted = shapes_of(shapes) or (None if manifest else "cases")
+    jobs = asked_jobs(operation, wanted, dtypes, target.type, manifest=manifest, layout=layout)
+    if not jobs:
+        raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
+    effort = Effort(samples or current_policy()["tune_samples"], fill=target.type == "cpu")
+    found = []
+    with with_threads(threads):
+        clock = clock_of(target)
+        for job in jobs:
+            if not quiet:
+                say(f"measuring {job.name}")
+            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out))
+    if plot is not None:
+        charts.plot(found, plot)
+    if html is not None:
+        charts.page(found, html)
+    bad = any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+    return Answer([each.to_dict() for each in found], lambda: _shown(found), NO if bad else FINE)
+
+
+def _shown(found: Sequence[Benched]) -> Iterator[RenderableType]:
+    for each in found:
+        yield Text(each.name, style="bold")
+        yield Text(described(each), style="dim")
+        table = new_table(
+            "", "kernel", "median us", "p95 us", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error",
+            right=("median us", "p95 us", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"),
+        )  # fmt: skip
+        for line in each.lines:
+            mark = Text(">", style="bold green") if line.chosen else ""
+            new_row(table, mark, Text(line.name, style="bold green" if line.chosen else ""), *cells(line))
+        yield table
+        for line in each.lines:
+            if line.detail:
+                yield Text(f"{line.name}: {line.detail}", style="yellow")
+        yield from (Text(text, style="dim") for text in refusals(each.refused))
+        yield ""
+
+
+def described(each: Benched) -> str:
+    """What the call must do, what the machine can, and who is chosen."""
+    parts = [f"chosen: {each.chosen}"]
+    if each.work is not None and each.ceiling is not None:
+        parts.append(f"{each.work.bytes / 1e6:.3g} MB and {each.work.flops / 1e9:.3g} GFLOP")
+        parts.append(f"ceiling {each.ceiling.gb_s:.3g} GB/s, {each.ceiling.tflop_s:.3g} TFLOP/s, measured")
+        parts.append(f"at best {each.ceiling.least_us(each.work):.3g} us from memory")
+    return "; ".join(parts)
+
+
+def cells(line: Line) -> list[str]:
+    """Numbers of a line as text; a kernel without a time has its status in their place."""
+    if line.median_us is None or line.p95_us is None:
+        return [line.status, "", "", "", "", "", _error(line.error)]
+    share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
+    torch_ = "" if line.against_torch is None else f"{line.against_torch:.2f}x"
+    rates = ["" if rate is None else f"{rate:.3g}" for rate in (line.gb_s, line.tflop_s)]
+    return [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", *rates, share, torch_, _error(line.error)]
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f"{error:.1e}"
+
+
+def refusals(refused: Mapping[str, Sequence[Reason]]) -> Iterator[str]:
+    """Why kernels may not run: a line each, and one for all whose library or hardware is not here."""
+    absent = []
+    for kernel, reasons in refused.items():
+        if any(reason.code in _ABSENT for reason in reasons):
+            absent.append(kernel)
+        else:
+            yield f"refused: {kernel}: {'; '.join(f'{reason.code}: {reason.message}' for reason in reasons)}"
+    if absent:
+        yield f"not for this machine: {', '.join(absent)}"

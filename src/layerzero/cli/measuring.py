@@ -1,0 +1,168 @@
+"""The flags of ``layerzero tune`` and ``layerzero bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from layerzero.cli.calls import AsJson
+from layerzero.cli.output import Answer, Command
+
+Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shapes",
+        metavar="SIZES",
+        help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again for "
+        "more.",
+    ),
+]
+Cases = Annotated[bool, typer.Option("--cases", help="The operations' own cases; `layerzero operations` lists them.")]
+ManifestFile = Annotated[
+    Path | None, typer.Option("--manifest", metavar="FILE", help="A workload that lz.record wrote.")
+]
+Dtypes = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
+    ),
+]
+Layout = Annotated[
+    str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
+]
+Where = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)
+]
+Samples = Annotated[
+    int | None,
+    typer.Option("--samples", metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
+]
+
+
+def tune(
+    operation: Name = "*",
+    shapes: Shapes = None,
+    cases: Cases = False,
+    manifest: ManifestFile = None,
+    dtype: Dtypes = None,
+    layout: Layout = None,
+    device: Where = None,
+    threads: Threads = None,
+    samples: Samples = None,
+    budget_s: Annotated[
+        float | None, typer.Option("--budget-s", metavar="SECONDS", help="Begin no further call after so long.", min=0)
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False,
+    no_isolation: Annotated[
+        bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
+    ] = False,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+    ] = None,
+    without: Without = None,
+    json: AsJson = False,
+) -> Answer:
+    """Measure kernels, so that the fastest is chosen.
+
+    Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
+    skipped, so that an interrupted run goes on. Every kernel is compared with the reference first; a new one runs in a
+    child process before. Kernels may compile. Exits with 1 if nothing was measured or known.
+    """
+    from layerzero.cli import tune as command
+
+    return command.answer(
+        operation,
+        shapes=shapes,
+        cases=cases,
+        manifest=manifest,
+        dtype=dtype,
+        layout=layout,
+        device=device,
+        threads=threads,
+        samples=samples,
+        budget_s=budget_s,
+        again=again,
+        graph=graph,
+        isolate=not no_isolation,
+        modules=module or [],
+        leave_out=without or [],
+        quiet=json,
+    )
+
+
+def bench(
+    operation: Name,
+    shapes: Shapes = None,
+    manifest: ManifestFile = None,
+    dtype: Dtypes = None,
+    layout: Layout = None,
+    device: Where = None,
+    threads: Threads = None,
+    samples: Samples = None,
+    without: Without = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
+    ] = None,
+    json: AsJson = False,
+) -> Answer:
+    """Run every legal kernel side by side, and compare.
+
+    Without --shapes or --manifest: the operations' own cases. Each call has a table: median and p95, GB/s, TFLOP/s and
+    the share of what this machine's copy and matrix product reach, speed against torch's own function, distance from
+    the reference in float64, what LayerZero chooses, and why other kernels are refused. Nothing is remembered. Exits
+    with 1 if a kernel is wrong or fails.
+    """
+    from layerzero.cli import bench as command
+
+    return command.answer(
+        operation,
+        shapes=shapes,
+        manifest=manifest,
+        dtype=dtype,
+        layout=layout,
+        device=device,
+        threads=threads,
+        samples=samples,
+        leave_out=without or [],
+        plot=plot,
+        html=html,
+        quiet=json,
+    )
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register both commands."""
+    app.command(
+        "tune",
+        **_examples(
+            "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
+            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32",
+        ),
+    )(tune)  # fmt: skip
+    app.command(
+        "bench",
+        **_examples(
+            "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
+            "bench rms_norm --shapes 1x4096,64x4096 --json", 'bench "norm.*" --html norms.html --plot norms.png',
+        ),
+    )(bench)  # fmt: skip
+
+
+def _examples(*lines: str) -> dict[str, Any]:
+    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}

@@ -1,0 +1,114 @@
+"""``layerzero tune``: a progress bar that shows what is winning, then what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from layerzero.cli.output import FINE, NO, Answer
+from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.sizes import shapes_of, with_threads
+from layerzero.tuning.contest import Contest
+from layerzero.tuning.tune import Step, Tuned
+from layerzero.tuning.tune import tune as run
+
+
+def answer(
+    operation: str,
+    *,
+    shapes: Sequence[str] | None,
+    cases: bool,
+    manifest: Path | None,
+    dtype: str | None,
+    layout: str | None,
+    device: str | None,
+    threads: int | None,
+    samples: int | None,
+    budget_s: float | None,
+    again: bool,
+    graph: bool,
+    isolate: bool,
+    modules: Sequence[str],
+    leave_out: Sequence[str],
+    quiet: bool,
+) -> Answer:
+    """Tune, and show the winners. Raises: ValueError or KeyError for flags that mean nothing."""
+    if shapes and cases:
+        raise ValueError("--cases: wanted either --shapes or --cases, got both")
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"--module: {module} does not import: {error}") from error
+    with with_threads(threads), _bar(quiet=quiet) as told:
+        tuned = run(
+            operation,
+            "cases" if cases else shapes_of(shapes),
+            dtype.split(",") if dtype else None,
+            device,
+            manifest=manifest,
+            layout=layout,
+            samples=samples,
+            budget_s=budget_s,
+            again=again,
+            graph=graph,
+            isolate=isolate,
+            modules=modules,
+            leave_out=leave_out,
+            progress=told,
+        )
+    return Answer(tuned.to_dict(), lambda: _shown(tuned), FINE if tuned.contests or tuned.known else NO)
+
+
+@contextlib.contextmanager
+def _bar(*, quiet: bool) -> Iterator[Callable[[Step], None]]:
+    """A progress bar on stderr; where nobody watches a terminal, nothing."""
+    console = Console(stderr=True)
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task("looking for what to measure", total=None)
+
+        def told(step: Step) -> None:
+            if step.contest is not None:
+                text = f"{step.job.name}: {winner(step.contest)}"
+            else:
+                text = f"{step.job.name} {f'({step.skipped})' if step.skipped else '…'}"
+            done = step.number if step.contest is not None or step.skipped else step.number - 1
+            progress.update(task, completed=done, total=step.total, description=text)
+
+        yield told
+
+
+def winner(found: Contest) -> str:
+    """Who won, and by how much."""
+    timed = [each for each in found.entries if each.measurement is not None]
+    if not timed or timed[0].measurement is None:
+        return "nobody"
+    text = f"{timed[0].kernel.id} {timed[0].measurement.median_us:.1f} us"
+    if len(timed) > 1 and timed[1].measurement is not None:
+        ahead = timed[1].measurement.median_us / timed[0].measurement.median_us
+        text += f", {ahead:.2f} times quicker than {timed[1].kernel.id}"
+    return text
+
+
+def _shown(tuned: Tuned) -> Iterator[RenderableType]:
+    table = new_table("call", "winner", "before")
+    for found in tuned.contests:
+        before = found.report.kernel_id or ""
+        best = found.best.kernel.id if found.best else ""
+        new_row(table, found.name, winner(found), "the same" if before == best else before)
+    if tuned.contests:
+        yield table
+    for found in tuned.contests:
+        for entry in found.entries:
+            if entry.measurement is None:
+                yield Text(f"{entry.kernel.id} on {found.name}: {entry.status}: {entry.detail}", style="yellow")
+    for name, reason in tuned.skipped.items():
+        yield Text(f"{name}: {reason}", style="yellow")
+    yield Text(f"{tuned}; for {tuned.winners_changed} of them the winner changed")

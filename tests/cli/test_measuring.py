@@ -1,0 +1,156 @@
+"""``layerzero tune`` and ``layerzero bench``: tables, documents, pages and pictures, exit codes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli import charts
+from layerzero.cli.app import main
+from layerzero.core.operation import Work
+from layerzero.ops import OPERATIONS
+from layerzero.ops.attention import visible_pairs
+from layerzero.tuning.bench import TORCH
+from layerzero.tuning.ceiling import Ceiling, ceiling
+from layerzero.tuning.jobs import jobs_of_cases
+
+QUICK = "--dtype float32 --samples 3 --without inductor --without onnxruntime --without flex_attention"
+
+
+def run(line, code=0):
+    result = CliRunner().invoke(main, shlex.split(line), prog_name="layerzero", env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def answer(line, code=0):
+    return json.loads(run(f"{line} --json", code).stdout)
+
+
+@pytest.fixture(autouse=True)
+def small_ceiling(monkeypatch):
+    monkeypatch.setattr("layerzero.tuning.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+
+
+def test_bench_compares_everything_with_everything():
+    (found,) = answer(f"bench rms_norm --shapes 8x64 {QUICK}")
+    lines = {line["name"]: line for line in found["kernels"]}
+    assert {"torch.rms_norm", TORCH} <= set(lines)
+    assert [line["name"] for line in found["kernels"] if line["chosen"]] == [found["chosen"]]
+    ours = lines["torch.rms_norm"]
+    assert ours["gb_s"] == pytest.approx(2 * 8 * 64 * 4 / ours["median_us"] / 1e3)
+    assert ours["ceiling_share"] == pytest.approx(found["bytes"] / 10.0 / 1e3 / ours["median_us"])
+    assert ours["against_torch"] == pytest.approx(lines[TORCH]["median_us"] / ours["median_us"])
+    assert 0 < ours["error"] < 1e-5
+    assert "quack.rms_norm" in found["refused"]
+    medians = [line["median_us"] for line in found["kernels"]]
+    assert medians == sorted(medians)
+    assert found["call"]["rows"] == 8
+    assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # nothing is remembered
+
+
+def test_bench_shows_what_is_chosen_and_why_others_are_refused():
+    text = run(f"bench attention --shapes 1x8x4x16:1x8x2x16 {QUICK}").stdout
+    assert "attention.gqa.prefill 1x8x4x16:1x8x2x16 float32" in text
+    assert "chosen: " in text
+    assert any(line.split()[:1] == [">"] for line in text.splitlines())
+    assert "ceiling 10 GB/s" in text
+    assert "not for this machine: flash_attn.v3" in text
+
+
+def test_a_wrong_kernel_is_a_line_and_an_exit_code():
+    @lz.register_kernel("norm.rms", "mine.wrong", supported_dtypes=["float32"])
+    def wrong(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps) + 1
+
+    result = run(f"bench rms_norm --shapes 8x64 {QUICK}", code=1)
+    assert "mine.wrong: result 0: 512 of 512 elements too far" in result.stdout
+
+
+def test_a_page_holds_everything_in_one_file(tmp_path):
+    page, picture = tmp_path / "norms.html", tmp_path / "norms.png"
+    run(f'bench "norm.*" --shapes 8x64,16x64 {QUICK} --html {page} --plot {picture}')
+    text = page.read_text()
+    assert text.count("<svg") == text.count("<h2>") == 3
+    assert text.count("<h3>") == 6
+    assert 'class="chosen"' in text
+    assert "<script src" not in text
+    assert "<link" not in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_flags_that_mean_nothing_fail_before_anything_is_measured(tmp_path):
+    assert "wanted a name that ends in .png" in run(f"bench rms_norm --plot {tmp_path / 'x.doc'}", code=2).output
+    assert "wanted sizes like" in run("bench rms_norm --shapes 4xx4", code=2).output
+    assert "either --shapes or --cases" in run("tune rms_norm --cases --shapes 4x4", code=2).output
+    assert "does not import" in run("tune rms_norm --module there_is_none", code=2).output
+    assert "unknown dtype" in run("tune rms_norm --dtype float31", code=2).output
+    assert "wanted CUDA" in run("tune rms_norm --shapes 4x4 --graph", code=2).output.replace("a CUDA", "CUDA")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"layerzero\[plots\]"):
+        charts.check(None)
+
+
+def test_tune_measures_once_and_says_who_won():
+    first = run(f"tune rms_norm --shapes 8x64,8x128 {QUICK} --no-isolation").stdout
+    assert "2 calls measured" in first
+    assert "norm.rms 8x64 float32" in first
+    again = answer(f"tune rms_norm --shapes 8x64,8x128 {QUICK} --no-isolation")
+    assert (again["known"], again["measured"]) == (2, [])
+    assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.provenance == "measured"
+
+
+def test_tune_with_nothing_done_exits_with_1():
+    assert answer(f"tune rms_norm --shapes 8x64 {QUICK} --budget-s 0", code=1)["left"] == 1
+
+
+def test_threads_hold_for_the_command_only():
+    before = torch.get_num_threads()
+    run(f"tune rms_norm --shapes 8x64 {QUICK} --no-isolation --threads 1")
+    assert torch.get_num_threads() == before
+
+
+# work and ceilings
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_operation_says_how_much_there_is_to_do(name):
+    facts = next(jobs_of_cases([name], ["bfloat16"])).facts("cpu")
+    work = OPERATIONS[name].work(facts)
+    assert work.bytes > 0
+    assert (work.flops > 0) == (name != "kv.append.paged")
+
+
+@pytest.mark.parametrize("queries", [1, 3, 7])
+@pytest.mark.parametrize("keys", [3, 7, 9])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (2, 0), (1, 3), (-1, 2), (0, 0)])
+def test_pairs_are_those_that_the_mask_shows(queries, keys, causal, window):
+    left, right = window or (-1, -1)
+    seen = 0
+    for query in range(queries):
+        place = keys - queries + query
+        for key in range(keys):
+            hidden = causal and key > place
+            hidden |= left >= 0 and key < place - left
+            hidden |= right >= 0 and key > place + right
+            seen += not hidden
+    assert visible_pairs(queries, keys, causal, window) == seen
+
+
+def test_a_ceiling_is_measured_once():
+    found = ceiling(torch.device("cpu"), "float32")
+    assert found.gb_s > 0.1
+    assert found.tflop_s > 0.001
+    assert ceiling(torch.device("cpu"), "float32") is found
+    assert found.least_us(Work(0.0, found.gb_s * 1e3)) == pytest.approx(1.0)
+    assert found.least_us(Work(found.tflop_s * 1e6, 0.0)) == pytest.approx(1.0)
