@@ -15,6 +15,7 @@ from layerzero.cli.output import FINE, NO, Answer, examples
 
 if TYPE_CHECKING:
     from layerzero.tuning.database import Database
+    from layerzero.tuning.fitting import HeldOut
     from layerzero.tuning.rows import Row
 
 perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
@@ -47,7 +48,7 @@ def show(
         "path": str(database.path) if database.path else None,
         "rows": len(found),
         "notes": list(database.notes()),
-        "times": [_data(each) | {"here": holds(each)} for each in shown],
+        "times": [_plain(each) | {"here": holds(each)} for each in shown],
     }
     head = [f"{database.path or 'memory'}: {len(found)} times{f', the latest {limit}' if len(found) > limit else ''}"]
     return Answer(data, lambda: [*database.notes(), *head, *_table(shown, [holds(each) for each in shown])])
@@ -151,7 +152,10 @@ def prune(
 
 @perfdb.command("check", **examples("perfdb check", "perfdb check --json"))
 def check(json: AsJson = False) -> Answer:
-    """Check the database: its file, and every row in it. Exits with 1 if something is wrong."""
+    """Check the database: its file, every row in it, and how well times predict each other.
+
+    For the last, every fifth time is predicted from the others, in turn. Exits with 1 if something is wrong.
+    """
     from layerzero.tuning import archive
 
     database = _database()
@@ -165,9 +169,23 @@ def check(json: AsJson = False) -> Answer:
             count += 1
     except ValueError as error:
         problems.append(f"{database.path}: row {count + 1}: {error}")
-    data = {"path": str(database.path) if database.path else None, "rows": count, "problems": problems}
-    told = problems or [f"{database.path or 'memory'}: fine, {count} times"]
+    held_out = archive.prediction_error(database.path) if count and not problems and database.path else None
+    data = {
+        "path": str(database.path) if database.path else None,
+        "rows": count,
+        "problems": problems,
+        "held_out": None if held_out is None else _plain(held_out),
+    }
+    told = problems or [f"{database.path or 'memory'}: fine, {count} times", *_prediction(held_out)]
     return Answer(data, lambda: told, NO if problems else FINE)
+
+
+def _prediction(found: HeldOut | None) -> list[str]:
+    if found is None or not found.predicted:
+        return ["prediction: too few times to tell how good it is"] if found is not None else []
+    share = f"{found.predicted} of {found.points} times held out were predicted"
+    errors = f"median error {found.median_error:.1%}, 90th percentile {found.p90_error:.1%}"
+    return [f"prediction: {share}; {errors}; {found.within_claim:.0%} within twice what was claimed"]
 
 
 def _store() -> Any:
@@ -205,11 +223,13 @@ def _written(file: Path, write: Any) -> int:
     return count
 
 
-def _data(row: Row) -> dict[str, Any]:
+def _plain(value: Row | HeldOut) -> dict[str, Any]:
+    import math
+
     import msgspec
 
-    data: dict[str, Any] = msgspec.to_builtins(row)
-    return data
+    data: dict[str, Any] = msgspec.to_builtins(value)
+    return {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in data.items()}
 
 
 def _table(shown: Sequence[Row], here: Sequence[bool]) -> list[Any]:

@@ -18,11 +18,11 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import DTYPES
 from layerzero.engine import probe
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import migrations
+from layerzero.tuning import learning, migrations
 from layerzero.tuning.database import Database
 from layerzero.tuning.environment import Environment, surroundings
-from layerzero.tuning.rows import Row
-from layerzero.tuning.store import check
+from layerzero.tuning.fitting import HeldOut, held_out_error
+from layerzero.tuning.rows import Row, check
 
 FORMAT = 1
 MAX_TEXT = 512
@@ -249,22 +249,18 @@ def matching(
             yield row
 
 
-_FORGET = """DELETE FROM times WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ?
-    AND origin = ? AND source = ?"""
-
-
 def forget(database: Database, gone: Iterable[Row]) -> int:
-    """Remove rows, and the works and environments that no row speaks of any more; return how many rows."""
-    keys = [
-        (each.work.key, each.graph, each.kernel, each.environment.key, each.condition, each.origin, each.source)
-        for each in gone
-    ]
+    """Remove rows; return how many."""
+    gone = list(gone)
+    if gone:
+        database.write(lambda connection: learning.remove(connection, gone))
+    return len(gone)
 
-    def change(connection: sqlite3.Connection) -> None:
-        connection.executemany(_FORGET, keys)
-        connection.execute("DELETE FROM works WHERE key NOT IN (SELECT work FROM times)")
-        connection.execute("DELETE FROM environments WHERE key NOT IN (SELECT environment FROM times)")
 
-    if keys:
-        database.write(change)
-    return len(keys)
+def prediction_error(file: Path) -> HeldOut:
+    """How far predictions are from the times in a file that they were not made from."""
+    connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
+    try:
+        return held_out_error(learning.groups(connection))
+    finally:
+        connection.close()

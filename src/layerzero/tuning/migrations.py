@@ -27,6 +27,12 @@ STEPS: tuple[tuple[str, ...], ...] = (
             CHECK (typeof(samples) = 'integer' AND samples > 0),
             PRIMARY KEY (work, graph, kernel, environment, condition, origin, source)) WITHOUT ROWID""",
     ),
+    (
+        """CREATE TABLE models (
+            family BLOB NOT NULL, graph INTEGER NOT NULL, kernel TEXT NOT NULL, environment BLOB NOT NULL,
+            adapts TEXT NOT NULL, format INTEGER NOT NULL, model BLOB NOT NULL,
+            PRIMARY KEY (family, graph, kernel, environment, adapts)) WITHOUT ROWID""",
+    ),
 )
 """``STEPS[n]`` leads from version n to version n + 1; version 0 is an empty file. A step that shipped never changes."""
 

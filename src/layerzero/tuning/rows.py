@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from datetime import UTC, datetime
 
 import msgspec
@@ -110,3 +111,19 @@ def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: 
 def now() -> str:
     """The time of writing: ISO 8601 in UTC to the millisecond, so that text sorts as time does."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def check(row: Row) -> None:
+    """Refuse numbers that are no times. Raises: ValueError."""
+    numbers = {
+        "median_us": row.median_us > 0,
+        "p95_us": row.p95_us >= 0,
+        "variance_us2": row.variance_us2 >= 0,
+        "samples": row.samples >= 1,
+        "noise": row.noise >= 0,
+        "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
+    }
+    for name, fine in numbers.items():
+        value = getattr(row, name)
+        if not fine or (value is not None and not math.isfinite(value)):
+            raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")

@@ -6,10 +6,10 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 from __future__ import annotations
 
 import math
-import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,10 +21,12 @@ from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
+from layerzero.tuning import learning
 from layerzero.tuning.database import Database
 from layerzero.tuning.environment import surroundings
 from layerzero.tuning.files import cache_folder
-from layerzero.tuning.rows import Row, row_of, work_of
+from layerzero.tuning.prediction import predict
+from layerzero.tuning.rows import Row, check, row_of, work_of
 
 FULL_SAMPLES = 10
 """A median of fewer samples counts in proportion."""
@@ -40,17 +42,6 @@ FROM_ELSEWHERE = 0.9
 
 _ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at
     FROM times WHERE work = ? AND graph = ?"""
-
-_WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
-_ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
-_TIME = """INSERT INTO times (work, graph, kernel, environment, condition, origin, source, median_us, p95_us,
-    variance_us2, samples, noise, first_call_us, adapts, device_uuid, layerzero, written_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET median_us = excluded.median_us, p95_us = excluded.p95_us,
-    variance_us2 = excluded.variance_us2, samples = excluded.samples, noise = excluded.noise,
-    first_call_us = coalesce(excluded.first_call_us, first_call_us), adapts = excluded.adapts,
-    device_uuid = excluded.device_uuid, layerzero = excluded.layerzero, written_at = excluded.written_at
-    WHERE excluded.written_at >= written_at"""
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -84,13 +75,31 @@ class TimeStore:
         return self._database
 
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
-        """What was measured of these kernels on exactly this work and in this environment."""
-        rows = self.database.read(_ASK, (work_of(facts).key, bool(facts["capturing"])))
-        if not rows:
+        """What was measured of these kernels on exactly this work and in this environment, or follows from its like."""
+        database, work, graph = self.database, work_of(facts), bool(facts["capturing"])
+        rows = database.read(_ASK, (work.key, graph))
+        known: list[tuple[Any, ...]] = []
+        if len({row[0] for row in rows}) < len(kernels):
+            known = database.read(learning.MODELS, (work.family, graph))
+        if not rows and not known:
             return {}
         here = surroundings(facts.device)
         wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
-        return _weighed([_Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
+        found = _weighed([_Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
+        by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
+        adapts: dict[str, str] = {}
+        for kernel_id, environment, adapted_then, model in known:
+            if kernel_id not in by_id or wanted[kernel_id] != environment:
+                continue
+            if kernel_id not in adapts:
+                adapts[kernel_id] = adapted(by_id[kernel_id], facts)
+            if adapts[kernel_id] == adapted_then:
+                estimate = predict(learning.decode(model), work.sizes)
+                if estimate is not None:
+                    found[kernel_id] = Evidence(
+                        estimate.time_us, Provenance.PREDICTED, estimate.confidence, estimate.noise
+                    )
+        return found
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""
@@ -103,11 +112,7 @@ class TimeStore:
         for row in rows:
             check(row)
 
-        def change(connection: sqlite3.Connection) -> None:
-            for row in rows:
-                _insert(connection, row)
-
-        self.database.write(change)
+        self.database.write(lambda connection: learning.write(connection, rows))
 
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the file."""
@@ -161,34 +166,6 @@ def adapted(kernel: Kernel, facts: Facts) -> str:
     findings = limit_findings(kernel, facts.seen_in(kernel.layout))
     repairs = {f"{each.repair.kind} {each.repair.argument}" for each in findings if each.repair is not None}
     return ", ".join(sorted(repairs | {"split" for each in findings if each.reason.code in LAUNCH_CODES}))
-
-
-def check(row: Row) -> None:
-    """Refuse numbers that are no times. Raises: ValueError."""
-    numbers = {
-        "median_us": row.median_us > 0,
-        "p95_us": row.p95_us >= 0,
-        "variance_us2": row.variance_us2 >= 0,
-        "samples": row.samples >= 1,
-        "noise": row.noise >= 0,
-        "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
-    }
-    for name, fine in numbers.items():
-        value = getattr(row, name)
-        if not fine or (value is not None and not math.isfinite(value)):
-            raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
-
-
-def _insert(connection: sqlite3.Connection, row: Row) -> None:
-    work, environment = row.work, row.environment
-    key, facts = work.key, row.facts
-    text = msgspec.json.encode(facts).decode()
-    connection.execute(_WORK, (key, work.family, facts.get("operation", ""), facts.get("dtype", ""), text))
-    about = (environment.key, environment.device, environment.torch, environment.library)
-    connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
-    identity = (key, row.graph, row.kernel, environment.key, row.condition, row.origin, row.source)
-    numbers = (row.median_us, row.p95_us, row.variance_us2, row.samples, row.noise, row.first_call_us)
-    connection.execute(_TIME, (*identity, *numbers, row.adapts, row.device_uuid, row.layerzero, row.written_at))
 
 
 class StoreLedger:

@@ -1,0 +1,122 @@
+"""Rows into the database, and what is learnt from them beside them: in one transaction, so that both always agree.
+
+Whoever writes a time pays for learning from it; whoever asks reads what was learnt.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from layerzero.tuning import fitting
+from layerzero.tuning.prediction import Model, Point
+from layerzero.tuning.rows import Row, Work
+
+MODEL_FORMAT = 1
+"""Changes with the meaning of a stored model, in :data:`MODELS` too; one of another format is as if there were none."""
+
+MAX_READ = 512
+"""Times of a family that are looked at; works lie in the order of their hashes, so these are a fair sample."""
+
+_WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
+_ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
+_KNOWN = """SELECT median_us, adapts, written_at FROM times WHERE work = ? AND graph = ? AND kernel = ?
+    AND environment = ? AND condition = ? AND origin = ? AND source = ?"""
+_TIME = """INSERT OR REPLACE INTO times (work, graph, kernel, environment, condition, origin, source, median_us,
+    p95_us, variance_us2, samples, noise, first_call_us, adapts, device_uuid, layerzero, written_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_FORGET = """DELETE FROM times WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ?
+    AND origin = ? AND source = ?"""
+_POINTS = """SELECT works.key, works.facts, median_us, written_at FROM works CROSS JOIN times ON times.work = works.key
+    WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ? LIMIT ?"""
+_MODEL = """INSERT OR REPLACE INTO models (family, graph, kernel, environment, adapts, format, model)
+    VALUES (?, ?, ?, ?, ?, ?, ?)"""
+_UNLEARN = "DELETE FROM models WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
+_FAMILIES = """SELECT DISTINCT works.family, graph, kernel, environment, adapts FROM times
+    JOIN works ON works.key = times.work"""
+
+Subject = tuple[bytes, bool, str, bytes, str]
+"""What one model is about: family, whether graphs, kernel, environment, adaptations."""
+
+
+def _identity(row: Row) -> tuple[object, ...]:
+    return row.work.key, row.graph, row.kernel, row.environment.key, row.condition, row.origin, row.source
+
+
+def subject_of(row: Row) -> Subject:
+    """The model that a row belongs to."""
+    return row.work.family, row.graph, row.kernel, row.environment.key, row.adapts
+
+
+def write(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    """Insert rows, unless the same thing was measured later, and learn from what is new about them."""
+    touched: dict[Subject, list[Row]] = {}
+    for row in rows:
+        identity = _identity(row)
+        known = connection.execute(_KNOWN, identity).fetchone()
+        if known is not None and known[2] > row.written_at:
+            continue
+        _insert(connection, row, identity)
+        if known is not None and known[1] == row.adapts and abs(row.median_us / known[0] - 1) <= row.noise:
+            continue  # within the noise of what was learnt
+        touched.setdefault(subject_of(row), []).append(row)
+        if known is not None and known[1] != row.adapts:
+            touched.setdefault((*subject_of(row)[:4], known[1]), [])
+    for subject, new in touched.items():
+        learn(connection, subject, new)
+
+
+def _insert(connection: sqlite3.Connection, row: Row, identity: tuple[object, ...]) -> None:
+    work, environment = row.work, row.environment
+    facts = row.facts
+    text = msgspec.json.encode(facts).decode()
+    connection.execute(_WORK, (work.key, work.family, facts.get("operation", ""), facts.get("dtype", ""), text))
+    about = (environment.key, environment.device, environment.torch, environment.library)
+    connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
+    numbers = (row.median_us, row.p95_us, row.variance_us2, row.samples, row.noise, row.first_call_us)
+    connection.execute(_TIME, (*identity, *numbers, row.adapts, row.device_uuid, row.layerzero, row.written_at))
+
+
+def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+    """Delete rows, what was learnt from them, and works and environments that no row speaks of any more."""
+    connection.executemany(_FORGET, [_identity(row) for row in rows])
+    for subject in {subject_of(row) for row in rows}:
+        learn(connection, subject)
+    connection.execute("DELETE FROM works WHERE key NOT IN (SELECT work FROM times)")
+    connection.execute("DELETE FROM environments WHERE key NOT IN (SELECT environment FROM times)")
+
+
+def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] = ()) -> None:
+    """Fit one model anew; ``new`` are rows that count even where a family has more than are looked at."""
+    model = fitting.fit(list(_points(connection, subject, new)))
+    if model is None:
+        connection.execute(_UNLEARN, subject)
+    else:
+        connection.execute(_MODEL, (*subject, MODEL_FORMAT, msgspec.json.encode(model)))
+
+
+def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]) -> Iterator[Point]:
+    """One point for each work, the latest: first those that are new."""
+    latest: dict[bytes, tuple[str, Point]] = {}
+    for row in new[-fitting.MAX_POINTS // 2 :]:
+        latest[row.work.key] = (row.written_at, Point(row.work.sizes, row.median_us))
+    for key, facts, median_us, written_at in connection.execute(_POINTS, (*subject, MAX_READ)):
+        if key not in latest or latest[key][0] < written_at:
+            work = Work(tuple(msgspec.json.decode(facts, type=dict[str, str]).items()))
+            latest[key] = (written_at, Point(work.sizes, median_us))
+    return (point for _, point in latest.values())
+
+
+def groups(connection: sqlite3.Connection) -> list[list[Point]]:
+    """The points of every model, to see how well they predict each other."""
+    subjects = connection.execute(_FAMILIES).fetchall()
+    return [list(_points(connection, subject, ())) for subject in subjects]
+
+
+MODELS = """SELECT kernel, environment, adapts, model FROM models
+    WHERE family = ? AND graph = ? AND format = 1"""
+"""What is known about a family."""
+
+decode = msgspec.json.Decoder(Model).decode

@@ -1,0 +1,218 @@
+"""Times of calls that nobody measured: how good they are, what they claim, and where they stay silent."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import layerzero as lz
+from layerzero.core.evidence import Measurement, Provenance
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning import archive, learning
+from layerzero.tuning.fitting import fit, held_out_error
+from layerzero.tuning.prediction import MAX_DISTANCE, MIN_CONFIDENCE, Model, Point, predict
+from layerzero.tuning.store import TimeStore
+
+TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
+POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
+
+
+def roofline(batch, seq, noise=None):
+    """A made-up device: 6 us a launch, 3 TB/s, 500 TFLOP/s; attention of 32 heads of 128, causal, bf16."""
+    work, traffic = 2 * batch * 32 * seq * seq * 128, 8 * batch * seq * 32 * 128
+    time_us = max(6.0, traffic / 3e6, work / 5e8)
+    return time_us * math.exp(noise.gauss(0, 0.02)) if noise else time_us
+
+
+def sizes(batch, seq):
+    return {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": 32, "kv_heads": 32}
+
+
+def measured(batches=(1, 2, 4, 8, 16), sequences=(128, 256, 512, 1024, 2048, 4096, 8192), seed=0):
+    noise = random.Random(seed)
+    points = [Point(sizes(b, s), roofline(b, s, noise)) for b in batches for s in sequences]
+    noise.shuffle(points)
+    return points
+
+
+def test_held_out_shapes_of_a_roofline_are_predicted_to_a_few_percent():
+    found = held_out_error([measured(seed=seed) for seed in range(5)])
+    assert found.points == 175
+    assert found.predicted > 170
+    assert found.median_error < 0.05
+    assert found.p90_error < 0.5, "of points whose removal leaves a gap of a factor of 4 at a bend"
+    assert found.within_claim > 0.85
+
+
+def test_sizes_between_measured_ones_are_predicted_within_what_is_claimed():
+    model, draw = fit(measured()), random.Random(1)
+    errors, within, silent = [], 0, 0
+    for _ in range(300):
+        batch, seq = draw.randint(1, 16), int(2 ** draw.uniform(7, 13))
+        found = predict(model, sizes(batch, seq))
+        if found is None:
+            silent += 1
+            continue
+        errors.append(abs(math.log2(found.time_us / roofline(batch, seq))))
+        within += errors[-1] <= 2 * found.error
+    assert silent < 15
+    assert sorted(errors)[150] < math.log2(1.05)
+    assert within / len(errors) > 0.85
+
+
+def test_regimes_are_split_where_the_data_bends():
+    points = [Point({"rows": 2**each}, max(5.0, 2**each / 100)) for each in range(18)]
+    model = fit(points)
+    assert len(model.splits) >= 1
+    (_, below, above, _, _), *_ = model.splits
+    assert below <= math.log2(500) + 1
+    assert above >= math.log2(500) - 1
+    assert predict(model, {"rows": 20}).time_us == pytest.approx(5.0, rel=0.02)
+    assert predict(model, {"rows": 50_000}).time_us == pytest.approx(500.0, rel=0.05)
+
+
+@given(
+    offset=st.floats(0, 10),
+    slopes=st.tuples(st.floats(-0.5, 2), st.floats(-0.5, 2)),
+    asked=st.tuples(POWERS, POWERS),
+)
+def test_a_power_law_is_found_exactly(offset, slopes, asked):
+    def law(a, b):
+        return 2 ** (offset + slopes[0] * math.log2(a) + slopes[1] * math.log2(b))
+
+    model = fit([Point({"rows": 4**a, "hidden": 4**b}, law(4**a, 4**b)) for a in range(6) for b in range(6)])
+    found = predict(model, {"rows": asked[0], "hidden": asked[1]})
+    assume(found is not None)
+    assert found.time_us == pytest.approx(law(*asked), rel=0.01)
+    assert found.confidence > 0.98
+    assert found.noise < 0.02
+
+
+@given(points=st.lists(st.tuples(POWERS, POWERS, st.floats(0.1, 1e6)), max_size=30), asked=st.tuples(POWERS, POWERS))
+def test_far_away_there_is_no_evidence_and_near_by_it_is_a_time(points, asked):
+    model = fit([Point({"rows": a, "hidden": b}, time) for a, b, time in points])
+    if model is None:
+        return
+    model = learning.decode(msgspec.json.encode(model))
+    assert isinstance(model, Model)
+    found = predict(model, {"rows": asked[0], "hidden": asked[1]})
+    nearest = min(abs(math.log2(a / asked[0])) + abs(math.log2(b / asked[1])) for a, b, _ in points)
+    if nearest > MAX_DISTANCE:
+        assert found is None
+    if found is not None:
+        assert math.isfinite(found.time_us)
+        assert found.time_us > 0
+        assert MIN_CONFIDENCE <= found.confidence <= 1
+        assert found.noise > 0
+
+
+def test_a_direction_that_was_never_measured_gives_nothing():
+    model = fit(measured())
+    assert predict(model, sizes(2, 700)) is not None
+    assert predict(model, sizes(2, 700) | {"heads": 16, "kv_heads": 16}) is None, "heads never varied"
+    assert predict(model, sizes(2, 700) | {"seq_k": 1400}) is None, "queries always were as many as keys"
+    assert predict(model, {"batch": 2}) is None
+    assert predict(model, sizes(1, 128 * 2**10)) is None, "16 times the longest"
+
+
+def test_nothing_is_learnt_from_too_little():
+    assert fit([]) is None
+    assert fit([Point({"rows": 4}, 1.0)] * 9) is None, "one size only"
+    assert fit([Point({"rows": 4}, 1.0), Point({"rows": 8}, 2.0)]) is None, "nothing to leave out"
+
+
+def test_noise_lowers_the_confidence():
+    draw = random.Random(3)
+    wild = [Point({"rows": 2**n}, 10 * math.exp(draw.gauss(0, 0.5))) for n in range(16)]
+    tame = [Point({"rows": 2**n}, 10 * math.exp(draw.gauss(0, 0.01))) for n in range(16)]
+    assert predict(fit(tame), {"rows": 300}).confidence > 0.9
+    found = predict(fit(wild), {"rows": 300})
+    assert found is None or found.confidence < 0.4
+
+
+# in the database
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    return TimeStore()
+
+
+@pytest.fixture
+def kernels():
+    def right(input, weight, *, eps=1e-6):
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    for name in ("a", "b"):
+        lz.register_kernel("norm.rms", f"user.{name}", priority=50)(right)
+    return [REGISTRY.kernel("user.a"), REGISTRY.kernel("user.b")]
+
+
+def facts(rows, hidden=64):
+    return lz.facts("rms_norm", torch.empty(rows, hidden), torch.empty(hidden))
+
+
+def fill(store, kernel, factor=1.0, every=(1, 2, 4, 8, 16, 32, 64, 128)):
+    for rows in every:
+        store.record(kernel, facts(rows), replace(TIME, median_us=factor * (5 + rows)))
+
+
+def test_a_later_process_predicts_what_nobody_measured(store, kernels):
+    fill(store, kernels[0])
+    fill(store, kernels[1], 3.0)
+    store.record(kernels[1], facts(48), replace(TIME, median_us=20.0))
+    found = TimeStore().evidence(kernels, facts(48))
+    assert found["user.a"].provenance is Provenance.PREDICTED
+    assert found["user.a"].time_us == pytest.approx(53, rel=0.1)
+    assert 0 < found["user.a"].confidence < 1
+    assert found["user.b"].provenance is Provenance.MEASURED, "what was measured is not predicted"
+    assert TimeStore().evidence(kernels, facts(4096)) == {}, "too far"
+    assert TimeStore().evidence(kernels, facts(48, 63)) == {}, "another alignment"
+    assert TimeStore().evidence(kernels, lz.facts("rms_norm", torch.empty(48, 64).half(), torch.empty(64).half())) == {}
+
+
+def test_graphs_are_predicted_from_graphs(store, kernels):
+    fill(store, kernels[0])
+    asked = facts(48)
+    assert store.evidence(kernels, asked.on(asked.device, capturing=True)) == {}
+
+
+def test_what_has_to_be_adapted_is_another_regime(store, kernels, monkeypatch):
+    fill(store, kernels[0])
+    monkeypatch.setattr("layerzero.tuning.store.adapted", lambda kernel, facts: "split")
+    assert store.evidence(kernels, facts(48)) == {}
+
+
+def test_what_is_forgotten_predicts_nothing(store, kernels):
+    fill(store, kernels[0])
+    assert store.evidence(kernels, facts(48))
+    archive.forget(store.database, list(archive.rows(store.database))[:6])
+    assert store.evidence(kernels, facts(48)) == {}
+    assert store.database.read("SELECT count(*) FROM models") == [(0,)]
+
+
+def test_the_same_time_again_teaches_nothing(store, kernels, monkeypatch):
+    fill(store, kernels[0])
+    learnt = []
+    monkeypatch.setattr(learning, "learn", lambda connection, subject, new=(): learnt.append(subject))
+    store.record(kernels[0], facts(8), replace(TIME, median_us=13.1))
+    assert learnt == []
+    store.record(kernels[0], facts(8), replace(TIME, median_us=26.0))
+    assert len(learnt) == 1
+
+
+def test_the_error_of_a_database_is_known(store, kernels):
+    fill(store, kernels[0], every=[2**n for n in range(14)])
+    found = archive.prediction_error(store.database.path)
+    assert found.points == 14
+    assert found.predicted >= 8
+    assert found.median_error < 0.2
