@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import artefacts, compile_all
 from host import host_times
 from judge import Verdict, judge, summary
 from judge_report import line, page
 from judged import judged_jobs
 
 import layerzero as lz
-from layerzero.tuning.contest import contest
 from layerzero.tuning.grid import default_grid
 from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import Effort
+from layerzero.tuning.timing import Effort, clock_of
 from layerzero.tuning.tune import Step, run_jobs
 
 STEPS = ("tune", "judge", "host")
@@ -54,8 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--call-s", type=float, default=0.3, help="seconds for each kernel of a call")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser.add_argument("--isolate", action="store_true", help="run what is new here in child processes before tuning")
+    parser.add_argument(
+        "--warm-judged", action="store_true", help="compile for what is judged, too, as lz.warmup would"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
-    parser.add_argument("--build", metavar="I/N", help="only compile, every Nth call from the Ith; run N at once first")
+    parser.add_argument("--build", metavar="I/N", help="only compile, every Nth artefact from the Ith")
     return parser.parse_args()
 
 
@@ -78,19 +82,28 @@ def main() -> None:
         if _wanted(job, given.only)
     ]
     if given.build:
-        build([*(job for _, job in judged), *grid], device, given.build, leave_out)
+        first, step = (int(number) for number in given.build.split("/"))
+        pairs = artefacts([*grid, *(job for _, job in judged)], device, leave_out)
+        print(f"{len(pairs)} artefacts, every {step}th of them from the {first}th:", flush=True)
+        for text in compile_all(pairs[first::step], device):
+            print(text, flush=True)
         return
     results: dict[str, Any] = {"versions": versions(device), "options": {k: str(v) for k, v in vars(given).items()}}
     if "tune" in steps:
         tuned = run_jobs(
             grid, device, effort=effort, budget_s=min(given.tune_s, given.budget_s), again=given.again,
-            leave_out=leave_out, progress=_told,
+            isolate=given.isolate, leave_out=leave_out, progress=_told,
         )  # fmt: skip
         results["tuned"] = tuned.to_dict()
         print(f"tuned: {tuned}", flush=True)
+    if "judge" in steps:  # as a deployment warms up: what an earlier process tuned is not compiled in this one
+        used = [job for _, job in judged] if given.warm_judged else []
+        for text in compile_all(artefacts([*grid, *used], device, leave_out), device):
+            print(f"warmed: {text}", flush=True)
     if "host" in steps:
         results["host"] = host_times(device, leave_out)
     verdicts: list[Verdict] = []
+    clock = clock_of(device)
     skipped: dict[str, str] = {}
     for number, (group, job) in enumerate(judged if "judge" in steps else ()):
         if time.perf_counter() - started > given.budget_s:
@@ -98,7 +111,7 @@ def main() -> None:
             print(f"out of time before {job.name}")
             break
         try:
-            verdicts.append(judge(group, job, device, effort, leave_out, given.seed + number))
+            verdicts.append(judge(group, job, clock, effort, leave_out, device, given.seed + number))
         except Exception as error:  # noqa: BLE001  # a call that cannot be judged is a line of the report
             skipped[job.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             print(f"{job.name}: not judged: {skipped[job.name]}", flush=True)
@@ -135,20 +148,6 @@ def write(folder: Path, results: dict[str, Any], verdicts: list[Verdict], skippe
     data = {**results, "cases": judged, "skipped": skipped, "summary": summary(verdicts) if verdicts else {}}
     (folder / "judge.json").write_text(json.dumps(data, indent=1))
     (folder / "judge.md").write_text(page(data, verdicts))
-
-
-def build(jobs: list[Job], device: torch.device, part: str, leave_out: tuple[str, ...]) -> None:
-    """Compile what compiles, so that the libraries' own caches have it: one call of each kernel, hardly timed."""
-    first, step = (int(number) for number in part.split("/"))
-    for job in jobs[first::step]:
-        found = contest(job.make(device), effort=Effort(1, 0.0), leave_out=leave_out)
-        slow = {
-            each.kernel.id: round((each.measurement.first_call_us or 0) / 1e6, 1)
-            for each in found.entries
-            if each.measurement is not None and (each.measurement.first_call_us or 0) > 1e6
-        }
-        failed = {each.kernel.id: each.detail[:120] for each in found.entries if each.measurement is None}
-        print(job.name, slow, failed or "", flush=True)
 
 
 def versions(device: torch.device) -> dict[str, str]:

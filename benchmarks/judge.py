@@ -24,7 +24,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.tuning.baseline import torch_default
 from layerzero.tuning.contest import Contest, bound_plan, contest
 from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import Effort, clock_of, quantile
+from layerzero.tuning.timing import Clock, Effort, quantile
 
 AGAIN, THROUGH, TORCH = "again", "through lz", "torch default"
 
@@ -80,7 +80,9 @@ class Verdict:
         return time_us / self.times_us[self.best]
 
 
-def judge(group: str, job: Job, device: torch.device, effort: Effort, leave_out: Sequence[str], seed: int) -> Verdict:
+def judge(
+    group: str, job: Job, clock: Clock, effort: Effort, leave_out: Sequence[str], device: torch.device, seed: int
+) -> Verdict:
     """Judge one call. Raises what making its data raises."""
     statistic = _statistic(device)
     call = job.make(device)
@@ -95,9 +97,7 @@ def judge(group: str, job: Job, device: torch.device, effort: Effort, leave_out:
         default = torch_default(call.function, call.arguments)
         if default is not None:
             beside[TORCH] = default
-    found = contest(
-        call, effort=effort, leave_out=leave_out, beside=beside, clock=clock_of(device), origin="bench", seed=seed
-    )
+    found = contest(call, effort=effort, leave_out=leave_out, beside=beside, clock=clock, origin="bench", seed=seed)
     times = {entry.kernel.id: statistic(entry.samples) for entry in found.entries if entry.samples}
     others = {name: statistic(samples) for name, samples in found.others.items()}
     return Verdict(
