@@ -16,7 +16,7 @@ from layerzero.tuning import rehearsal, tune
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Status
 from layerzero.tuning.files import FileLedger
-from layerzero.tuning.grid import norm_case
+from layerzero.tuning.grid import Heads, append_case, norm_case
 from layerzero.tuning.jobs import Job
 
 LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
@@ -179,9 +179,11 @@ def test_what_kills_its_process_is_banned_and_the_others_are_measured(tmp_path, 
     entries = {each.kernel.id: each for each in found.contests[0].entries}
     assert entries["risky.right"].status is Status.TIMED
     assert entries["torch.rms_norm"].status in (Status.TIMED, Status.STOPPED)
-    assert {name: each.status for name, each in entries.items() if each.measurement is None} == dict.fromkeys(
-        ["risky.crashes", "risky.hangs", "risky.wrong"], Status.BANNED
-    )
+    assert {name: each.status for name, each in entries.items() if each.measurement is None} == {
+        "risky.crashes": Status.BANNED,
+        "risky.hangs": Status.BANNED,
+        "risky.wrong": Status.WRONG,  # a child only tells whether it survives
+    }
     assert "SIGSEGV" in entries["risky.crashes"].detail
     facts = found.contests[0].facts
     verdicts = {name: ENGINE.ledger.verdict(each.kernel, facts) for name, each in entries.items()}
@@ -202,6 +204,24 @@ def test_one_child_is_asked_for_many_calls(monkeypatch, tmp_path):
     ENGINE.ledger = FileLedger(tmp_path)
     tuned("rms_norm", shapes=[(8, 64), (8, 200), (900, 64)], isolate=True)
     assert asked == [3]
+
+
+def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
+    ENGINE.ledger = FileLedger(tmp_path)
+    kernel = next(each for each in lz.list_kernels() if each.id == "torch.paged_append")
+    facts = Job(*append_case(Heads(4, 2, 64), 3, 16), "float32").facts("cpu")
+    (found,) = rehearsal.rehearse([(kernel, facts)])
+    assert found.verdict is Verdict.PASSED, found.detail
+
+
+def test_a_library_s_kernels_go_to_one_child():
+    facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
+    pairs = [(kernel, facts) for kernel in lz.list_kernels() for _ in range(2)]
+    shares = rehearsal._shares(pairs, 3)
+    assert sum(map(len, shares)) == len(pairs)
+    homes = [{kernel.source for kernel, _ in share} for share in shares]
+    assert not homes[0] & homes[1]
+    assert not homes[1] & homes[2]
 
 
 def test_without_a_folder_nothing_is_known_about_the_machine_and_nothing_is_new():

@@ -1,16 +1,20 @@
 """Run in a child process what never ran on this machine, so that whoever measures it afterwards survives it.
 
-One child answers many questions, since most of its time goes into importing torch. Where one ends it, a new child goes
-on with the next.
+One child answers many questions, since most of its time goes into importing torch, loading libraries and compiling; a
+library's kernels go to the same child. Where one ends it, a new child goes on with the next. Results are not compared
+here: whoever measures does that, and once is enough.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +32,10 @@ from layerzero.tuning.rehearsal_child import Line
 
 _LOOK_S = 0.05
 """How often the answers are looked at."""
+
+_MOST_CHILDREN = 6
+_CORES_A_CHILD = 2
+"""A child imports torch, and the compilers that it starts have threads of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,10 @@ def rehearse(
         timeout_s: seconds that one kernel may take, loading and compiling included.
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
-    left, found = list(classes.values()), []
-    while left:
-        answers = _asked([_question(*pair, modules) for pair in left], timeout_s)
-        for pair, (verdict, detail) in zip(left, answers, strict=False):
-            found.append(Rehearsed(*pair, verdict, detail))
-        left = left[len(answers) :]
+    shares = _shares(list(classes.values()), max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD)))
+    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
+        done = pool.map(lambda share: _answered(share, modules, timeout_s), shares)
+        found = [each for answers in done for each in answers]
     for each in found:
         if each.guilty and each.verdict is not None:
             ENGINE.ledger.record_verdict(each.kernel, each.facts, each.verdict)
@@ -83,10 +89,32 @@ def rehearse(
     return found
 
 
+def _shares(pairs: Sequence[tuple[Kernel, Facts]], count: int) -> list[list[tuple[Kernel, Facts]]]:
+    """One share for each child, as even as they get with every library's kernels in one."""
+    libraries: dict[str, list[tuple[Kernel, Facts]]] = defaultdict(list)
+    for kernel, facts in pairs:
+        libraries[kernel.source].append((kernel, facts))
+    shares: list[list[tuple[Kernel, Facts]]] = [[] for _ in range(count)]
+    for each in sorted(libraries.values(), key=len, reverse=True):
+        min(shares, key=len).extend(each)
+    return [share for share in shares if share]
+
+
+def _answered(pairs: Sequence[tuple[Kernel, Facts]], modules: Sequence[str], timeout_s: float) -> list[Rehearsed]:
+    """What is found about a share, by as many children as it takes, one after another."""
+    left, found = list(pairs), []
+    while left:
+        answers = _asked([_question(*pair, modules) for pair in left], timeout_s)
+        for pair, (verdict, detail) in zip(left, answers, strict=False):
+            found.append(Rehearsed(*pair, verdict, detail))
+        left = left[len(answers) :]
+    return found
+
+
 def _question(kernel: Kernel, facts: Facts, modules: Sequence[str]) -> child.Question:
     home = home_of(kernel)
     own = [home] if home and home != "__main__" and not home.startswith("layerzero.") else []
-    return child.Question(kernel.id, CallRecipe.of(facts), [*modules, *own])
+    return child.Question(kernel.id, CallRecipe.of(facts), [*modules, *own], compare=False)
 
 
 def _asked(questions: Sequence[child.Question], timeout_s: float) -> list[tuple[Verdict | None, str]]:

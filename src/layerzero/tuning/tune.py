@@ -34,8 +34,9 @@ from layerzero.tuning.winner import record_times
 
 Progress = Callable[["Step"], None]
 
-AT_ONCE = 32
-"""Calls whose new kernels one child process runs first: it costs seconds, most of them for importing torch."""
+AT_ONCE, GROWTH = 16, 4
+"""Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
+round costs seconds, most of them for importing torch and compiling anew, but the first times should not wait long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ class _Run:
     leave_out: Sequence[str]
     banned: dict[tuple[str, str], str] = field(default_factory=dict)
     rehearsed: int = 0
+    at_once: int = AT_ONCE
 
     def known(self, report: Report) -> bool:
         """Whether every kernel that would take part has a time that was measured here, or failed here before."""
@@ -216,7 +218,8 @@ class _Run:
         """Let a child run what the next calls would run for the first time."""
         if not self.isolate or index < self.rehearsed:
             return
-        self.rehearsed = index + AT_ONCE
+        self.rehearsed = index + self.at_once
+        self.at_once *= GROWTH
         pairs = []
         for job in self.jobs[index : self.rehearsed]:
             report = self.report(job)
