@@ -143,3 +143,12 @@ def test_a_kernel_that_was_wrong_here_is_not_chosen_not_even_by_a_lock(verdict):
     assert order()[0] == "user.b"
     with lz.scope(locks={"norm.rms": "user.a"}), pytest.raises(lz.NoKernelFoundError, match="UNHEALTHY"):
         lz.rms_norm(*CALL)
+
+
+def test_the_noise_of_a_hopeless_third_blurs_nothing():
+    measured("user.a", 10.5, noise=0.01)
+    measured("user.b", 10.0, noise=0.01)
+    measured("user.c", 90.0, noise=0.6)
+    assert order()[:2] == ["user.b", "user.a"]
+    measured("user.a", 10.05, noise=0.01)
+    assert order()[:2] == ["user.a", "user.b"]  # within their own noise, priority decides

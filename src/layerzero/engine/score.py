@@ -87,16 +87,19 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
 
 
 def _order(scored: list[Candidate]) -> list[Candidate]:
-    """Best first; those within the noise of the best are ordered by priority and id among themselves."""
+    """Best first; those within the noise of the best are ordered by priority and id among themselves.
+
+    What counts is the noise of the best and of the one beside it: a hopeless third, measured roughly, blurs nothing.
+    """
     if len(scored) < 2:
         return scored
     scores = {id(each): each.score for each in scored}
-    top = max(scores.values())
-    margin = POINTS_PER_DOUBLING * math.log2(1.0 + max(each.noise for each in scored))
+    best = max(scored, key=lambda each: (scores[id(each)], each.kernel.id))
+    top = scores[id(best)]
 
     def place(candidate: Candidate) -> tuple[float, float, str]:
         score = scores[id(candidate)]
-        tied = top - score <= margin
+        tied = top - score <= POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
         return 0.0 if tied else top - score, -candidate.kernel.priority, candidate.kernel.id
 
     return sorted(scored, key=place)
