@@ -152,11 +152,9 @@ def test_flashinfer_is_refused_in_a_capture_without_a_capturable_step():
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_paged_calls_agree_with_float64(seed):
-    kernels = [each for each in KERNELS if each in {kernel.id for kernel in lz.list_kernels()}] + [
-        "vllm.append_paged",
-        "torch.paged_append",
-    ]
-    with lz.scope(allow_jit_compile=True):
-        report = fuzz.run(1500, seed, device="cuda", kernels=kernels)
+    # Not what compiles: FlashInfer builds a module for every window and softcap, 13 to 67 s each on an H200.
+    names = {*KERNELS, "vllm.append_paged", "torch.paged_append"}
+    kernels = [each.id for each in lz.list_kernels() if each.id in names and not each.jit]
+    report = fuzz.run(1500, seed, device="cuda", kernels=kernels)
     assert report.ok, "\n".join(str(failure) for failure in report.failures[:10])
     assert report.comparisons > 100
