@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts, plain
 
 
 class Provenance(StrEnum):
@@ -72,16 +72,18 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     Factors and epsilons count as given or not. Of memory, what sizes do not say: dtypes that differ from the first
     tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
     """
-    values = facts.to_dict()
     memory = " ".join(_memory(facts))
     ignored = _NO_WORK if memory else _NO_WORK | {"input_ndim"}  # dense rows are the same rows in any number of axes
-    named = [(name, _amount(value)) for name, value in values.items() if name not in ignored]
+    named = [(name, _amount(value)) for name, value in facts.items() if name not in ignored]
+    named += [("layout", str(facts.layout)), ("device_name", facts.device.name)]
     rows = min((each.row_alignment_bytes for each in facts.tensors.values()), default=MAX_ALIGNMENT_BYTES)
     return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
 
 
 def _amount(value: object) -> str:
-    return str(value) if type(value) is not float else "0" if value == 0 else "set"
+    if type(value) is float:
+        return "0" if value == 0 else "set"
+    return value if type(value) is str else str(plain(value))
 
 
 def _memory(facts: Facts) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from layerzero.core.device import Device
@@ -50,8 +51,7 @@ class CallState:
     sdpa_disabled: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorFacts(msgspec.Struct, frozen=True, gc=False):
     """What limits may ask about one tensor.
 
     Attributes:
@@ -164,6 +164,10 @@ class Facts(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def items(self) -> ItemsView[str, object]:
+        """Names and values, without asking for each by name."""
+        return self._values.items()
+
     def size(self, name: str) -> int:
         """An axis size or derived size; raises KeyError where the operation has no such axis."""
         value = self[name]
@@ -195,18 +199,22 @@ class Facts(Mapping[str, object]):
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON and reports."""
-        plain = {name: _plain(value) for name, value in self._values.items()}
+        plain = {name: plain(value) for name, value in self._values.items()}
         return plain | {"layout": self.layout, "device_name": self.device.name}
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, (bool, int, float, str)) or value is None:
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+
+
+def plain(value: object) -> object:
+    """A fact as JSON has it."""
+    if type(value) in _PLAIN_TYPES or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
+    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
 
 
 class FactsBuilder:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Adaptation:
+class Adaptation(msgspec.Struct, frozen=True, gc=False):
     """One thing the plan does to an argument so that a kernel becomes legal.
 
     Attributes:
@@ -32,16 +33,14 @@ class Adaptation:
         return self.kind != "view"
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(msgspec.Struct, frozen=True, gc=False):
     """One summand of a score."""
 
     name: str
     points: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A kernel as judged for one call.
 
     Attributes:

@@ -6,8 +6,9 @@ produces through a public function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class ReasonCode(StrEnum):
@@ -103,8 +104,7 @@ _TEXT: dict[ReasonCode, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(msgspec.Struct, frozen=True, gc=False):
     """One refusal: which rule, about which fact, what it wanted and what it got.
 
     Attributes:

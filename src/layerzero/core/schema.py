@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from layerzero.core.dtypes import dtype_name, names_of
-from layerzero.core.layouts import canonical, permutation
+from layerzero.core.layouts import CANONICAL, canonical, permutation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TensorSchema:
 
     def axes_in(self, layout: str | None) -> tuple[str, ...]:
         """Names of the axes in the order of a layout."""
-        if not self.has_layout or layout is None:
+        if not self.has_layout or layout in (None, CANONICAL):
             return self.shape_vars
         return tuple(self.shape_vars[axis] for axis in permutation(canonical(layout), layout))
 

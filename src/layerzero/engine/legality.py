@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
@@ -39,6 +40,10 @@ def judge(
     seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
     for kernel in kernels:
+        elsewhere = None if complete else _elsewhere(kernel, facts)
+        if elsewhere is not None:  # half of the kernels that are known, and nothing else about them matters
+            judged.append(Candidate(kernel, (elsewhere,)))
+            continue
         layout = kernel.layout
         if layout not in seen:
             seen[layout] = facts.seen_in(layout)
@@ -183,10 +188,9 @@ def _hinted(reason: Reason, kernel: Kernel) -> Reason:
 
 def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
     findings: list[Finding] = []
-    if facts.device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
-        wanted = " or ".join(kernel.backend.platforms)
-        reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
-        return [Finding(reason)]  # the other limits speak about hardware that is not there
+    elsewhere = _elsewhere(kernel, facts)
+    if elsewhere is not None:
+        return [Finding(elsewhere)]  # the other limits speak about hardware that is not there
     for limit in kernel.limits:
         found = _checked(limit, facts)
         if found:
@@ -208,6 +212,14 @@ def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
             reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True)
             findings.append(Finding(reason, Repair("negate", name)))
     return findings
+
+
+def _elsewhere(kernel: Kernel, facts: Facts) -> Reason | None:
+    """Why a kernel's library does not serve this platform at all."""
+    if facts.device.platform in kernel.backend.platforms or kernel.backend.origin == "decorator":
+        return None
+    wanted = " or ".join(kernel.backend.platforms)
+    return Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
 
 
 def _checked(limit: Limit, facts: Facts) -> Findings:

@@ -40,7 +40,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     names = tuple(parameter.name for parameter in function.parameters)
     lines = _adapting(candidate, facts)
     adapting = [*lines, "return " + _dict_of(function, facts)]
-    running = [*_guards(kernel, facts), *_checks(facts, policy), *lines, *_calling(candidate, facts, policy)]
+    passed = _passed(candidate, facts)
+    running = [*_guards(kernel, facts), *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
     source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     namespace: dict[str, Any] = {
         "kernel": target,
@@ -56,7 +57,6 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         **split.NAMES,
     }
     exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
-    passed = _passed(candidate, facts)
     only_calls = running == [_call_text(passed), "return output"]
     direct = accelerator.direct(target, names, passed) if only_calls else None
     return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
@@ -213,10 +213,9 @@ def _call_text(passed: Sequence[Passed]) -> str:
     return f"output = kernel({', '.join(map(_text, passed))})"
 
 
-def _calling(candidate: Candidate, facts: Facts, policy: Policy) -> list[str]:
+def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, policy: Policy) -> list[str]:
     """Statements that call the kernel and give its results the caller's layout."""
     kernel, schema = candidate.kernel, facts.operation.schema
-    passed = _passed(candidate, facts)
     lines = [_call_text(passed)]
     chunk = _chunk(candidate, facts)
     if chunk:

@@ -6,8 +6,9 @@ legality not: what limits demand of sizes and strides is tested on the arguments
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+
+import msgspec
 
 from layerzero.core.conditions import CLASS, SAME, WITHIN, Condition, Conditions, SizedCall, all_conditions
 from layerzero.core.facts import FACT_ALIASES, Facts
@@ -97,7 +98,7 @@ def _fits_in_memory(plan: Plan, policy: Policy, call: SizedCall) -> bool:
             big if axis in call.varying else size
             for axis, size, big in zip(call.axes(name), fact.shape, shape, strict=True)
         ]
-        tensors[name] = dataclasses.replace(fact, shape=tuple(shape))
+        tensors[name] = msgspec.structs.replace(fact, shape=tuple(shape))
     upper = Facts(facts.operation, facts.device, facts.layout, tensors, {**facts, **largest})
     try:
         return kernel.workspace_for(upper) <= policy.memory_headroom_mb * 2**20

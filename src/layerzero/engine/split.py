@@ -5,10 +5,10 @@ Only where no kernel but the reference is legal as the call is; another kernel, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from layerzero.core.facts import Facts, TensorFacts
@@ -51,7 +51,7 @@ def _split(candidate: Candidate, facts: Facts, findings: Judge) -> Candidate:
             return candidate
     text = f"run the batch of {facts.size('batch')} in chunks of {size}"
     adaptations = (*candidate.adaptations, Adaptation("split", "batch", text))
-    return dataclasses.replace(candidate, reasons=(), adaptations=adaptations)
+    return msgspec.structs.replace(candidate, reasons=(), adaptations=adaptations)
 
 
 def chunk(kernel: Kernel, facts: Facts) -> int:
@@ -82,7 +82,7 @@ def of_batch(facts: Facts, rows: int) -> Facts:
 def _cut(facts: Facts, name: str, tensor: TensorFacts, rows: int) -> TensorFacts:
     if name not in split_tensors(facts) or tensor.shape[0] == 1 or (name == "attn_mask" and len(tensor.shape) < 4):
         return tensor
-    return dataclasses.replace(tensor, shape=(rows, *tensor.shape[1:]))
+    return msgspec.structs.replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 
 def split_tensors(facts: Facts) -> frozenset[str]:
