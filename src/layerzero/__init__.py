@@ -24,6 +24,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "which",
     ),
     "layerzero.engine.bind": ("bind",),
+    "layerzero.engine.freeze": ("freeze", "frozen", "thaw"),
     "layerzero.engine.control": (
         "avoid",
         "configure",
@@ -63,6 +64,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.errors": (
         "CudaGraphUnsafeError",
         "DescriptorError",
+        "FrozenChoiceError",
         "InvalidCallError",
         "KernelExecutionError",
         "LayerZeroError",

@@ -10,6 +10,7 @@ from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
     DescriptorError,
+    FrozenChoiceError,
     InvalidCallError,
     KernelExecutionError,
     LayerZeroError,
@@ -46,6 +47,7 @@ from layerzero.engine.control import (
     unregister_kernel,
 )
 from layerzero.engine.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
+from layerzero.engine.freeze import freeze, frozen, thaw
 from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
@@ -64,6 +66,7 @@ __all__ = [
     "ExecutionPlan",
     "Facts",
     "FactsBuilder",
+    "FrozenChoiceError",
     "Function",
     "InvalidCallError",
     "Kernel",
@@ -105,6 +108,8 @@ __all__ = [
     "doctor",
     "explain",
     "facts",
+    "freeze",
+    "frozen",
     "kernels_from_descriptor",
     "layer_norm",
     "limits",
@@ -123,6 +128,7 @@ __all__ = [
     "rms_norm",
     "scope",
     "testing",
+    "thaw",
     "tune",
     "unload_descriptor",
     "unlock",

@@ -8,6 +8,7 @@ LayerZeroError
 +-- NoKernelFoundError                     nothing legal is left to run
 +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
 +-- KernelExecutionError                   a kernel was called and failed
++-- FrozenChoiceError                      this process would not make the choices that a document has
 LayerZeroWarning (UserWarning)
 +-- LayerZeroLayoutWarning                 a layout had to be assumed
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
@@ -128,6 +129,21 @@ class KernelExecutionError(LayerZeroError):
         self.kernel_id = kernel_id
         self.operation = operation
         super().__init__(f"{kernel_id} failed in {operation}; nothing ran in its place because {why_no_fallback}")
+
+
+class FrozenChoiceError(LayerZeroError):
+    """A document of frozen choices is damaged, or this process would not make them; nothing was frozen.
+
+    Attributes:
+        name: the file, or what stands for it.
+        problems: one line for each difference, with what was wanted and what came.
+    """
+
+    def __init__(self, name: str, problems: Sequence[str]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{name}:{' ' if len(problems) == 1 else ''}{body}")
 
 
 class LayerZeroWarning(UserWarning):

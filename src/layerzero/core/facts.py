@@ -199,8 +199,8 @@ class Facts(Mapping[str, object]):
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON and reports."""
-        plain = {name: plain(value) for name, value in self._values.items()}
-        return plain | {"layout": self.layout, "device_name": self.device.name}
+        values = {name: plain(value) for name, value in self._values.items()}
+        return values | {"layout": self.layout, "device_name": self.device.name}
 
 
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})

@@ -141,8 +141,10 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     policy = current_policy()
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
-    ranked = score.rank(judged, call, policy, ENGINE.ledger)
-    return pick(ranked, Routed(call.operation, {}, call.layout), call, REGISTRY.lock_for(policy, call))
+    frozen = ENGINE.frozen
+    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else frozen.NO_TIMES)
+    report = pick(ranked, Routed(call.operation, {}, call.layout), call, REGISTRY.lock_for(policy, call))
+    return report if frozen is None else frozen.held(report, policy)
 
 
 def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:
@@ -341,6 +343,7 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else f"C, {accelerator.HOT.reader()}",
+        "choices": "free" if ENGINE.frozen is None else f"frozen for {len(ENGINE.frozen.choices)} classes of calls",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 

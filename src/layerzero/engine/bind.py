@@ -86,9 +86,7 @@ class Bound:
         if self.guard or not now.proved:
             exact = self._call.key_of(*values)
             if exact is None or (SCOPES.active and current_policy() is not now.policy) or ENGINE.watchers:
-                return self._call.fast(
-                    **arguments
-                )  # something listens, or a scope decides otherwise
+                return self._call.fast(**arguments)  # something listens, or a scope decides otherwise
             if exact != self._exact:
                 raise InvalidCallError(f"{self.function}, bound", self._differences(exact))
             if any(isinstance(value, torch.Tensor) and value.is_neg() for value in values):

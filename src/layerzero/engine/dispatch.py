@@ -25,6 +25,7 @@ from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
+from layerzero.engine.frozen import Frozen
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
@@ -46,6 +47,7 @@ class Engine:
         self.health = Health(self.bump)
         self.caches: list[PlanCache] = []
         self.watchers: tuple[Watcher, ...] = ()
+        self.frozen: Frozen | None = None
         self._lock = threading.RLock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
@@ -70,6 +72,11 @@ class Engine:
             policy = CONFIGURATION.policy
             for cache in self.caches:
                 cache.publish(policy)
+
+    def new_winner(self) -> None:
+        """Another kernel became the fastest of a class: a new epoch, unless choices are frozen."""
+        if self.frozen is None:
+            self.bump()
 
     def watch(self, watcher: Watcher) -> None:
         """Tell somebody the facts of every call. No plan is kept until the last one stops: hits would go unseen."""
@@ -123,9 +130,10 @@ class Dispatcher:
         kernels = self.engine.registry.candidates(routed.operation.name)
         health, ledger = self.engine.health, self.engine.ledger
         judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed, complete=complete)
-        ranked = score.rank(judged, facts, policy, self.engine.ledger)
+        frozen = self.engine.frozen
+        ranked = score.rank(judged, facts, policy, ledger if frozen is None else frozen.NO_TIMES)
         report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
-        return report, ranked
+        return report if frozen is None else frozen.held(report, policy), ranked
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.
@@ -138,6 +146,8 @@ class Dispatcher:
             report, _ = self.explain(arguments, policy, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # someone will ask why
                 report, _ = self.explain(arguments, policy, failed=failed)
+            if self.engine.frozen is not None:
+                self.engine.frozen.refuse(report, policy)
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)
@@ -271,6 +281,9 @@ class Dispatcher:
         return True
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
+        departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
+        if departed is not None:
+            failing.tell_departure(plan, departed)
         if policy.log_selections:
             log.info("%s -> %s%s", plan.report.operation, plan.kernel.id, _adapts(plan))
         empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())

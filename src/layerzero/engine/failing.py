@@ -195,6 +195,11 @@ def tell_reference(plan: Plan) -> None:
     )
 
 
+def tell_departure(plan: Plan, text: str) -> None:
+    """Say once for each kernel and operation that a frozen choice could not be kept."""
+    _once((plan.kernel.id, f"frozen {plan.report.operation}"), f"{text}. lz.frozen() lists it.")
+
+
 def tell_split(plan: Plan) -> None:
     """Say once for each kernel and operation that a batch runs in chunks."""
     for adaptation in plan.adaptations:

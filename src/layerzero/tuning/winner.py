@@ -34,7 +34,7 @@ def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
         held.update((_identity(each), winner) for each, winner in zip(asked, after, strict=True) if winner is not None)
     changed = after != before
     if changed:
-        ENGINE.bump()
+        ENGINE.new_winner()
     return changed
 
 

@@ -1,0 +1,154 @@
+"""Choices that do not change any more: which kernel each class of calls has, and what is done where it cannot run."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import NoKernelFoundError
+from layerzero.core.facts import Facts, plain
+from layerzero.core.ledger import MemoryLedger
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.policy import Policy
+
+LIVE_SIZES = frozenset({"batch", "seq_q", "seq_k", "rows", "tokens", "pages", "max_blocks", "max_context_len"})
+"""Sizes that change while a program runs; a class of choices holds a power of two of each, and all others exactly."""
+
+STATE = ("deterministic", "capturing", "autocast", "sdpa_disabled")
+"""Facts that a recipe does not have."""
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One class of calls: its kernel, the library with its version, and a call of it.
+
+    ``state`` has the eager state that the call's recipe does not; ``scoped`` tells a choice made under other settings
+    than those of the process, which no other process can be asked about.
+    """
+
+    kernel: str
+    library: str
+    version: str
+    call: CallRecipe
+    state: dict[str, bool | list[str]]
+    scoped: bool = False
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A class whose kernel could not run: what ran in its place, and why."""
+
+    kernel: str
+    ran: str
+    reason: str
+
+
+class Frozen:
+    """What is frozen in this process.
+
+    Attributes:
+        choices: by the name of the class; the ones made since are among them.
+        added: names of the classes that were first seen while frozen: chosen without times, by priority and id.
+        departures: classes whose kernel was refused or failed, by name, the latest of each.
+    """
+
+    NO_TIMES = MemoryLedger()
+    """What scoring asks in place of the ledger: times that another process writes meanwhile decide nothing."""
+
+    def __init__(self, choices: Mapping[str, Choice]) -> None:
+        self._lock = threading.Lock()
+        self.choices = dict(choices)
+        self.added: tuple[str, ...] = ()
+        self.departures: dict[str, Departure] = {}
+
+    def held(self, report: Report, policy: Policy) -> Report:
+        """The report with the frozen kernel as its choice.
+
+        A lock stays above it. Where the kernel is refused, the next one by priority is taken, or, without
+        ``fallback_enabled``, none.
+        """
+        choice = self.choices.get(class_name(report.facts, policy))
+        if report.locked:
+            return report
+        if choice is None:
+            return _noted(report, "frozen: this class was not seen before; chosen by priority, without times")
+        found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
+        if found is not None and found.legal:
+            others = (each for each in report.candidates if each is not found)
+            changed = replace(report, chosen=found, candidates=(found, *others))
+            return _noted(changed, f"frozen: {choice.kernel}")
+        report = _noted(report, f"frozen: {choice.kernel} cannot run: {_why(found)}")
+        return report if policy.fallback_enabled else replace(report, chosen=None)
+
+    def chose(self, plan: Plan, policy: Policy) -> str | None:
+        """Keep what a class got first; return what to tell if it departs from what is frozen."""
+        report, name = plan.report, class_name(plan.report.facts, policy)
+        with self._lock:
+            choice = self.choices.get(name)
+            if choice is None:
+                self.choices[name] = choice_of(plan, policy)
+                self.added = (*self.added, name)
+                return None
+            if choice.kernel == plan.kernel.id or report.locked:
+                return None
+            found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
+            known = self.departures.get(name)
+            self.departures[name] = Departure(choice.kernel, plan.kernel.id, _why(found))
+        if known is not None and known.ran == plan.kernel.id:
+            return None
+        return (
+            f"{choice.kernel} is frozen for {name} and cannot run ({_why(found)}); {plan.kernel.id} runs in its place"
+        )
+
+    def refuse(self, report: Report, policy: Policy) -> None:
+        """Raise where a frozen kernel cannot run and nothing may run in its place."""
+        choice = self.choices.get(class_name(report.facts, policy))
+        if choice is not None and report.chosen is None and not policy.fallback_enabled:
+            hint = f"{choice.kernel} is frozen for this class; lz.thaw() lets selection go on"
+            raise NoKernelFoundError(report.operation, report.failures, hint)
+
+
+def _noted(report: Report, note: str) -> Report:
+    return replace(report, notes=(*report.notes, note))
+
+
+def _why(candidate: Candidate | None) -> str:
+    if candidate is None:
+        return "it is not registered here"
+    return str(candidate.reasons[0]) if candidate.reasons else "it failed"
+
+
+def choice_of(plan: Plan, policy: Policy) -> Choice:
+    """What a plan's call chose, for a manifest."""
+    facts, kernel = plan.report.facts, plan.kernel
+    state = {name: plain(facts[name]) for name in STATE}
+    scoped = policy is not CONFIGURATION.policy
+    return Choice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]
+
+
+def class_name(facts: Facts, policy: Policy) -> str:
+    """The class of a call as text: every fact by value, but live sizes as powers of two and factors as given or not."""
+    words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
+    words += [facts.layout] if facts.layout else []
+    for name, value in sorted(facts.items()):
+        if name in ("operation", "dtype", "platform") or value is None or value is False or value == "none":
+            continue
+        if name in LIVE_SIZES and type(value) is int:
+            words.append(f"{name}<{1 << max(value, 1).bit_length()}")
+        elif type(value) is float:
+            words.append(f"{name}={'0' if value == 0 else 'below 0' if value < 0 else 'given'}")
+        elif value != frozenset():
+            words.append(f"{name}={plain(value)}")
+    if policy is not CONFIGURATION.policy:
+        words.append(f"settings={digest_of(policy)}")
+    return " ".join(words)
+
+
+def digest_of(policy: Policy) -> str:
+    """A short hash of effective settings, locks and rules."""
+    return hashlib.sha256(repr((policy.values, policy.locks, policy.rules)).encode()).hexdigest()[:12]

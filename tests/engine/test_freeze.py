@@ -1,0 +1,264 @@
+"""Frozen choices: what stays, what still holds above them, and that another process proves it would choose the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.evidence import Measurement
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import REGISTRY
+
+pytestmark = pytest.mark.usefixtures("path", "thawed")
+
+
+@pytest.fixture
+def thawed():
+    yield
+    ENGINE.frozen = None
+    ENGINE.bump()
+
+
+@pytest.fixture
+def norm():
+    """Which kernel ran; two are there, and the second is as good but for its priority."""
+    ran = []
+
+    def register(name, priority):
+        def kernel(input, weight, *, eps=1e-6):
+            ran.append(name)
+            if input.numel() and input.flatten()[0] == 666:
+                raise ValueError("planted")
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        lz.register_kernel("norm.rms", f"user.{name}", priority=priority)(kernel)
+
+    register("second", 99)
+    register("first", 100)
+    return ran
+
+
+def tuned(x, w, kernel_id, time_us):
+    """Times as a tuning window writes them."""
+    from layerzero.tuning.winner import record_times
+
+    times = {REGISTRY.kernel(kernel_id): measured(time_us), REGISTRY.kernel("user.first"): measured(50.0)}
+    return record_times(lz.facts("rms_norm", x, w), times)
+
+
+def measured(time_us):
+    return Measurement(median_us=time_us, p95_us=time_us, variance_us2=0.0, samples=30)
+
+
+def test_new_times_change_nothing_until_it_thaws(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    document = lz.freeze()
+    assert [each.kernel for each in document.choices.values()] == ["user.first"]
+    (name,) = document.choices
+    assert name.startswith("norm.rms float32 ")
+    assert {"rows<8", "hidden=8"} <= set(name.split())
+    epoch = CALLS["rms_norm"].dispatcher.cache.epoch
+    assert tuned(x, w, "user.second", 1.0)
+    assert CALLS["rms_norm"].dispatcher.cache.epoch == epoch
+    ENGINE.bump()  # whatever else asks for a choice gets the same
+    for _ in range(2):
+        lz.rms_norm(x, w)
+    assert norm == ["first"] * 3
+    report = lz.explain("rms_norm", x, w)
+    assert report.kernel_id == "user.first"
+    assert "frozen: user.first" in report.notes
+    assert lz.explain(report.facts).kernel_id == "user.first"
+    assert "frozen for 1 classes" in str(lz.doctor())
+    lz.thaw()
+    lz.rms_norm(x, w)
+    assert norm[-1] == "second"
+
+
+def test_another_size_of_the_class_has_its_kernel_and_a_new_class_is_listed(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    lz.freeze()
+    other = torch.randn(7, 8)
+    tuned(other, w, "user.second", 1.0)
+    lz.rms_norm(other, w)
+    assert lz.frozen().added == ()
+    wide, v = torch.randn(4, 16), torch.randn(16)
+    tuned(wide, v, "user.second", 1.0)
+    assert "not seen before" in lz.explain("rms_norm", wide, v).notes[0]
+    lz.rms_norm(wide, v)
+    assert norm == ["first", "first", "first"]  # by priority: times decide nothing
+    (added,) = lz.frozen().added
+    assert "hidden=16" in added
+    assert lz.frozen().choices[added].kernel == "user.first"
+    document = lz.thaw()
+    assert added in document.choices
+
+
+def test_denials_locks_and_scopes_hold_above(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    lz.freeze()
+    with lz.scope(avoid_sources=["user.first"]):
+        lz.rms_norm(x, w)
+    lz.lock("rms_norm", "user.second")
+    lz.rms_norm(x, w)
+    lz.unlock("rms_norm")
+    assert norm == ["first", "second", "second"]
+    assert lz.frozen().departures == {}
+    lz.configure(deny=["user.first"])
+    with pytest.warns(lz.LayerZeroFallbackWarning, match=r"user\.first is frozen for norm\.rms .*user\.second runs"):
+        lz.rms_norm(x, w)
+    (departure,) = lz.frozen().departures.values()
+    assert (departure.kernel, departure.ran) == ("user.first", "user.second")
+    assert "POLICY_DENIED" in departure.reason
+    lz.configure(deny=None)
+    lz.rms_norm(x, w)
+    assert norm[3:] == ["second", "first"]
+
+
+def test_a_frozen_kernel_that_fails_falls_back_visibly_or_raises(norm):
+    x, w, bad = torch.randn(4, 8), torch.randn(8), torch.full((4, 8), 666.0)
+    lz.rms_norm(x, w)
+    lz.freeze()
+    lz.unregister_kernel("user.second")
+    with pytest.warns(lz.LayerZeroFallbackWarning) as told:
+        lz.rms_norm(bad, w)
+    texts = [str(each.message) for each in told]
+    assert any("user.first failed" in text for text in texts)
+    assert any("is frozen for" in text for text in texts)
+    lz.configure(fallback_enabled=False)
+    with pytest.raises(lz.NoKernelFoundError, match=r"user\.first is frozen for this class; lz\.thaw"):
+        lz.rms_norm(x, w)
+    lz.configure(fallback_enabled=None)
+    ENGINE.health.reset()
+    lz.rms_norm(x, w)
+    assert norm[-1] == "first"
+
+
+def test_a_bound_callable_keeps_to_it(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    rms = lz.bind(lz.rms_norm, x, w)
+    rms(x, w)
+    lz.freeze()
+    tuned(x, w, "user.second", 1.0)
+    ENGINE.bump()
+    rms(x, w)
+    assert norm == ["first", "first"]
+    lz.thaw()
+    rms(x, w)
+    assert norm == ["first", "first", "second"]
+
+
+def test_a_document_goes_to_another_process_and_back(tmp_path):
+    q, x, w = torch.randn(2, 8, 4, 16), torch.randn(4, 8), torch.randn(8)
+    lz.attention(q, q, q, layout="BSHD")
+    lz.attention(q, q[:, :1], q[:, :1], layout="BHSD", causal=False)
+    lz.rms_norm(x, w)
+    lz.layer_norm(x, (8,), w)
+    document = lz.freeze()
+    assert len(document.choices) == 4
+    document.write(tmp_path / "frozen.json")
+    lz.thaw()
+    again = lz.freeze(tmp_path / "frozen.json")
+    assert again == document
+    assert lz.frozen().added == ()
+    lz.rms_norm(x, w)
+    assert lz.frozen().added == ()
+    lz.thaw()
+    script = f"""
+import layerzero as lz
+print(lz.freeze({str(tmp_path / "frozen.json")!r}).hash)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    assert shown.strip() == document.hash
+
+
+def test_a_process_that_would_choose_otherwise_refuses(norm, tmp_path):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    document = lz.freeze()
+    path = tmp_path / "frozen.json"
+    document.write(path)
+    lz.thaw()
+    tuned(x, w, "user.second", 1.0)
+    with pytest.raises(lz.FrozenChoiceError, match=r"wanted user\.first, this process would choose user\.second"):
+        lz.freeze(path)
+    assert lz.frozen() is None
+    lz.configure(deny=["user.first"])
+    with pytest.raises(lz.FrozenChoiceError) as caught:
+        lz.freeze(path)
+    assert any(problem.startswith("settings: wanted") for problem in caught.value.problems)
+    assert any("POLICY_DENIED" in problem for problem in caught.value.problems)
+    lz.configure(deny=None)
+    lz.unregister_kernel("user.first")
+    with pytest.raises(lz.FrozenChoiceError, match="got not registered"):
+        lz.freeze(document)
+
+
+def test_damaged_documents_are_refused(norm, tmp_path):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    path = tmp_path / "frozen.json"
+    lz.freeze().write(path)
+    with pytest.raises(lz.PolicyError, match="frozen already"):
+        lz.freeze()
+    lz.thaw()
+    with pytest.raises(lz.PolicyError, match="wanted frozen choices, got none"):
+        lz.thaw()
+    text = path.read_text()
+    for damaged, problem in (
+        (text.replace("user.first", "user.second"), "hash: wanted"),
+        (text.replace('"format": 1', '"format": 2'), "format: wanted 1, got 2"),
+        (text[:-20], "wanted frozen choices as JSON"),
+        (text.replace('"torch"', '"touch"'), "wanted frozen choices as JSON"),
+    ):
+        assert damaged != text
+        path.write_text(damaged)
+        with pytest.raises(lz.FrozenChoiceError, match=problem):
+            lz.freeze(path)
+    with pytest.raises(lz.FrozenChoiceError, match="wanted frozen choices as JSON"):
+        lz.freeze(tmp_path / "absent.json")
+
+
+def test_the_hash_depends_on_choices_and_not_on_their_order(norm):
+    x, w, v = torch.randn(4, 8), torch.randn(8), torch.randn(16)
+    hashes = []
+    for order in ((x, w), (torch.randn(4, 16), v)), ((torch.randn(4, 16), v), (x, w)):
+        ENGINE.bump()
+        for call in order:
+            lz.rms_norm(*call)
+        hashes.append(lz.freeze().hash)
+        lz.thaw()
+    assert hashes[0] == hashes[1]
+    lz.lock("rms_norm", "user.second")
+    lz.rms_norm(x, w)
+    assert lz.freeze().hash not in hashes
+
+
+def test_choices_are_kept_once_by_threads_that_choose_at_once(norm):
+    x, w = [torch.randn(4, hidden) for hidden in range(8, 24)], [torch.randn(hidden) for hidden in range(8, 24)]
+    lz.freeze()
+    start = threading.Barrier(4)
+
+    def call():
+        start.wait()
+        for each, weight in zip(x, w, strict=True):
+            lz.rms_norm(each, weight)
+            ENGINE.bump()
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lz.frozen().choices) == len(lz.frozen().added) == 16
+    assert {each.kernel for each in lz.frozen().choices.values()} == {"user.first"}
