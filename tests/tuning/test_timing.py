@@ -111,3 +111,73 @@ def test_the_cpu_clock_tells_the_slower_of_two():
 def test_a_graph_wants_a_device_that_has_graphs():
     with pytest.raises(ValueError, match="graph: wanted a CUDA device, got cpu"):
         clock_of("cpu", graph=True)
+
+
+class Queue:
+    """A device that runs behind its host: work is queued by the host and done in order, both in microseconds."""
+
+    def __init__(self):
+        self.host = self.free = 0.0
+
+    def launch(self, host_us, device_us):
+        self.host += host_us
+        self.free = max(self.free, self.host) + device_us
+
+    def wait(self):
+        self.host = max(self.host, self.free)
+
+
+class Event:
+    def __init__(self, queue):
+        self.queue, self.at = queue, 0.0
+
+    def record(self):
+        self.at = max(self.queue.free, self.queue.host)
+
+    def synchronize(self):
+        self.queue.wait()
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) / 1000.0
+
+
+class Flush:
+    def __init__(self, queue):
+        self.queue = queue
+
+    def zero_(self):
+        self.queue.launch(3.0, 60.0)
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A CUDA clock over a queue that is simulated, and the queue."""
+    queue = Queue()
+    monkeypatch.setattr(timing, "_events", lambda: (Event(queue), Event(queue)))
+    clock = object.__new__(timing.CudaClock)
+    clock.graph, clock._flush = False, Flush(queue)
+    return clock, queue
+
+
+@pytest.mark.parametrize(
+    ("host_us", "device_us", "wanted_us"),
+    [(5, 9, 9), (80, 9, 80), (17, 22, 22), (22, 17, 22), (15, 300, 300), (34, 15000, 15000), (2, 1.5, 2)],
+)
+def test_a_sample_on_a_gpu_is_what_a_user_waits_for(simulated, host_us, device_us, wanted_us):
+    clock, queue = simulated
+
+    def run():
+        queue.launch(host_us, device_us)
+
+    assert clock.sample(run, max(host_us, device_us)) == pytest.approx(wanted_us, rel=0.03)
+
+
+def test_device_time_hides_the_host_and_a_graph_has_nothing_else(simulated):
+    clock, queue = simulated
+
+    def run():
+        queue.launch(80.0, 9.0)
+
+    assert clock.device(run) == pytest.approx(9.0)
+    clock.graph = True
+    assert clock.sample(run, 80.0) == pytest.approx(9.0)
