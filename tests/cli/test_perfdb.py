@@ -230,3 +230,15 @@ def test_without_a_file_there_is_nothing_to_show(monkeypatch, tmp_path):
     assert answer("perfdb show")["rows"] == 0
     assert run("perfdb check").exit_code == 0
     assert not (tmp_path / "second").exists()
+
+
+def test_a_table_of_priors_is_written(tmp_path):
+    file = tmp_path / "table.json"
+    assert answer(f"perfdb export {file} --prior")["rows"] == 3
+    data = json.loads(file.read_text())
+    assert data["kind"] == "layerzero priors"
+    assert data["script"] == "layerzero perfdb export --prior"
+    assert data["versions"] == {"inductor.rms_norm": "", "torch.rms_norm": ""}
+    result = run(f'perfdb export {file} --prior --kernel "nothing.*"')
+    assert result.exit_code == 2
+    assert "wanted times of one device" in result.stderr

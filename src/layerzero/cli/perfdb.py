@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,23 +54,40 @@ def show(
     return Answer(data, lambda: [*database.notes(), *head, *_table(shown, [holds(each) for each in shown])])
 
 
-@perfdb.command("export", **examples("perfdb export times.jsonl", 'perfdb export h200.jsonl --operation "attention.*"'))
+@perfdb.command(
+    "export",
+    **examples(
+        "perfdb export times.jsonl",
+        'perfdb export h200.jsonl --operation "attention.*"',
+        "perfdb export h200.json --prior",
+    ),
+)
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write lines of JSON.")],
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
     here: OnlyHere = False,
+    prior: Annotated[
+        bool, typer.Option("--prior", help="Write a table of priors, as the package ships them, of what counts here.")
+    ] = False,
     json: AsJson = False,
 ) -> Answer:
     """Write measured times to a file for other machines."""
     from layerzero.tuning import archive
+    from layerzero.tuning.prior import table_of
 
     database = _database()
-    holds = archive.here() if here else None
+    holds = archive.here() if here or prior else None
     with _readable(database):
         found = archive.matching(archive.rows(database), kernel=kernel, operation=operation)
         kept = [each for each in found if holds is None or holds(each)]
-    count = _written(file, lambda: archive.export(kept, file))
+    if prior:
+        table = table_of(kept, "layerzero perfdb export --prior")
+        count = sum(len(case.times_us) for family in table.families for case in family.cases)
+        _written(file, lambda: archive.export_prior(table, file))
+    else:
+        count = len(kept)
+        _written(file, lambda: archive.export(kept, file))
     return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
 
 
@@ -215,12 +232,11 @@ def _exists(file: Path) -> None:
         raise ValueError(f"{file}: wanted a file of times, got {'a folder' if file.is_dir() else 'nothing'}")
 
 
-def _written(file: Path, write: Any) -> int:
+def _written(file: Path, write: Callable[[], None]) -> None:
     try:
-        count: int = write()
+        write()
     except OSError as error:
         raise ValueError(f"{file}: wanted a place to write to, got: {error.strerror or error}") from error
-    return count
 
 
 def _plain(value: Row | HeldOut) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from layerzero.tuning import learning, migrations
 from layerzero.tuning.database import Database
 from layerzero.tuning.environment import Environment, surroundings
 from layerzero.tuning.fitting import HeldOut, held_out_error
+from layerzero.tuning.prior import Table
 from layerzero.tuning.rows import Row, check
 
 FORMAT = 1
@@ -95,12 +96,16 @@ def _row(found: tuple[object, ...]) -> Row:
     return row
 
 
-def export(found: Iterable[Row], file: Path) -> int:
-    """Write rows as lines of JSON, a header before them; return how many. Raises: OSError."""
+def export(found: Iterable[Row], file: Path) -> None:
+    """Write rows as lines of JSON, a header before them. Raises: OSError."""
     lines = [msgspec.json.encode(each) for each in found]
     header = Header(FORMAT, KIND, datetime.now(UTC).isoformat(timespec="seconds"), len(lines))
     file.write_bytes(b"\n".join([msgspec.json.encode(header), *lines]) + b"\n")
-    return len(lines)
+
+
+def export_prior(table: Table, file: Path) -> None:
+    """Write a table of priors, indented for those who read changes to it. Raises: OSError."""
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
 def read_export(file: Path) -> list[Row]:

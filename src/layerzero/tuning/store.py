@@ -26,6 +26,7 @@ from layerzero.tuning.database import Database
 from layerzero.tuning.environment import surroundings
 from layerzero.tuning.files import cache_folder
 from layerzero.tuning.prediction import predict
+from layerzero.tuning.prior import priors_of, problems
 from layerzero.tuning.rows import Row, check, row_of, work_of
 
 FULL_SAMPLES = 10
@@ -75,7 +76,15 @@ class TimeStore:
         return self._database
 
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
-        """What was measured of these kernels on exactly this work and in this environment, or follows from its like."""
+        """What is known of these kernels: measured for this work and environment, predicted, or shipped."""
+        found = self._own(kernels, facts)
+        if not found:
+            priors = priors_of(facts.device.name)
+            found = priors.evidence(kernels, facts) if priors else found
+        return found
+
+    def _own(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
+        """What this user's database says."""
         database, work, graph = self.database, work_of(facts), bool(facts["capturing"])
         rows = database.read(_ASK, (work.key, graph))
         known: list[tuple[Any, ...]] = []
@@ -115,8 +124,8 @@ class TimeStore:
         self.database.write(lambda connection: learning.write(connection, rows))
 
     def notes(self) -> tuple[str, ...]:
-        """What is wrong with the file."""
-        return self.database.notes()
+        """What is wrong with the file, and with tables that ship."""
+        return (*self.database.notes(), *problems())
 
 
 class _Time(msgspec.Struct, frozen=True):

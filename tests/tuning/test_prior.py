@@ -1,0 +1,231 @@
+"""Times that ship with the package: for whom they count, what replaces them, and what a table has to be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.device import Device
+from layerzero.core.evidence import Measurement, Provenance
+from layerzero.core.ledger import MemoryLedger
+from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning import archive, environment, prior
+from layerzero.tuning.prior import FOLDER, LOOSE, Priors, read_table, table_of
+from layerzero.tuning.rows import SCALING, work_of
+from layerzero.tuning.store import StoreLedger, TimeStore
+
+TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
+H200 = Device.named("H200")
+TABLES = sorted(FOLDER.glob("*.json"))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Libraries of the versions that were measured."""
+    versions = {"vllm": "0.20.2", "flash_attn": "4.1.0", "torch": ""}
+
+    def state(self, backend, device):
+        return probe.LibraryState(versions.get(backend.name, "1.0"))
+
+    monkeypatch.setattr(probe.Machine, "state", state)
+    return versions
+
+
+def attention(batch, seq, heads=(32, 8), head_dim=128, *, layout="BSHD", **more):
+    decode = more.pop("decode", False)
+    dtype = more.pop("dtype", torch.bfloat16)
+    shapes = [(batch, 1 if decode else seq, heads[0], head_dim), *2 * [(batch, seq, heads[1], head_dim)]]
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    if layout == "BHSD":
+        tensors = [each.transpose(1, 2) for each in tensors]
+    return lz.facts("attention", *tensors, layout=layout, device=more.pop("device", H200), **more)
+
+
+def asked(facts):
+    return TimeStore().evidence(REGISTRY.candidates(facts["operation"]), facts)
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
+def test_every_table_can_be_read_and_speaks_of_what_there_is(file):
+    table = read_table(file)
+    assert file.name.startswith(prior.slug(table.device))
+    for family in table.families:
+        known = {kernel.id for kernel in REGISTRY.candidates(family.facts["operation"])}
+        for case in family.cases:
+            assert set(case.times_us) <= known
+    assert set(table.versions) == {name for each in table.families for case in each.cases for name in case.times_us}
+
+
+def test_a_device_of_the_name_chooses_by_the_table(installed):
+    found = asked(attention(1, 2048))
+    assert {each.provenance for each in found.values()} == {Provenance.PRIOR}
+    assert found["torch.sdpa.cudnn"].time_us == 86.0
+    assert found["vllm.flash_attn.v3"].time_us == 72.0
+    assert "flashinfer.fa2.prefill" not in found, "which of its two backends ran is not known"
+    assert all(each.confidence == prior.CONFIDENCE for each in found.values())
+    assert asked(attention(1, 128))["torch.sdpa.cudnn"].noise == pytest.approx(0.05), "10 us, rounded to 1"
+    assert asked(attention(1, 512, decode=True))["torch.sdpa.cudnn"].time_us == 12.0
+    assert asked(attention(2, 4096, (24, 24), causal=False))["flash_attn.v4.sm90"].time_us == 579.0
+
+
+def test_layout_does_not_count_and_graphs_count_alike():
+    facts = attention(1, 2048, layout="BHSD")
+    assert asked(facts)["torch.sdpa.cudnn"].time_us == 86.0
+    assert asked(facts.on(H200, capturing=True))["torch.sdpa.cudnn"].time_us == 86.0
+
+
+def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence():
+    found = asked(attention(1, 4096))
+    assert 200 < found["torch.sdpa.cudnn"].time_us < 400
+    assert all(each.confidence < prior.CONFIDENCE for each in found.values())
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        lambda: attention(1, 2048, dtype=torch.float16),
+        lambda: attention(1, 2048, head_dim=96),
+        lambda: attention(1, 2048, causal=False),
+        lambda: attention(1, 2048, device=Device.named("H100")),
+        lambda: attention(1, 2048, window=(100, 0)),
+        lambda: attention(4096, 128),
+    ],
+    ids=["dtype", "head dim", "causal", "device", "window", "far away"],
+)
+def test_other_calls_get_nothing(facts):
+    assert asked(facts()) == {}
+
+
+def test_another_major_version_does_not_count(installed, monkeypatch):
+    installed["vllm"] = "0.21.1"
+    found = asked(attention(1, 2048))
+    assert "vllm.flash_attn.v3" not in found
+    assert found["flash_attn.v4.sm90"].time_us == 68.0
+    assert "torch.sdpa.cudnn" in found
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    assert "torch.sdpa.cudnn" not in asked(attention(1, 2048))
+
+
+def test_one_time_of_the_users_own_replaces_the_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    facts = attention(1, 2048)
+    TimeStore().record(REGISTRY.kernel("torch.sdpa.flash"), facts, TIME)
+    assert {name: each.provenance for name, each in asked(facts).items()} == {"torch.sdpa.flash": Provenance.MEASURED}
+
+
+def test_explain_says_prior():
+    tensors = [torch.empty(1, 2048, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]
+    assert "prior +" not in str(lz.explain("attention", *tensors, layout="BSHD", device="H200"))
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    assert "prior +" in str(lz.explain("attention", *tensors, layout="BSHD", device="H200"))
+
+
+GOOD = {
+    "format": 1,
+    "kind": "layerzero priors",
+    "device": "Some Device",
+    "driver": "1",
+    "torch": "2.13.0",
+    "versions": {"torch.rms_norm": ""},
+    "date": "2026-11-21",
+    "script": "a test",
+    "families": [
+        {
+            "facts": {"operation": "norm.rms", "dtype": "float32"},
+            "cases": [{"sizes": {"rows": 4, "hidden": 64}, "times_us": {"torch.rms_norm": 3.0}}],
+        }
+    ],
+}
+
+
+def family(**changes):
+    return {"families": [GOOD["families"][0] | changes]}
+
+
+BAD = {
+    "another kind": ({"kind": "x"}, "wanted format 1 of 'layerzero priors'"),
+    "a field too many": ({"extra": 1}, "unknown field `extra`"),
+    "no date": ({"date": "yesterday"}, "yesterday"),
+    "no version": ({"versions": {}}, "wanted the version of its library"),
+    "no dtype": (family(facts={"operation": "norm.rms", "dtype": "x"}), "wanted an operation and a dtype"),
+    "a loose fact": (
+        family(facts=GOOD["families"][0]["facts"] | {"layout": "BSHD"}),
+        "wanted none that a table does not tell apart or that is a size, got layout",
+    ),
+    "no time": (
+        family(cases=[{"sizes": {"rows": 4}, "times_us": {"torch.rms_norm": 0.0}}]),
+        "wanted a time above 0, got 0.0",
+    ),
+    "no size": (
+        family(cases=[{"sizes": {"head_dim": 4}, "times_us": {"torch.rms_norm": 1.0}}]),
+        "wanted the same scaling sizes in each",
+    ),
+    "size 0": (family(cases=[{"sizes": {"rows": 0}, "times_us": {"torch.rms_norm": 1.0}}]), "wanted numbers above 0"),
+}
+
+
+@pytest.mark.parametrize("spoilt", BAD)
+def test_a_table_that_is_none_is_told_and_does_not_count(tmp_path, spoilt):
+    change, message = BAD[spoilt]
+    file = tmp_path / "some-device.json"
+    file.write_text(json.dumps(GOOD))
+    assert Priors("Some Device", tmp_path)
+    file.write_text(json.dumps(GOOD | change))
+    found = Priors("Some Device", tmp_path)
+    assert not found
+    assert len(found.problems) == 1
+    assert message in found.problems[0]
+
+
+def test_a_broken_table_is_named_by_doctor(tmp_path, monkeypatch):
+    (tmp_path / f"{prior.slug(H200.name)}.json").write_text("{")
+    monkeypatch.setattr(prior, "FOLDER", tmp_path)
+    monkeypatch.setattr(prior, "_LOADED", {})
+    store = TimeStore()
+    assert store.evidence(REGISTRY.candidates("attention.gqa.prefill"), attention(1, 2048)) == {}
+    (note,) = store.notes()
+    assert "nvidia-h200.json: no priors: " in note
+
+
+def test_measured_times_become_a_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    monkeypatch.setattr(environment, "driver_version", lambda device: "7.0")
+    environment._surroundings.cache_clear()
+    store, kernel = TimeStore(), REGISTRY.kernel("torch.rms_norm")
+    for rows in (4, 8, 16):
+        facts = lz.facts("rms_norm", torch.empty(rows, 64), torch.empty(64))
+        store.record(kernel, facts, replace(TIME, median_us=float(rows)))
+    table = table_of(archive.rows(store.database), "a test")
+    environment._surroundings.cache_clear()
+    assert (table.driver, table.torch, table.script) == ("7.0", torch.__version__, "a test")
+    assert [case.times_us for case in table.families[0].cases] == [
+        {"torch.rms_norm": float(rows)} for rows in (4, 8, 16)
+    ]
+    file = tmp_path / f"{prior.slug(table.device)}.json"
+    archive.export_prior(table, file)
+    assert read_table(file) == table
+    found = Priors(table.device, tmp_path).evidence([kernel], lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64)))
+    assert found["torch.rms_norm"].time_us == 8.0
+    rows = [*archive.rows(store.database)]
+    other = msgspec.structs.replace(rows[0], environment=msgspec.structs.replace(rows[0].environment, torch="1.0"))
+    with pytest.raises(ValueError, match="wanted times of one device, driver and torch"):
+        table_of([*rows, other], "a test")
+    with pytest.raises(ValueError, match="got nothing"):
+        table_of([], "a test")
+
+
+def test_the_table_knows_every_fact_of_a_call():
+    """A new fact of attention makes the table say nothing: it has to be written into the table then."""
+    work = dict(work_of(attention(1, 2048)).facts)
+    facts = {name for name in work if name not in LOOSE and name not in SCALING}
+    table = read_table(FOLDER / "nvidia-h200.json")
+    assert facts == set(table.families[0].facts)
