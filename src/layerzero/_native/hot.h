@@ -107,6 +107,10 @@ typedef struct {
     PyObject *python, *miss, *failed, *scoped; /* the slower ways */
     PyObject *unwatched;                       /* this callable without Dynamo listening; NULL until it is loaded */
     PyObject *index;                           /* of the process-wide policy's table */
+    /* the arguments before that are no tensors, and their words: most calls have the very same objects */
+    int seen_count; /* of words; 0: none */
+    PyObject *seen[MAX_PARAMETERS];
+    uint64_t seen_words[1 + MAX_PARAMETERS * MAX_SEQUENCE];
 } Function;
 
 /* 1: made; 0: a call for the slow way; -1: error */

@@ -158,8 +158,42 @@ static int put_handle(Function *self, Parameter *parameter, PyObject *const *val
     return put;
 }
 
+static inline int is_tensor(const Parameter *parameter)
+{
+    return parameter->kind == TENSOR || parameter->kind == OPTIONAL_TENSOR;
+}
+
+static int same_values(Function *self, PyObject *const *values, Key *key)
+{
+    if (self->seen_count == 0)
+        return 0;
+    for (int i = 0; i < self->count; i++)
+        if (values[i] != self->seen[i] && !is_tensor(&self->parameters[i]))
+            return 0;
+    memcpy(key->exact + key->exact_count, self->seen_words, (size_t)self->seen_count * sizeof self->seen_words[0]);
+    key->exact_count += self->seen_count;
+    return 1;
+}
+
+/* Remember values that cannot change: what was a list may have other numbers now, a handle another kind. */
+static void remember_values(Function *self, PyObject *const *values, const Key *key, int start)
+{
+    for (int i = 0; i < self->count; i++)
+        if (!is_tensor(&self->parameters[i]) &&
+            (PyList_Check(values[i]) || (self->parameters[i].kind == HANDLE && values[i] != Py_None)))
+            return;
+    self->seen_count = 0;
+    for (int i = 0; i < self->count; i++)
+        if (!is_tensor(&self->parameters[i]) && values[i] != self->seen[i])
+            Py_XSETREF(self->seen[i], Py_NewRef(values[i]));
+    self->seen_count = key->exact_count - start;
+    memcpy(self->seen_words, key->exact + start, (size_t)self->seen_count * sizeof self->seen_words[0]);
+}
+
 static int put_values(Function *self, PyObject *const *values, Key *key)
 {
+    if (same_values(self, values, key))
+        return 1;
     uint64_t tags = 0; /* four bits each, at most sixteen in a word; a function has few arguments that are no tensors */
     int shift = 0;
     int tags_at = key->exact_count++;
@@ -192,6 +226,7 @@ static int put_values(Function *self, PyObject *const *values, Key *key)
         key->exact_count += width;
     }
     key->exact[tags_at] = tags;
+    remember_values(self, values, key, tags_at);
     return 1;
 }
 

@@ -334,6 +334,7 @@ static void function_dealloc(PyObject *function)
     Py_XDECREF(self->builtin_name);
     Py_XDECREF(self->builtin_doc);
     for (int i = 0; i < self->count; i++) {
+        Py_XDECREF(self->seen[i]);
         Py_XDECREF(self->parameters[i].name);
         Py_XDECREF(self->parameters[i].default_value);
     }

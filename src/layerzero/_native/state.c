@@ -197,6 +197,25 @@ static int dispatch_state(void)
     return flags;
 }
 
+/* Whether no level of forward-mode AD is open. */
+static int outside_forward_ad(void)
+{
+#if PY_VERSION_HEX < 0x030C0000
+    /* A dictionary that has not changed needs no lookup; later versions hide what tells. */
+    static uint64_t looked_at;
+    uint64_t version = ((PyDictObject *)forward_ad)->ma_version_tag;
+    if (version == looked_at)
+        return 1;
+#endif
+    PyObject *level = PyDict_GetItemWithError(forward_ad, forward_ad_level);
+    if (level != no_level) /* -1 is one object in every CPython; anything else is looked at by Python */
+        return level == NULL && PyErr_Occurred() ? -1 : 0;
+#if PY_VERSION_HEX < 0x030C0000
+    looked_at = version;
+#endif
+    return 1;
+}
+
 int state_read(EagerState *state, int with_sdpa)
 {
     int flags = dispatch_state();
@@ -206,12 +225,9 @@ int state_read(EagerState *state, int with_sdpa)
     int modes = function_mode_count != NULL ? function_mode_count() != 0 : truth(question_ask(&function_modes));
     if (modes)
         return modes < 0 ? -1 : 0;
-    PyObject *level = PyDict_GetItemWithError(forward_ad, forward_ad_level);
-    if (level != no_level) { /* -1 is one object in every CPython; anything else is looked at by Python */
-        if (level == NULL && PyErr_Occurred())
-            return -1;
-        return 0;
-    }
+    int outside = outside_forward_ad();
+    if (outside <= 0)
+        return outside;
     state->grad = grad_mode != NULL ? grad_mode() : truth(question_ask(&grad_enabled));
     state->deterministic = truth(question_ask(&deterministic));
     state->sdpa = 0;
