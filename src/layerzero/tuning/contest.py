@@ -32,6 +32,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
+from layerzero.tuning import conditions
 from layerzero.tuning.timing import Clock, Effort, Run, clock_of, measurement, race
 from layerzero.tuning.truth import Truth, truth_of
 
@@ -195,10 +196,13 @@ def contest(
     with torch.no_grad():  # outside the window: what is timed beside the kernels chooses as it does elsewhere
         runs = {name: each.run for name, each in ready.items()}
         raced = race({**runs, **(beside or {})}, clock, effort or Effort(), seed=seed)
+    state = conditions.condition(device)
     timed = []
     for name, each in ready.items():
         runner = raced[name]
-        kept = measurement(runner.samples, first_call_us=each.first_call_us, graph=graph, origin=origin)
+        kept = measurement(
+            runner.samples, first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin
+        )
         status = Status.STOPPED if runner.stopped else Status.TIMED
         timed.append(Entry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))
     timed.sort(key=lambda entry: entry.measurement.median_us if entry.measurement else 0.0)

@@ -1,0 +1,124 @@
+"""The state that a machine is in while times are taken, in buckets: times compare within a condition.
+
+On NVIDIA GPUs through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature, memory pressure, power
+state. On a CPU: load, and the clock where the system tells it. What cannot be read is left out. Where times of one call
+were taken under several conditions, those under the condition that most kernels share count, and others count less. No
+time is multiplied by a factor for its condition: none was calibrated.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger("layerzero")
+
+WARM_C, HOT_C = 50.0, 70.0
+"""From here on a GPU is warm, hot."""
+
+MEDIUM_MEMORY, HIGH_MEMORY = 0.5, 0.8
+"""Share of a GPU's memory in use from which on the pressure is medium, high."""
+
+MEDIUM_LOAD, HIGH_LOAD = 1.0, 2.0
+"""Runnable threads a core beyond which the load is medium, high; what measures is one of them."""
+
+BOOST = 0.9
+"""Share of the highest clock from which on a device boosts."""
+
+_THROTTLES = 0x8 | 0x20 | 0x40 | 0x80  # NVML's bits: hardware and software slowdown for heat, and the power brake
+_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+
+
+def bucket(value: float, low: float, high: float, names: tuple[str, str, str]) -> str:
+    """The name of the third that a value lies in; the bounds belong to the upper one."""
+    return names[(value >= low) + (value >= high)]
+
+
+def condition(device: torch.device) -> str:
+    """The state of a device now, ``memory=low,power=boost,temperature=warm``; empty where nothing can be read."""
+    state = _of_gpu(device.index or 0) if device.type == "cuda" and torch.version.cuda else {}
+    if device.type == "cpu":
+        state = _of_cpu()
+    return text(state)
+
+
+def text(state: Mapping[str, str]) -> str:
+    """Write a condition down, sorted by what is said."""
+    return ",".join(f"{name}={value}" for name, value in sorted(state.items()))
+
+
+def _of_cpu() -> dict[str, str]:
+    state = {}
+    try:
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        state["load"] = bucket(load, MEDIUM_LOAD, HIGH_LOAD, ("low", "medium", "high"))
+        now, most = (float((_CLOCK / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+        state["power"] = _power(now / most, throttled=False)
+    except (OSError, ValueError):  # virtual machines hide the clock
+        return state
+    return state
+
+
+def _power(share: float, *, throttled: bool) -> str:
+    return "throttled" if throttled else "boost" if share >= BOOST else "nominal"
+
+
+@functools.cache
+def _nvml() -> Any:
+    """NVML, None where its bindings or the driver's library are missing; asked once."""
+    try:
+        import pynvml
+    except ImportError:
+        log.info("no conditions of GPUs are recorded: nvidia-ml-py is not installed (pip install layerzero[nvml])")
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.info("no conditions of GPUs are recorded: NVML does not start: %s", error)
+        return None
+    return pynvml
+
+
+def _of_gpu(index: int) -> dict[str, str]:
+    nvml = _nvml()
+    if nvml is None:
+        return {}
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return of_nvml(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
+    """What NVML tells of a device; a number that this device does not have is left out."""
+
+    def temperature(handle: Any) -> str:
+        degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        return bucket(degrees, WARM_C, HOT_C, ("cold", "warm", "hot"))
+
+    def memory(handle: Any) -> str:
+        found = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return bucket(found.used / found.total, MEDIUM_MEMORY, HIGH_MEMORY, ("low", "medium", "high"))
+
+    def power(handle: Any) -> str:
+        now = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        most = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return _power(now / most, throttled=bool(reasons & _THROTTLES))
+
+    state: dict[str, str] = {}
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError as error:  # a part of a device, or one that the container hides
+        log.info("no condition of %s is recorded: %s", uuid, error)
+        return state
+    for name, read in (("temperature", temperature), ("memory", memory), ("power", power)):
+        try:
+            state[name] = read(handle)
+        except nvml.NVMLError as error:
+            log.info("%s of %s is not recorded: %s", name, uuid, error)
+    return state

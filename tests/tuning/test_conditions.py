@@ -1,0 +1,87 @@
+"""Conditions are buckets of what can be read, and measurements name them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from layerzero.core.evidence import Measurement
+from layerzero.tuning import conditions
+from layerzero.tuning.conditions import of_nvml
+
+
+class NvmlError(Exception):
+    pass
+
+
+def nvml(*, degrees=45, used=10, now=1900, reasons=0, missing=()):
+    """NVML with one device in a given state."""
+
+    def answer(name, value):
+        def tell(*_):
+            if name in missing:
+                raise NvmlError("not supported")
+            return value
+
+        return tell
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        nvmlDeviceGetHandleByUUID=answer("handle", object()),
+        nvmlDeviceGetTemperature=answer("temperature", degrees),
+        nvmlDeviceGetMemoryInfo=answer("memory", SimpleNamespace(used=used, total=100)),
+        nvmlDeviceGetClockInfo=answer("power", now),
+        nvmlDeviceGetMaxClockInfo=answer("power", 1980),
+        nvmlDeviceGetCurrentClocksThrottleReasons=answer("power", reasons),
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        ({}, "memory=low,power=boost,temperature=cold"),
+        ({"degrees": 50}, "memory=low,power=boost,temperature=warm"),
+        ({"degrees": 69}, "memory=low,power=boost,temperature=warm"),
+        ({"degrees": 70}, "memory=low,power=boost,temperature=hot"),
+        ({"used": 50}, "memory=medium,power=boost,temperature=cold"),
+        ({"used": 80}, "memory=high,power=boost,temperature=cold"),
+        ({"now": 1500}, "memory=low,power=nominal,temperature=cold"),
+        ({"reasons": 0x20}, "memory=low,power=throttled,temperature=cold"),
+        ({"reasons": 0x4}, "memory=low,power=boost,temperature=cold"),
+        ({"missing": ("power",)}, "memory=low,temperature=cold"),
+        ({"missing": ("handle",)}, ""),
+    ],
+)
+def test_a_gpus_condition_is_what_nvml_tells(state, wanted):
+    assert conditions.text(of_nvml(nvml(**state), "GPU-1")) == wanted
+
+
+@pytest.mark.parametrize(("load", "wanted"), [(0.5, "low"), (4.0, "medium"), (7.9, "medium"), (8.0, "high")])
+def test_a_cpus_condition_is_its_load_and_clock(monkeypatch, tmp_path, load, wanted):
+    monkeypatch.setattr(conditions.os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(conditions.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(conditions, "_CLOCK", tmp_path)
+    assert conditions.condition(torch.device("cpu")) == f"load={wanted}"
+    (tmp_path / "scaling_cur_freq").write_text("1000\n")
+    (tmp_path / "cpuinfo_max_freq").write_text("3000\n")
+    assert conditions.condition(torch.device("cpu")) == f"load={wanted},power=nominal"
+
+
+def test_without_nvml_nothing_is_said_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(conditions, "_nvml", lambda: None)
+    assert conditions._of_gpu(0) == {}
+
+
+def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):
+    from layerzero.testing import random_call
+    from layerzero.tuning import contest
+
+    monkeypatch.setattr(conditions, "condition", lambda device: f"planted={device.type}")
+    found = contest.contest(random_call(0, 3, function="rms_norm", dtype=torch.float32))
+    times: list[Measurement] = list(found.times.values())
+    assert times
+    assert {each.condition for each in times} == {"planted=cpu"}
