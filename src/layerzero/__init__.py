@@ -51,6 +51,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.tuning.confirm": ("confirm_suspects",),
     "layerzero.tuning.record": ("record",),
     "layerzero.tuning.tune": ("tune",),
+    "layerzero.tuning.online": ("sampled",),
     "layerzero.tuning.vetting": ("vet",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),

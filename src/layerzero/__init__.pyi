@@ -52,6 +52,7 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.tuning.confirm import confirm_suspects
+from layerzero.tuning.online import sampled
 from layerzero.tuning.record import record
 from layerzero.tuning.tune import tune
 from layerzero.tuning.vetting import vet
@@ -126,6 +127,7 @@ __all__ = [
     "register_operation",
     "register_with_transformers",
     "rms_norm",
+    "sampled",
     "scope",
     "testing",
     "thaw",

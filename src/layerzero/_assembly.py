@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
 
 
 def ledger() -> Ledger:
@@ -38,3 +40,10 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
 
     for kernel in kernels:
         BACKGROUND.add(kernel, facts)
+
+
+def sample(plan: Plan, function: Function, rate: float) -> None:
+    """Let a plan time a share of its calls."""
+    from layerzero.tuning.online import attach
+
+    attach(plan, function, rate)

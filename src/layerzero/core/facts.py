@@ -188,6 +188,10 @@ class Facts(Mapping[str, object]):
         """The same call with other memory, as after a copy."""
         return Facts(self.operation, self.device, self.layout, dict(tensors), self._values)
 
+    def of_sizes(self, sizes: Mapping[str, int], tensors: Mapping[str, TensorFacts]) -> Facts:
+        """A call of other sizes that is the same in everything else."""
+        return Facts(self.operation, self.device, self.layout, dict(tensors), {**self._values, **sizes})
+
     def on(self, device: Device, *, capturing: bool) -> Facts:
         """The same call asked about on another device, or inside a CUDA graph capture."""
         changed = {"platform": device.platform, "sm": device.sm_number, "capturing": capturing}

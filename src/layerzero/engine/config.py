@@ -210,7 +210,9 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def known_variables() -> list[str]:
     """Every environment variable that LayerZero reads, except ``LAYERZERO_LOCK_<OPERATION>``."""
-    settings = [name.upper() for name, setting in SETTINGS.items() if setting.kind in (bool, int, str, str | None)]
+    settings = [
+        name.upper() for name, setting in SETTINGS.items() if setting.kind in (bool, int, float, str, str | None)
+    ]
     return [
         _PREFIX + name
         for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "LOCK", *sorted(_ELSEWHERE))
@@ -237,11 +239,12 @@ def _locks(variable: str, text: str) -> dict[str, str]:
 def _scalar(variable: str, text: str, kind: Any) -> Any:
     if kind is bool:
         return _boolean(variable, text)
-    if kind is int:
+    if kind in (int, float):
         try:
-            return int(text)
+            return kind(text)
         except ValueError:
-            raise PolicyError(f"environment: {variable}: wanted an integer, got {text!r}") from None
+            wanted = "an integer" if kind is int else "a number"
+            raise PolicyError(f"environment: {variable}: wanted {wanted}, got {text!r}") from None
     if kind in (str, str | None):
         return text
     raise PolicyError(f"environment: {variable}: set this key in a file or with lz.configure, got {text!r}")

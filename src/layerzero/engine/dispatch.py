@@ -156,6 +156,10 @@ class Dispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
+                if policy["sampling_rate"]:
+                    from layerzero import _assembly
+
+                    _assembly.sample(plan, self.function, policy["sampling_rate"])
                 self._tell(plan, policy)
                 return plan
             failed.add(chosen.kernel.id)

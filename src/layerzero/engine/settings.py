@@ -23,6 +23,7 @@ class Setting:
         meaning: one line for the documentation.
         choices: allowed values, any of the type if empty.
         built: whether its feature exists; a key without one is accepted at its default and refuses other values.
+        most: the largest value of a number, if it has one.
         scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
     """
 
@@ -32,6 +33,7 @@ class Setting:
     choices: tuple[Any, ...] = ()
     built: bool = True
     scoped: bool = True
+    most: float | None = None
 
 
 SETTINGS: dict[str, Setting] = {
@@ -46,6 +48,13 @@ SETTINGS: dict[str, Setting] = {
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "vet_in_background": Setting(
         bool, False, "vet, in a child process, what a call would have liked to choose; the next choice may take it"
+    ),
+    "sampling_rate": Setting(
+        float,
+        0.0,
+        "share of calls that are timed, to tell where the database has aged; 0.01 is plenty",
+        most=1.0,
+        scoped=False,
     ),
     "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
     "layout": Setting(str | None, None, "attention layout where a call names none", (None, *LAYOUTS)),
@@ -130,6 +139,8 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
                 f"{origin}: {name}: this version knows only the default {setting.default!r}, got {value!r}; "
                 "remove the key until the feature exists"
             )
-        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= 0:
             raise PolicyError(f"{origin}: {name}: wanted a number of at least 0, got {value}")
+        if setting.most is not None and value > setting.most:
+            raise PolicyError(f"{origin}: {name}: wanted a number of at most {setting.most:g}, got {value}")
     return flat

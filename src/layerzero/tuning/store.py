@@ -25,6 +25,7 @@ from layerzero.tuning import learning
 from layerzero.tuning.database import Database
 from layerzero.tuning.environment import surroundings
 from layerzero.tuning.files import cache_folder
+from layerzero.tuning.online import SAMPLER
 from layerzero.tuning.prediction import predict
 from layerzero.tuning.prior import priors_of, problems
 from layerzero.tuning.rows import Row, check, row_of, work_of
@@ -200,5 +201,5 @@ class StoreLedger:
         self.times.record(kernel, facts, measurement)
 
     def notes(self) -> tuple[str, ...]:
-        """What is wrong with the files and with the database."""
-        return (*self.markers.notes(), *self.times.notes())
+        """What is wrong with the files and with the database, and which times of it have aged."""
+        return (*self.markers.notes(), *self.times.notes(), *SAMPLER.notes())
