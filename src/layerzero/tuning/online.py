@@ -17,9 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from layerzero.core.errors import InvalidCallError
@@ -289,7 +290,7 @@ def _facts(sample: _Sample) -> Facts | None:
         return None
     built = FactsBuilder(routed.operation).of_valid(routed.arguments, device=chosen.device, layout=chosen.layout)
     tensors = {
-        name: replace(each, alignment_bytes=chosen.tensors[name].alignment_bytes, negated=chosen.tensors[name].negated)
+        name: msgspec.structs.replace(each, alignment_bytes=chosen.tensors[name].alignment_bytes)
         for name, each in built.tensors.items()
         if name in chosen.tensors
     }
