@@ -72,10 +72,11 @@ def _random(seed: int, count: int, *, gpu: bool) -> Iterator[tuple[str, object]]
             batch = size(1, 48 if gpu else 4)
             longest = min(16384 if gpu else 480, (32768 if gpu else 512) // batch)
             causal = chosen not in (DIFFUSION, UNET) and draw.random() < 0.75
-            yield prefill_case(chosen, batch, size(min(48, longest), longest), causal=causal)
+            shortest = 128 if gpu else 48
+            yield prefill_case(chosen, batch, size(min(shortest, longest), longest), causal=causal)
         else:
             batch = size(1, 64 if gpu else 12)
-            context = size(100, min(16384 if gpu else 2000, (2**19 if gpu else 2**13) // batch))
+            context = size(128, min(16384 if gpu else 2000, (2**19 if gpu else 2**13) // batch))
             if kind < 0.85:
                 yield decode_case(chosen, batch, context)
             else:

@@ -128,6 +128,7 @@ def test_cases_grid_and_parts_of_the_grid():
     ("given", "message"),
     [
         ({"shapes": [(2, 2, 2)]}, "wanted BxSxHxD"),
+        ({"samples": 2}, "samples: wanted at least 3"),
         ({"shapes": "kases"}, "wanted sizes, or 'cases'"),
         ({"shapes": "cases", "head_dim": 8}, "head_dim: they narrow the default grid"),
         ({"shapes": "cases", "manifest": "x.json"}, "manifest: wanted it alone, got shapes"),

@@ -69,9 +69,9 @@ GPU = Extent(
     lengths=(128, 512, 2048, 8192, 32768),
     max_tokens=32768,
     decode_batches=(1, 4, 16, 64),
-    contexts=(512, 2048, 8192, 32768),
+    contexts=(128, 512, 2048, 8192, 32768),
     max_context=2**19,
-    rows=(1, 16, 256, 4096, 16384),
+    rows=(1, 4, 16, 64, 256, 1024, 4096, 16384),
     hidden=(1024, 2048, 4096, 8192),
     max_elements=2**27,
 )
@@ -83,11 +83,11 @@ CPU = Extent(
     decode_batches=(1, 4, 16),
     contexts=(128, 512, 2048),
     max_context=2**13,
-    rows=(1, 16, 256, 1024),
+    rows=(1, 4, 16, 64, 256, 1024),
     hidden=(512, 1024, 4096),
     max_elements=2**21,
 )
-PAGE_SIZE = 16
+PAGE_SIZE, MAX_PAGED = 16, 8192
 
 
 def default_grid(device: str, dtypes: Sequence[str] = (), operation: str = "*") -> list[Job]:
@@ -154,8 +154,8 @@ def cases_of(extent: Extent) -> Iterator[tuple[str, Case]]:
                     yield decode_case(heads, batch, context)
     for heads in extent.heads[:2]:
         for batch in extent.decode_batches:
-            for context in extent.contexts[:3]:
-                if batch * context <= extent.max_context:
+            for context in extent.contexts:
+                if batch * context <= extent.max_context and context <= MAX_PAGED:
                     yield paged_case(heads, batch, context)
         for tokens in (1, 64, 2048):
             yield append_case(heads, tokens, 8192 if extent is GPU else 256)

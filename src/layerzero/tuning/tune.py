@@ -29,7 +29,7 @@ from layerzero.tuning.contest import Contest, contest, taking_part, window
 from layerzero.tuning.jobs import Job, Shape
 from layerzero.tuning.manifest import dtype_of, text_of
 from layerzero.tuning.rehearsal import is_new, rehearse
-from layerzero.tuning.timing import Clock, Effort, clock_of
+from layerzero.tuning.timing import MIN_SAMPLES, Clock, Effort, clock_of
 from layerzero.tuning.winner import record_times
 
 Progress = Callable[["Step"], None]
@@ -154,6 +154,8 @@ def tune(
         layout=layout,
     )
     wanted = current_policy()["tune_samples"] if samples is None else samples
+    if samples is not None and samples < MIN_SAMPLES:
+        raise ValueError(f"samples: wanted at least {MIN_SAMPLES} of each kernel, got {samples}")
     return run_jobs(
         jobs,
         target,
