@@ -22,6 +22,7 @@ from layerzero.tuning.baseline import torch_default
 from layerzero.tuning.contest import Status, contest
 from layerzero.tuning.grid import Heads, decode_case, default_grid, norm_case, paged_case, prefill_case, spread
 from layerzero.tuning.jobs import Job, jobs_of_cases
+from layerzero.tuning.rows import work_of
 from layerzero.tuning.timing import Effort
 
 QUICK = Effort(samples=3, budget_s=0.05)
@@ -145,6 +146,14 @@ def test_facts_of_a_job_are_those_of_its_call(name):
     call = job.make("cpu")
     assert call_work(job.facts("cpu")) == call_work(lz.facts(call.function, **call.arguments))
     assert job.facts("cpu")["operation"] == name
+
+
+def test_calls_over_pages_are_one_family_whatever_bound_they_promise():
+    jobs = [Job(*paged_case(Heads(8, 2, 16), 2, context), "float32") for context in (477, 512, 2048)]
+    works = [work_of(job.facts("cpu")) for job in jobs]
+    assert len({work.family for work in works}) == 1
+    assert len({work.key for work in works}) == 3
+    assert [work.sizes["context_bound"] for work in works] == [480, 512, 2048]
 
 
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])

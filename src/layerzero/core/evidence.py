@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts, plain
 
 
@@ -69,14 +69,20 @@ _NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic", "scale", "p
 def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     """Everything that changes how long a call takes; the identity under which times are kept.
 
-    Factors and epsilons count as given or not. Of memory, what sizes do not say: dtypes that differ from the first
-    tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
+    Factors, epsilons and promised bounds count as given or not. Of memory, what sizes do not say: dtypes that differ
+    from the first tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
     """
     memory = " ".join(_memory(facts))
     ignored = _NO_WORK if memory else _NO_WORK | {"input_ndim"}  # dense rows are the same rows in any number of axes
-    named = [(name, _amount(value)) for name, value in facts.items() if name not in ignored]
+    bounds = facts.operation.schema.bounds  # what follows from one is a size of its own, as context_bound is
+    named = [
+        (name, _amount(value) if name not in bounds or value is None else "given")
+        for name, value in facts.items()
+        if name not in ignored
+    ]
     named += [("layout", str(facts.layout)), ("device_name", facts.device.name)]
-    rows = min((each.row_alignment_bytes for each in facts.tensors.values()), default=MAX_ALIGNMENT_BYTES)
+    data = [each for each in facts.tensors.values() if each.dtype not in INDEX]  # nobody reads tables by vectors
+    rows = min((each.row_alignment_bytes for each in data), default=MAX_ALIGNMENT_BYTES)
     return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
 
 
