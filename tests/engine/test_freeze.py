@@ -262,3 +262,31 @@ def test_choices_are_kept_once_by_threads_that_choose_at_once(norm):
         thread.join()
     assert len(lz.frozen().choices) == len(lz.frozen().added) == 16
     assert {each.kernel for each in lz.frozen().choices.values()} == {"user.first"}
+
+
+def test_freezing_and_thawing_beside_calls(norm):
+    """Whatever a call meets, it gets a right result, and what is frozen at the end is what runs."""
+    x, w = torch.randn(4, 8), torch.randn(8)
+    wanted = torch.nn.functional.rms_norm(x, (8,), w, 1e-6)
+    rms, stop, wrong = lz.bind(lz.rms_norm, x, w), threading.Event(), []
+
+    def call(way):
+        while not stop.is_set():
+            if not torch.equal(way(x, w), wanted):
+                wrong.append(way)
+
+    threads = [threading.Thread(target=call, args=(way,)) for way in (lz.rms_norm, rms, lz.rms_norm)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        lz.freeze()
+        ENGINE.bump()
+        lz.thaw()
+    lz.freeze()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert ENGINE.health.breakers() == {}
+    lz.rms_norm(x, w)
+    assert {each.kernel for each in lz.frozen().choices.values()} == {"user.first"}

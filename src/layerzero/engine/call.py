@@ -64,6 +64,7 @@ class Call:
     def _generate(self) -> Callable[..., Any]:
         namespace: dict[str, Any] = {
             "_PLAIN": _PLAIN,
+            "_Tensor": torch.Tensor,
             "_cache": self.dispatcher.cache,
             "_scopes": SCOPES,
             "_scoped": self._scoped_table,

@@ -83,7 +83,7 @@ def _unusual_text(function: Function) -> str:
     """The test for what makes no key: subclasses, modes, transforms, and values that only look like legal ones."""
     names = [parameter.name for parameter in function.parameters]
     required, optional = _tensors(function)
-    checks = [f"type({name}) not in _PLAIN" for name in required]
+    checks = [f"(type({name}) is not _Tensor and type({name}) not in _PLAIN)" for name in required]
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
     checks += _odd_values(function, names)
     for name in function.mutates:  # what makes writing into it an error is looked at on every call
