@@ -112,6 +112,11 @@ def test_one_low_confidence_moves_the_whole_set_towards_priority():
     assert terms == {"measured": 0.0, "priority": 80.0}
 
 
+def test_what_is_unmeasured_loses_as_much_as_the_evidence_counts():
+    measured("user.a", 10.0, confidence=0.1)
+    assert score("user.b") == pytest.approx(60 - 3)
+
+
 def test_explain_shows_every_term_and_where_it_comes_from():
     measured("user.a", 10.0, provenance=Provenance.PRIOR, confidence=0.5)
     report = lz.explain("rms_norm", *CALL)

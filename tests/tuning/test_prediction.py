@@ -140,6 +140,12 @@ def test_noise_lowers_the_confidence():
 # in the database
 
 
+def test_a_time_that_is_mostly_noise_teaches_nothing(store, kernels):
+    for rows in (1, 2, 4, 8):
+        store.record(kernels[0], facts(rows), replace(TIME, noise=2.0))
+    assert store.database.read("SELECT count(*) FROM models") == [(0,)]
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))

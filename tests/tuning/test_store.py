@@ -135,10 +135,22 @@ def test_times_under_the_condition_that_most_share_are_compared(folder, kernels)
 def test_few_samples_and_wide_spread_count_less(folder, kernels):
     store = fresh()
     store.record(kernels[0], facts(), replace(TIME, samples=3))
-    store.record(kernels[1], facts(), replace(TIME, variance_us2=400.0))
+    store.record(kernels[1], facts(), replace(TIME, noise=0.5))
+    store.record(kernels[2], facts(), replace(TIME, variance_us2=400.0))
     found = store.evidence(kernels, facts())
     assert found["user.a"].confidence == pytest.approx(0.3, abs=0.01)
     assert found["user.b"].confidence < 0.2
+    assert found["user.c"].confidence > 0.95, "outliers: half of the samples gave the same median as the other"
+
+
+def test_a_hopeless_kernel_that_was_measured_roughly_blurs_nothing(folder, kernels):
+    store = fresh()
+    store.record(kernels[0], facts(), TIME)
+    store.record(kernels[1], facts(), replace(TIME, median_us=300.0, samples=3, noise=0.3))
+    store.record(kernels[2], facts(), replace(TIME, median_us=15.0, samples=3))
+    found = store.evidence(kernels, facts())
+    assert found["user.b"].confidence == found["user.a"].confidence
+    assert found["user.c"].confidence < 0.4, "it may be the best yet"
 
 
 @pytest.mark.parametrize("field", ["median_us", "p95_us", "variance_us2", "noise", "first_call_us"])

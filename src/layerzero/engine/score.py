@@ -28,8 +28,8 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
 
     With A the highest priority among candidates that have evidence and t_best their shortest time, evidence is worth
     ``A - 50 * log2(t / t_best)``; one confidence c, the lowest of the set, mixes it with priority. Without evidence a
-    candidate has its priority, less 30 points where another one has evidence and policy does not prefer it. Within the
-    noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
+    candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer it. Within
+    the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
     """
     legal = [candidate for candidate in candidates if candidate.legal]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
@@ -50,7 +50,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
         else:
             terms = [Term("priority", candidate.kernel.priority)]
             if evidence and not any(term.name == "prefer" for term in bonus):
-                terms.append(Term("unmeasured", -UNMEASURED_PENALTY))
+                terms.append(Term("unmeasured", -UNMEASURED_PENALTY * confidence))
             moves = sum(adaptation.moves_data for adaptation in candidate.adaptations)
             if moves:
                 terms.append(Term("adaptation", moves * ADAPTATION_POINTS))

@@ -20,6 +20,9 @@ MODEL_FORMAT = 1
 MAX_READ = 512
 """Times of a family that are looked at; works lie in the order of their hashes, so these are a fair sample."""
 
+MAX_NOISE = 0.5
+"""A median whose halves differ by more says nothing about its neighbours."""
+
 _WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
 _ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
 _KNOWN = """SELECT median_us, adapts, written_at FROM times WHERE work = ? AND graph = ? AND kernel = ?
@@ -30,7 +33,8 @@ _TIME = """INSERT OR REPLACE INTO times (work, graph, kernel, environment, condi
 _FORGET = """DELETE FROM times WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ?
     AND origin = ? AND source = ?"""
 _POINTS = """SELECT works.key, works.facts, median_us, written_at FROM works CROSS JOIN times ON times.work = works.key
-    WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ? LIMIT ?"""
+    WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ? AND noise <= ?
+    LIMIT ?"""
 _MODEL = """INSERT OR REPLACE INTO models (family, graph, kernel, environment, adapts, format, model)
     VALUES (?, ?, ?, ?, ?, ?, ?)"""
 _UNLEARN = "DELETE FROM models WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
@@ -100,9 +104,9 @@ def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] =
 def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]) -> Iterator[Point]:
     """One point for each work, the latest: first those that are new."""
     latest: dict[bytes, tuple[str, Point]] = {}
-    for row in new[-fitting.MAX_POINTS // 2 :]:
+    for row in [row for row in new if row.noise <= MAX_NOISE][-fitting.MAX_POINTS // 2 :]:
         latest[row.work.key] = (row.written_at, Point(row.work.sizes, row.median_us))
-    for key, facts, median_us, written_at in connection.execute(_POINTS, (*subject, MAX_READ)):
+    for key, facts, median_us, written_at in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
         if key not in latest or latest[key][0] < written_at:
             work = Work(tuple(msgspec.json.decode(facts, type=dict[str, str]).items()))
             latest[key] = (written_at, Point(work.sizes, median_us))

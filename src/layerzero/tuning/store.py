@@ -5,13 +5,10 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.facts import Facts
@@ -29,18 +26,7 @@ from layerzero.tuning.online import SAMPLER
 from layerzero.tuning.prediction import predict
 from layerzero.tuning.prior import priors_of, problems
 from layerzero.tuning.rows import Row, check, row_of, work_of
-
-FULL_SAMPLES = 10
-"""A median of fewer samples counts in proportion."""
-
-SPREAD_AT_HALF = 0.1
-"""Relative standard error of a median at which it counts half."""
-
-OTHER_CONDITION = 0.8
-"""What a time counts that was taken under another condition of the machine than the times beside it."""
-
-FROM_ELSEWHERE = 0.9
-"""What an imported time counts: the same device by name, not this one."""
+from layerzero.tuning.weighing import Time, settled, weighed
 
 _ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at
     FROM times WHERE work = ? AND graph = ?"""
@@ -82,7 +68,7 @@ class TimeStore:
         if not found:
             priors = priors_of(facts.device.name)
             found = priors.evidence(kernels, facts) if priors else found
-        return found
+        return settled(found) if found else found
 
     def _own(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What this user's database says."""
@@ -95,7 +81,7 @@ class TimeStore:
             return {}
         here = surroundings(facts.device)
         wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
-        found = _weighed([_Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
+        found = weighed([Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
         by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
         adapts: dict[str, str] = {}
         for kernel_id, environment, adapted_then, model in known:
@@ -127,48 +113,6 @@ class TimeStore:
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the file, and with tables that ship."""
         return (*self.database.notes(), *problems())
-
-
-class _Time(msgspec.Struct, frozen=True):
-    """One row that counts here."""
-
-    kernel: str
-    environment: bytes
-    condition: str
-    source: str
-    median_us: float
-    noise: float
-    samples: int
-    variance_us2: float
-    written_at: str
-
-
-def _weighed(times: Sequence[_Time]) -> dict[str, Evidence]:
-    """One time for each kernel: under the condition that most have, since comparing is what times are for.
-
-    Of several, those measured here come first, then enough samples, then the latest.
-    """
-    kernels: dict[str, set[str]] = {}
-    for time in times:
-        kernels.setdefault(time.condition, set()).add(time.kernel)
-    shared = max(kernels, key=lambda condition: (len(kernels[condition]), condition), default="")
-
-    def rank(time: _Time) -> tuple[object, ...]:
-        return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
-
-    best: dict[str, _Time] = {}
-    for time in times:
-        if time.kernel not in best or rank(time) > rank(best[time.kernel]):
-            best[time.kernel] = time
-    return {kernel: _evidence(time, alike=time.condition == shared) for kernel, time in best.items()}
-
-
-def _evidence(time: _Time, *, alike: bool) -> Evidence:
-    spread = math.sqrt(time.variance_us2 / time.samples) / time.median_us
-    confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (spread / SPREAD_AT_HALF) ** 2)
-    confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
-    provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
-    return Evidence(time.median_us, provenance, confidence, time.noise)
 
 
 def adapted(kernel: Kernel, facts: Facts) -> str:

@@ -1,0 +1,99 @@
+"""What measured times are worth beside each other: one for each kernel, with a confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from layerzero.core.evidence import Evidence, Provenance
+
+FULL_SAMPLES = 10
+"""A median of fewer samples counts in proportion."""
+
+SPREAD_AT_HALF = 0.1
+"""Relative error of a median at which it counts half."""
+
+OTHER_CONDITION = 0.8
+"""What a time counts that was taken under another condition of the machine than the times beside it."""
+
+FROM_ELSEWHERE = 0.9
+"""What an imported time counts: the same device by name, not this one."""
+
+DECIDED = 2.0
+"""A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
+
+MAX_NOISE = 0.1
+"""A wider claim of a prediction lowers its confidence and makes no ties: almost everything would tie with it."""
+
+
+_MEASURED = (Provenance.MEASURED, Provenance.IMPORTED)
+
+
+class Time(msgspec.Struct, frozen=True):
+    """One measured time that holds here."""
+
+    kernel: str
+    environment: bytes
+    condition: str
+    source: str
+    median_us: float
+    noise: float
+    samples: int
+    variance_us2: float
+    written_at: str
+
+
+def weighed(times: Sequence[Time]) -> dict[str, Evidence]:
+    """One time for each kernel: under the condition that most have, since comparing is what times are for.
+
+    Of several, those measured here come first, then enough samples, then the latest.
+    """
+    kernels: dict[str, set[str]] = {}
+    for time in times:
+        kernels.setdefault(time.condition, set()).add(time.kernel)
+    shared = max(kernels, key=lambda condition: (len(kernels[condition]), condition), default="")
+
+    def rank(time: Time) -> tuple[object, ...]:
+        return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
+
+    best: dict[str, Time] = {}
+    for time in times:
+        if time.kernel not in best or rank(time) > rank(best[time.kernel]):
+            best[time.kernel] = time
+    return {kernel: _evidence(time, alike=time.condition == shared) for kernel, time in best.items()}
+
+
+def _evidence(time: Time, *, alike: bool) -> Evidence:
+    confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
+    confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
+    provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
+    return Evidence(time.median_us, provenance, confidence, time.noise)
+
+
+def _spread(time: Time) -> float:
+    """Relative error of a median.
+
+    Half the difference between two halves of the samples; a variance is made by outliers, which no median feels, unless
+    there are too few samples to halve.
+    """
+    if time.samples >= FULL_SAMPLES:
+        return time.noise / 2
+    return max(time.noise / 2, math.sqrt(time.variance_us2 / time.samples) / time.median_us)
+
+
+def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """The same times; what is slower for sure is as certain as the best, since a set has its lowest confidence."""
+    best = min(found.values(), key=lambda each: each.time_us)
+    bound = DECIDED * best.time_us * (1 + best.noise)
+    weighed = {}
+    for kernel, each in found.items():
+        decided = each.time_us / (1 + each.noise) > bound
+        confidence = max(each.confidence, best.confidence) if decided else each.confidence
+        noise = (
+            each.noise if each.provenance in (Provenance.MEASURED, Provenance.IMPORTED) else min(each.noise, MAX_NOISE)
+        )
+        weighed[kernel] = replace(each, confidence=confidence, noise=noise)
+    return weighed
