@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -331,7 +333,19 @@ def test_where_nothing_can_be_written_memory_serves_and_it_is_said_once(folder, 
     assert any("cannot be written" in note for note in store.notes())
 
 
-def test_a_file_without_permission_to_write_is_read(folder, kernels):
+@pytest.fixture
+def open_folder(monkeypatch):
+    """A cache folder that another user could get to: what pytest makes, it closes to others again and again."""
+    made = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(made))
+    lz.configure()
+    yield made
+    made.chmod(0o755)
+    shutil.rmtree(made)
+
+
+def test_a_file_without_permission_to_write_is_read(open_folder, kernels):
+    folder = open_folder
     path = folder / "perfdb.sqlite"
     store = fresh()
     store.record(kernels[0], facts(), TIME)
@@ -341,13 +355,6 @@ def test_a_file_without_permission_to_write_is_read(folder, kernels):
 import os, sys, warnings
 os.umask(0)
 os.chmod({str(folder)!r}, 0o555); os.chmod({str(path)!r}, 0o444)
-parent = {str(folder)!r}
-while parent != "/":
-    parent = os.path.dirname(parent)
-    try:
-        os.chmod(parent, os.stat(parent).st_mode | 0o111)
-    except PermissionError:
-        pass
 import layerzero as lz, torch
 from layerzero.tuning.store import TimeStore
 from layerzero.engine.registry import REGISTRY
@@ -369,10 +376,7 @@ assert store.evidence([kernel], lz.facts("rms_norm", torch.randn(9, 64), torch.r
 assert store.evidence([kernel], facts)["user.a"].time_us == 10.0
 assert any("cannot be written" in note for note in store.notes()), store.notes()
 """
-    try:
-        run(script, folder)
-    finally:
-        folder.chmod(0o755)
+    run(script, folder)
 
 
 def run(script, folder, *arguments, **options):

@@ -332,10 +332,13 @@ def _transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Conne
 
 _DATABASES: weakref.WeakSet[Database] = weakref.WeakSet()
 _HELD: list[Any] = []
+_FORKING = threading.RLock()
+"""Threads that fork at once take turns."""
 
 
 def _before_fork() -> None:
     """Close every file: SQLite's locks belong to a process, and a connection that is carried over breaks them."""
+    _FORKING.acquire()
     for database in list(_DATABASES):
         for lock in database.locks():
             lock.acquire()
@@ -346,6 +349,7 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     while _HELD:
         _HELD.pop().release()
+    _FORKING.release()
 
 
 def _at_exit() -> None:
