@@ -76,8 +76,22 @@ def test_a_call_that_is_too_large_is_skipped(monkeypatch):
 
     monkeypatch.setattr(Job, "make", hungry)
     found = tuned("rms_norm", shapes=[(8, 64)])
-    assert list(found.skipped.values()) == ["too little memory: no memory left"]
+    assert list(found.skipped.values()) == ["too little memory: raised OutOfMemoryError: no memory left"]
     assert "1 could not be measured" in str(found)
+
+
+def test_a_call_that_cannot_be_made_does_not_end_the_run(monkeypatch):
+    make = Job.make
+
+    def picky(self, device):
+        if self.case.sizes["hidden"] == 64:
+            raise LookupError("its values are not known")
+        return make(self, device)
+
+    monkeypatch.setattr(Job, "make", picky)
+    found = tuned("rms_norm", shapes=[(8, 64), (8, 128)])
+    assert list(found.skipped.values()) == ["raised LookupError: its values are not known"]
+    assert len(found.contests) == 1
 
 
 def test_the_answer_is_plain_data():

@@ -24,6 +24,7 @@ from layerzero.engine.answers import explain
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
+from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Contest, contest, taking_part, window
 from layerzero.tuning.jobs import Job, Shape
@@ -277,10 +278,10 @@ def run_jobs(
         run.rehearse_from(number - 1)
         try:
             found = run.contest(job, report.facts)
-        except Exception as error:
-            if not out_of_memory(error):
+        except Exception as error:  # one call's trouble is told, and the others are measured
+            if lost_context(report.facts.device):
                 raise
-            skipped[job.name] = f"too little memory: {str(error).splitlines()[0][:200]}"
+            skipped[job.name] = f"too little memory: {raised(error)}" if out_of_memory(error) else raised(error)
             tell(Step(job, number, len(jobs), skipped=skipped[job.name]))
             continue
         changed += bool(found.times) and record_times(found.facts, found.times)
