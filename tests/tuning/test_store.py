@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -122,6 +123,25 @@ def test_times_of_another_environment_do_not_count(folder, kernels, monkeypatch,
         assert times(fresh(), kernels, facts()) == {}
         environment._surroundings.cache_clear()
     assert times(fresh(), kernels, facts()) == {"user.a": 10.0}
+
+
+def registered(source):
+    """A kernel as a script has it, registered from this source."""
+    names = {"torch": torch}
+    exec(source, names)
+    with contextlib.suppress(KeyError):
+        lz.unregister_kernel("user.edited")
+    lz.register_kernel("norm.rms", "user.edited")(names["run"])
+    return REGISTRY.kernel("user.edited")
+
+
+def test_a_registered_function_whose_code_was_edited_is_measured_again(folder):
+    source = "def run(input, weight, eps=1e-6):\n    return torch.rms_norm(input, weight.shape, weight, eps) * 1\n"
+    kernel = registered(source)
+    fresh().record(kernel, facts(), TIME)
+    assert times(fresh(), [registered(source)], facts()) == {"user.edited": 10.0}
+    assert times(fresh(), [registered(source.replace("* 1", "* 2"))], facts()) == {}
+    assert times(fresh(), [registered(source.replace("rms_norm(", "rms_norm_(", 1))], facts()) == {}
 
 
 def test_times_under_the_condition_that_most_share_are_compared(folder, kernels):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +29,8 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         capability: hash of what the device can do: architecture, instruction sets, dtypes, memory.
         driver, runtime: of the device; empty where it has none.
         torch: version of torch.
-        library, version: the kernel's library; the version is empty where torch brings it or nothing tells.
+        library, version: the kernel's library; the version is empty where torch brings it or nothing tells, and a hash
+            of the code where a function was registered.
         threads: threads that torch's operators use on a CPU, 0 elsewhere.
     """
 
@@ -57,6 +61,8 @@ class Surroundings:
         """The environment of a kernel as this process has it, and its key."""
         backend = kernel.backend
         version = probe.this_machine().state(backend, self.device).version or ""
+        if not version and backend.origin == "decorator":
+            version = code_version(kernel.load)
         found = self._known.get((backend.name, version))
         if found is None:
             device = self.device
@@ -83,6 +89,35 @@ def _surroundings(device: Device, threads: int) -> Surroundings:
 def surroundings(device: Device) -> Surroundings:
     """The environments of a device as torch is set now."""
     return _surroundings(device, torch.get_num_threads() if device.platform == "cpu" else 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def code_version(function: Callable[..., Any]) -> str:
+    """Hash of a function's own code, and of the functions that it closes over: who edits a kernel measures it again."""
+    hashed = hashlib.blake2b(digest_size=8)
+    todo: list[object] = [function]
+    seen: set[int] = set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, functools.partial):
+            todo += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, FunctionType):
+            todo += [cell.cell_contents for cell in each.__closure__ or () if cell != _EMPTY]
+            todo.append(each.__code__)
+        elif isinstance(each, CodeType):
+            hashed.update(each.co_code + repr(each.co_names).encode())
+            todo += each.co_consts
+        elif isinstance(each, tuple):
+            todo += each
+        elif isinstance(each, (str, bytes, int, float, bool)):
+            hashed.update(repr(each).encode())
+    return f"code {hashed.hexdigest()}"
+
+
+_EMPTY = CellType()
 
 
 def capability_hash(device: Device) -> str:
