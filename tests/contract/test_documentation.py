@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -162,3 +163,17 @@ def test_every_link_in_the_readme_leads_somewhere():
 
 def test_the_changelog_has_a_place_for_what_comes_next():
     assert "\n## [Unreleased]\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_error_and_warning_is_raised_somewhere():
+    from layerzero.core import errors
+
+    used = set()
+    for path in (ROOT / "src/layerzero").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        caught = {
+            id(name) for each in ast.walk(tree) if isinstance(each, ast.ExceptHandler) for name in ast.walk(each.type)
+        }
+        used |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and id(each) not in caught}
+    named = {name for name in vars(errors) if name.endswith(("Error", "Warning"))}
+    assert named <= used, "an error without an emitter is a promise that nobody keeps"

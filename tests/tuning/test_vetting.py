@@ -209,6 +209,13 @@ def test_warmup_vets_what_it_could_not_choose_otherwise(plugin):
     assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
 
 
+def test_tuning_vets_what_it_could_not_measure_otherwise(plugin):
+    tuned = lz.tune("norm.rms", [(4, 64)], "float32", "cpu", samples=3)
+    (contest,) = tuned.contests
+    assert "plug.rms" in {kernel.id for kernel in contest.times}
+    assert ENGINE.ledger.verdict(REGISTRY.kernel("plug.rms"), contest.facts) is Verdict.PASSED
+
+
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
     from layerzero.tuning import vet_later
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.evidence import Provenance
 from layerzero.core.facts import Facts
@@ -20,10 +21,12 @@ from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case
 from layerzero.core.plan import Report
 from layerzero.core.recipe import CallRecipe
+from layerzero.engine import legality
 from layerzero.engine.answers import explain
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
+from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Contest, contest, taking_part, window
@@ -31,6 +34,7 @@ from layerzero.tuning.jobs import Job, Shape
 from layerzero.tuning.manifest import dtype_of, text_of
 from layerzero.tuning.rehearsal import is_new, rehearse
 from layerzero.tuning.timing import MIN_SAMPLES, Clock, Effort, clock_of
+from layerzero.tuning.vetting import vet_calls
 from layerzero.tuning.winner import record_times
 
 Progress = Callable[["Step"], None]
@@ -120,7 +124,8 @@ def tune(
     """Measure every legal kernel on calls of an operation, and let what was found choose from then on.
 
     Kernels may compile while this runs. Each is compared with the reference before its time is believed; one that never
-    ran on this machine runs in a child process first. A time includes LayerZero's adapters.
+    ran on this machine runs in a child process first, and one that has to be vetted is vetted there. A time includes
+    LayerZero's adapters.
 
     Args:
         operation: a function, operation, alias or glob.
@@ -217,6 +222,16 @@ class _Run:
         with window():
             return explain(job.facts(self.device))
 
+    def vet(self) -> None:
+        """Let kernels that only vetting keeps from these calls prove themselves in a child."""
+        here = Device.detect(str(self.device))
+        if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
+            return
+        pairs = []
+        for report in map(self.report, self.jobs):
+            pairs += [(each, report.facts) for each in legality.awaiting(report.candidates, report.facts)]
+        vet_calls(pairs, modules=self.modules)
+
     def rehearse_from(self, index: int) -> None:
         """Let a child run what the next calls would run for the first time."""
         if not self.isolate or index < self.rehearsed:
@@ -262,6 +277,7 @@ def run_jobs(
     """Measure jobs in their order until the budget is spent."""
     started, tell = time.perf_counter(), progress or _silent
     run = _Run(jobs, device, clock_of(device, graph=graph), effort, again, graph, isolate, modules, leave_out)
+    run.vet()
     contests: list[Contest] = []
     skipped: dict[str, str] = {}
     known = changed = looked_at = 0
