@@ -12,6 +12,7 @@ what was tuned, and norms. Times are remembered where ``LAYERZERO_CACHE_DIR`` sa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -75,6 +76,7 @@ def main() -> None:
     leave_out = tuple(filter(None, given.without.split(",")))
     dtypes = tuple(given.dtype.split(","))
     effort = Effort(given.samples, given.call_s, fill=device.type == "cpu")
+    plain = dataclasses.replace(effort, steady=0.0)  # a percentile of runs as they are
     grid = [job for job in default_grid(device.type, dtypes) if _wanted(job, given.only)]
     judged = [
         (group, job)
@@ -111,7 +113,7 @@ def main() -> None:
             print(f"out of time before {job.name}")
             break
         try:
-            verdicts.append(judge(group, job, clock, effort, leave_out, device, given.seed + number))
+            verdicts.append(judge(group, job, clock, plain, leave_out, device, given.seed + number))
         except Exception as error:  # noqa: BLE001  # a call that cannot be judged is a line of the report
             skipped[job.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             print(f"{job.name}: not judged: {skipped[job.name]}", flush=True)

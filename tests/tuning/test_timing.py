@@ -28,6 +28,9 @@ class Scripted:
     def once(self, run):
         return run()
 
+    def calmer(self):
+        return None
+
 
 def constant(time_us):
     return lambda: time_us
@@ -93,6 +96,31 @@ def test_a_spent_budget_leaves_the_least_number_of_samples():
 def test_filling_takes_more_samples_than_asked():
     raced = race({"a": constant(1.0)}, Scripted(), Effort(samples=5, budget_s=10.0, fill=True))
     assert len(raced["a"].samples) == 50
+
+
+class Disturbed(Scripted):
+    """Every other sample takes longer, until it is asked for a calmer clock."""
+
+    def __init__(self, slower):
+        super().__init__()
+        self.slower, self.count = slower, 0
+
+    def sample(self, run, about_us):
+        self.count += 1
+        return run() * (self.slower if self.count // 2 % 2 else 1.0)
+
+    def calmer(self):
+        return Disturbed(1.0 if self.slower < 2 else 1.5)
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.4])
+def test_noisy_contenders_are_timed_again_by_a_calmer_clock(slower):
+    runs = {"a": constant(10.0), "b": constant(11.0), "far": constant(22.0)}
+    raced = race(runs, Disturbed(slower), Effort(samples=8, hopeless=0))
+    assert raced["a"].samples == [10.0] * 8
+    assert raced["b"].samples == [11.0] * 8
+    assert len(raced["far"].samples) == 8
+    assert max(race(runs, Disturbed(slower), Effort(samples=8, hopeless=0, steady=0))["a"].samples) == 10.0 * slower
 
 
 def test_nothing_to_race_is_no_error():

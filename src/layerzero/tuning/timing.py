@@ -42,6 +42,9 @@ class Clock(Protocol):
     def once(self, run: Run) -> float:
         """Microseconds of one call as it is, until its result is there."""
 
+    def calmer(self) -> Clock | None:
+        """A clock that takes longer and is disturbed less; None where there is none."""
+
 
 class CpuClock:
     """Bursts of calls between two readings of the wall clock.
@@ -68,6 +71,10 @@ class CpuClock:
         for _ in range(count):
             run()
         return (time.perf_counter_ns() - started) / 1000.0 / count
+
+    def calmer(self) -> Clock:
+        """The quickest of three times as many bursts."""
+        return CpuClock(self.bursts * 3)
 
     def once(self, run: Run) -> float:
         """One call."""
@@ -128,6 +135,9 @@ class CudaClock:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000.0 / count
 
+    def calmer(self) -> None:
+        """A device that nobody else uses has no other."""
+
     def once(self, run: Run) -> float:
         """One call from the host's view, until the device is done."""
         torch.cuda.synchronize()
@@ -176,12 +186,18 @@ class Effort:
         budget_s: seconds for each candidate; beyond them nobody gets more than the few samples that all get.
         fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
         hopeless: one that is so many times slower than the best after a few samples gets no more; 0 lets all go on.
+        steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
     """
 
     samples: int = 20
     budget_s: float = 0.5
     fill: bool = False
     hopeless: float = 2.5
+    steady: float = 0.05
+
+
+CONTENDS = 1.5
+"""Times the best: who is nearer may be the best one."""
 
 
 def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0) -> dict[str, Runner]:
@@ -194,22 +210,42 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
     for runner in runners.values():
         for _ in range(WARM_CALLS):
             runner.about_us = clock.once(runner.run)
-    most = max(effort.samples, MIN_SAMPLES) * (10 if effort.fill else 1)
-    spent = dict.fromkeys(runners, 0.0)
     with _undisturbed():
-        for turn in range(most):
-            racing = [name for name, runner in runners.items() if not runner.stopped]
-            late = sum(spent[name] for name in racing) > effort.budget_s * max(len(racing), 1)
-            if not racing or (turn >= MIN_SAMPLES and late):
+        _turns(runners, clock, effort, order)
+        calmer = clock.calmer() if effort.steady else None
+        for _ in range(2):
+            contenders = _contenders(runners)
+            if calmer is None or all(noise(runner.samples) <= effort.steady for runner in contenders.values()):
                 break
-            order.shuffle(racing)
-            for name in racing:
-                started = time.perf_counter()
-                runners[name].samples.append(clock.sample(runners[name].run, runners[name].about_us))
-                spent[name] += time.perf_counter() - started
-            if turn + 1 >= MIN_SAMPLES and effort.hopeless:
-                _stop_hopeless(runners, effort.hopeless)
+            for runner in contenders.values():
+                runner.samples = []
+            _turns(contenders, calmer, effort, order)
+            calmer = calmer.calmer()
     return runners
+
+
+def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: random.Random) -> None:
+    """Sample each in turn until there is enough of all."""
+    spent = dict.fromkeys(runners, 0.0)
+    for turn in range(max(effort.samples, MIN_SAMPLES) * (10 if effort.fill else 1)):
+        racing = [name for name, runner in runners.items() if not runner.stopped]
+        late = sum(spent[name] for name in racing) > effort.budget_s * max(len(racing), 1)
+        if not racing or (turn >= MIN_SAMPLES and late):
+            break
+        order.shuffle(racing)
+        for name in racing:
+            started = time.perf_counter()
+            runners[name].samples.append(clock.sample(runners[name].run, runners[name].about_us))
+            spent[name] += time.perf_counter() - started
+        if turn + 1 >= MIN_SAMPLES and effort.hopeless:
+            _stop_hopeless(runners, effort.hopeless)
+
+
+def _contenders(runners: Mapping[str, Runner]) -> dict[str, Runner]:
+    """Those that may be the best one."""
+    medians = {name: statistics.median(runner.samples) for name, runner in runners.items() if not runner.stopped}
+    best_us = min(medians.values(), default=0.0)
+    return {name: runners[name] for name, median_us in medians.items() if median_us <= CONTENDS * best_us}
 
 
 def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
