@@ -38,13 +38,11 @@ def of_torch(q: Any, k: Any, v: Any, kernel: Callable[..., Any]) -> tuple[dict[s
         missing = {"a C++ operator of three tensors": f"{error}; is_same_size, of two, stands in"}
     overload = packet.default
     choice, python_operator = torch.ops.aten._fused_sdp_choice.default, torch.ops.layerzero_bench.noop.default
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return {
         "C++ operator, .default": lambda: overload(*no_work),
         "C++ operator, packet": lambda: packet(*no_work),
         "C++ operator of six arguments (sdp choice)": lambda: choice(q, k, v, None, 0.0, True),
         "F.sdpa, whole call": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "its C++ kernel as an operator": lambda: flash(q, k, v, 0.0, True),
         "torch.library, Python kernel": lambda: python_operator(q, k, v),
         "torch.library.custom_op": lambda: custom(q, k, v),
         "lru_cache on shapes and dtypes (unsound)": _cached(q, k, v, kernel),
