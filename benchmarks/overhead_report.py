@@ -94,7 +94,7 @@ def write_markdown(run: dict[str, Any]) -> Path:
         *(f"- {line}" for line in summary(run)),
         *(f"- not measured: {name} ({reason})" for name, reason in run["missing"].items()),
         "",
-        "A bound callable is called with its tensors alone. F.sdpa is timed whole, with its kernel; its choice alone is the",
+        "A bound callable is called with its tensors alone. F.sdpa is timed with its kernel; its choice alone is the",
         "operator of six arguments. flashinfer-bench falls back after its look into the table.",
         "",
         "![bars](overhead.png)",
