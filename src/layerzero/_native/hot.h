@@ -54,7 +54,7 @@ PyObject *state_watch(PyObject *module, PyObject *callback);
 int asks_for_gradients(PyObject *tensor); /* 1, 0, -1 like every question below */
 int is_leaf(PyObject *tensor);
 int is_inference(PyObject *tensor);
-int is_negated(PyObject *tensor);
+int has_negative_bit(PyObject *tensor);
 int is_plain(PyObject *tensor); /* dense, with memory: what DLPack describes without raising */
 PyObject *state_words(PyObject *module, PyObject *unused);
 
@@ -64,6 +64,7 @@ int reader_setup(void *torch_cpu, void *c10, PyObject *samples);
 /* 1: read; 0: no plain tensor; -1: error. What `out` points to lives as long as the tensor is not changed. */
 int read_tensor(PyObject *object, DLTensor *out);
 int requires_grad(PyObject *tensor);
+int is_negated(PyObject *tensor);
 PyObject *reader_name(PyObject *module, PyObject *unused);
 
 /* key.c */

@@ -31,7 +31,8 @@ static struct {
     Status (*sizes)(void *handle, int64_t **out);
     Status (*strides)(void *handle, int64_t **out);
     Status (*address)(void *handle, void **out); /* for reading: a lazy clone stays one */
-    _Bool (*requires_grad)(void *implementation);
+    _Bool (*requires_grad)(void *implementation); /* NULL like the next: torch's own property is asked */
+    _Bool (*is_negated)(void *handle);
 } torch_c;
 
 static int handles_found; /* whether torch_c serves */
@@ -144,6 +145,14 @@ int requires_grad(PyObject *tensor)
     return asks_for_gradients(tensor);
 }
 
+int is_negated(PyObject *tensor)
+{
+    if (handles_found && torch_c.is_negated != NULL &&
+        (Py_IS_TYPE(tensor, tensor_type) || Py_IS_TYPE(tensor, parameter_type)))
+        return torch_c.is_negated(handle_of(tensor));
+    return has_negative_bit(tensor);
+}
+
 /* Whether the word at HANDLE_AT is the C++ tensor that DLPack's managed export holds, for every sample. */
 static int finds_handle(PyObject *samples)
 {
@@ -167,8 +176,8 @@ static int finds_handle(PyObject *samples)
     return 1;
 }
 
-/* Look for torch's C functions; `samples` are tensors of several kinds, the last of which asks for gradients; without
- * any, DLPack serves. */
+/* Look for torch's C functions; `samples` are tensors of several kinds, with and without gradients and the negative
+ * bit; without any, DLPack serves. */
 int reader_setup(void *torch_cpu, void *c10, PyObject *samples)
 {
     handles_found = 0;
@@ -208,14 +217,17 @@ int reader_setup(void *torch_cpu, void *c10, PyObject *samples)
             return -1;
         learn(sample, &told);
     }
+    torch_c.is_negated = (_Bool(*)(void *))dlsym(torch_cpu, "_ZN2at6native6is_negERKNS_6TensorE");
     torch_c.requires_grad = c10 == NULL ? NULL : (_Bool(*)(void *))dlsym(c10, "_ZNK3c1010TensorImpl13requires_gradEv");
-    for (Py_ssize_t i = 0; torch_c.requires_grad != NULL && i < PyTuple_GET_SIZE(samples); i++) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); i++) { /* samples differ in both */
         PyObject *sample = PyTuple_GET_ITEM(samples, i);
-        int asks = asks_for_gradients(sample);
-        if (asks < 0)
+        int asks = asks_for_gradients(sample), negated = has_negative_bit(sample);
+        if (asks < 0 || negated < 0)
             return -1;
-        if (asks != torch_c.requires_grad(*(void **)handle_of(sample)))
+        if (torch_c.requires_grad != NULL && asks != torch_c.requires_grad(*(void **)handle_of(sample)))
             torch_c.requires_grad = NULL;
+        if (torch_c.is_negated != NULL && negated != torch_c.is_negated(handle_of(sample)))
+            torch_c.is_negated = NULL;
     }
 #else
     (void)torch_cpu, (void)c10;

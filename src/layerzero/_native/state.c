@@ -119,7 +119,7 @@ static inline int member_ask(const Member *member, PyObject *tensor)
 int asks_for_gradients(PyObject *tensor) { return member_ask(&member_requires_grad, tensor); }
 int is_leaf(PyObject *tensor) { return member_ask(&member_is_leaf, tensor); }
 int is_inference(PyObject *tensor) { return member_ask(&member_is_inference, tensor); }
-int is_negated(PyObject *tensor) { return member_ask(&member_is_neg, tensor); }
+int has_negative_bit(PyObject *tensor) { return member_ask(&member_is_neg, tensor); }
 int inference_enabled(void) { return truth(question_ask(&inference)); }
 
 int dynamo_listens(void)

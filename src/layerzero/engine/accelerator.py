@@ -94,10 +94,11 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _samples() -> tuple[torch.Tensor, ...]:
-    """Tensors that two ways of reading must agree about before the faster one serves; the last asks for gradients."""
+    """Tensors that two ways of reading must agree about before the faster one serves."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
-        return plain, plain.transpose(0, 2)[1:], torch.zeros(5, dtype=torch.int64), plain.clone().requires_grad_()
+        others = plain.transpose(0, 2)[1:], torch.zeros(5, dtype=torch.int64), torch._neg_view(plain)
+        return plain, *others, plain.clone().requires_grad_()
 
 
 def _reads_rightly(hot: Any) -> bool:
