@@ -238,7 +238,7 @@ def test_a_table_of_priors_is_written(tmp_path):
     data = json.loads(file.read_text())
     assert data["kind"] == "layerzero priors"
     assert data["script"] == "layerzero perfdb export --prior"
-    assert data["versions"] == {"inductor.rms_norm": "", "torch.rms_norm": ""}
+    assert data["versions"] == {"inductor.rms_norm": str(torch.__version__), "torch.rms_norm": ""}
     result = run(f'perfdb export {file} --prior --kernel "nothing.*"')
     assert result.exit_code == 2
     assert "wanted times of one device" in result.stderr

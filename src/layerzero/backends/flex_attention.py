@@ -38,8 +38,9 @@ from layerzero.ops.attention_math import attention_reference
 FLEX_ATTENTION = Backend(
     name="flex_attention",
     summary="torch's flex_attention, compiled for the sizes of warmup",
+    distribution="torch",
+    versions=">=2.13,<2.14",  # the version whose results were compared with float64
     tested=("2.13.0",),
-    requires=("torch>=2.13,<2.14",),  # the version whose results were compared with float64
     platforms=("cpu", "cuda"),
     homepage="https://pytorch.org",
 )

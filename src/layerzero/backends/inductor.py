@@ -36,8 +36,9 @@ from layerzero.ops import norm
 INDUCTOR = Backend(
     name="inductor",
     summary="The references of norms, compiled by torch's Inductor",
+    distribution="torch",
+    versions=">=2.13,<2.14",  # the version whose artefacts were compared with float64
     tested=("2.13.0",),
-    requires=("torch>=2.13,<2.14",),  # the version whose artefacts were compared with float64
     platforms=("cpu",),
     homepage="https://pytorch.org",
 )

@@ -26,7 +26,8 @@ def declared(operation: str, backend: str | None) -> Answer:
 
 def of_backend(kernels: Sequence[Kernel], backend: str) -> list[Kernel]:
     """The kernels of one library. Raises: ValueError with the nearest name if it has none."""
-    found = [kernel for kernel in kernels if backend in (kernel.source, *kernel.backend.distributions)]
+    found = [kernel for kernel in kernels if backend == kernel.source]
+    found = found or [kernel for kernel in kernels if backend in kernel.backend.distributions]
     if not found:
         known = sorted({kernel.source for kernel in kernels})
         raise ValueError(f"--backend: wanted one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}")

@@ -26,7 +26,7 @@ def status(backend: Backend, version: str) -> Status:
     """What is known about a version."""
     if backend.known_bad and within(version, backend.known_bad):
         return Status.BAD
-    if version in backend.tested:
+    if version.partition("+")[0] in backend.tested:
         return Status.TESTED
     return Status.EXPECTED if not backend.versions or within(version, backend.versions) else Status.UNTESTED
 

@@ -283,7 +283,9 @@ def descriptor(backend: str) -> dict[str, Any]:
         backend: a library as policies name it (``torch``); or its package, where two libraries share a name.
     Raises: KeyError naming the libraries there are.
     """
-    found = {each: kernels for each, kernels in by_backend().items() if backend in (each.name, *each.distributions)}
+    libraries = by_backend()
+    found = {each: kernels for each, kernels in libraries.items() if backend == each.name}
+    found = found or {each: kernels for each, kernels in libraries.items() if backend in each.distributions}
     if len(found) > 1:
         names = " or ".join(" or ".join(each.distributions) for each in found)
         raise KeyError(f"{backend!r} is several libraries; name one by its package: {names}")

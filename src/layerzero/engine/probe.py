@@ -91,6 +91,8 @@ class Machine:
         return None
 
     def _distribution_version(self, name: str) -> str | None:
+        if name == "torch":  # whatever else is pretended, a torch is there
+            return (self.libraries or {}).get("torch") or str(torch.__version__)
         if self.libraries is not None:
             return self.libraries.get(name)
         try:
@@ -100,10 +102,8 @@ class Machine:
 
     def _unmet(self, requirement: str, device: Device) -> Reason | None:
         name, specifier = check_requirement(requirement)
-        if name == "torch":
-            version: str | None = (self.libraries or {}).get("torch") or torch.__version__
-        elif name in ("cuda", "rocm"):
-            version = device.runtime if device.platform == name else None
+        if name in ("cuda", "rocm"):
+            version: str | None = device.runtime if device.platform == name else None
             if version is None:
                 return None  # another platform: the kernel's platform limit says so
         else:
