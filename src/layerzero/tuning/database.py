@@ -285,9 +285,15 @@ class Database:
                     link.close()
 
     def __del__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the file, and of what only this process knows."""
         self.close()
-        if self._memory is not None:
-            self._memory.close()
+        with self._memory_lock:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
 
     def locks(self) -> list[Any]:
         """What a fork has to hold, so that no thread is amid a question; in the order in which they are taken."""
@@ -297,7 +303,11 @@ class Database:
 def _open(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
     name = f"file:{quote(str(path))}?mode={mode}"
     connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA trusted_schema = 0")  # a file from elsewhere runs no functions of ours
+    try:
+        connection.execute("PRAGMA trusted_schema = 0")  # a file from elsewhere runs no functions of ours
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -354,7 +364,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for database in list(_DATABASES):
-        database.close()
+        database.end()
 
 
 atexit.register(_at_exit)
