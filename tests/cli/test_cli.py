@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer.main
 from typer.testing import CliRunner
 
@@ -17,8 +18,13 @@ from layerzero.cli import demo as demonstration
 from layerzero.cli import pages_descriptors
 from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
+from layerzero.core.evidence import Measurement
+from layerzero.core.ledger import MemoryLedger
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
 from layerzero.testing import fuzz
 from layerzero.testing.fuzz import Failure, FuzzReport
+from layerzero.tuning.store import StoreLedger
 
 COMMANDS = dict(walk(typer.main.get_command(main), "layerzero"))
 GQA = "--shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --layout BSHD"
@@ -64,8 +70,20 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layerzero.yaml").write_text(EXAMPLE)
     (tmp_path / "torch.json").write_text(json.dumps(pages_descriptors.example()))
+    if path.startswith("layerzero perfdb"):
+        measured_elsewhere(tmp_path, monkeypatch)
     result = run(line.removeprefix("layerzero "))
     assert result.exit_code == (1 if "--strict" in line and lz.doctor().issues else 0), result.output
+
+
+def measured_elsewhere(folder, monkeypatch):
+    """Files of times as the examples name them."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder / "other"))
+    lz.configure()
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    facts = lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
+    ENGINE.ledger.record_time(REGISTRY.kernel("torch.rms_norm"), facts, Measurement(10.0, 11.0, 0.1, 20))
+    assert run("perfdb export times.jsonl").exit_code == 0
 
 
 def test_help_without_arguments_and_the_version():

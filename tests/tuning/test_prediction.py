@@ -128,6 +128,11 @@ def test_nothing_is_learnt_from_too_little():
     assert fit([Point({"rows": 4}, 1.0), Point({"rows": 8}, 2.0)]) is None, "nothing to leave out"
 
 
+def test_the_same_sizes_again_are_no_neighbours():
+    model = fit([Point({"rows": a, "hidden": b}, 1.0) for a, b in ((1, 1), (1, 1), (4, 2), (4, 2))])
+    assert predict(model, {"rows": 1, "hidden": 2}).time_us == pytest.approx(1.0)
+
+
 def test_noise_lowers_the_confidence():
     draw = random.Random(3)
     wild = [Point({"rows": 2**n}, 10 * math.exp(draw.gauss(0, 0.5))) for n in range(16)]

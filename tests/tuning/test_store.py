@@ -364,11 +364,11 @@ def open_folder(monkeypatch):
     shutil.rmtree(made)
 
 
-def test_a_file_without_permission_to_write_is_read(open_folder, kernels):
+def test_a_file_without_permission_to_write_is_read(open_folder):
     folder = open_folder
     path = folder / "perfdb.sqlite"
     store = fresh()
-    store.record(kernels[0], facts(), TIME)
+    store.record(REGISTRY.kernel("torch.rms_norm"), facts(), TIME)
     store.database.close()
     path.with_name("perfdb.sqlite.lock").unlink()
     script = f"""
@@ -379,21 +379,20 @@ import layerzero as lz, torch
 from layerzero.tuning.store import TimeStore
 from layerzero.engine.registry import REGISTRY
 from layerzero.core.evidence import Measurement
-@lz.register_kernel("norm.rms", "user.a")
-def run(input, weight, *, eps=1e-6): ...
-kernel = REGISTRY.kernel("user.a")
+kernel = REGISTRY.kernel("torch.rms_norm")
 store, facts = TimeStore(), lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
 lz.explain("rms_norm", torch.randn(4, 64), torch.randn(64))  # imports what it needs while it may
 if os.getuid() == 0:
     os.setuid(65534)
-assert store.evidence([kernel], facts)["user.a"].time_us == 10.0
+assert store.evidence([kernel], facts)["torch.rms_norm"].time_us == 10.0
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     store.record(kernel, lz.facts("rms_norm", torch.randn(9, 64), torch.randn(64)), Measurement(5.0, 5.0, 0.0, 20))
     store.record(kernel, lz.facts("rms_norm", torch.randn(8, 64), torch.randn(64)), Measurement(5.0, 5.0, 0.0, 20))
 assert len(caught) == 1, caught
-assert store.evidence([kernel], lz.facts("rms_norm", torch.randn(9, 64), torch.randn(64)))["user.a"].time_us == 5.0
-assert store.evidence([kernel], facts)["user.a"].time_us == 10.0
+nine = lz.facts("rms_norm", torch.randn(9, 64), torch.randn(64))
+assert store.evidence([kernel], nine)["torch.rms_norm"].time_us == 5.0
+assert store.evidence([kernel], facts)["torch.rms_norm"].time_us == 10.0
 assert any("cannot be written" in note for note in store.notes()), store.notes()
 """
     run(script, folder)

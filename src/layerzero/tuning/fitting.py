@@ -22,6 +22,9 @@ _GAIN = 0.5
 
 _RIDGE = 1e-6
 
+MIN_REACH = 1 / 8
+"""Doublings; points that lie closer say no more about their neighbours, and the same sizes again nothing at all."""
+
 Rows = Sequence[tuple[float, ...]]
 """Coordinates of points: log2 of the sizes that vary."""
 
@@ -159,7 +162,7 @@ def _leaf(x: Rows, fitted: _Plane) -> Leaf:
         high=tuple(map(max, columns)),
         bent=bent_error < fitted.error,
         error=min(fitted.error, bent_error),
-        reach=reach,
+        reach=max(reach, MIN_REACH),
     )
 
 
