@@ -150,8 +150,10 @@ def test_times_under_the_condition_that_most_share_are_compared(folder, kernels)
     for each, median in zip(kernels, (9.0, 8.0, 7.0), strict=True):
         store.record(each, facts(), replace(TIME, median_us=median, condition="temperature=hot"))
     assert times(store, kernels, facts()) == {"user.a": 9.0, "user.b": 8.0, "user.c": 7.0}
-    lonely = store.evidence(kernels[:1], facts(5))
-    assert lonely == {}
+    time.sleep(0.002)
+    for each, median in zip(kernels, (3.0, 2.0, 1.0), strict=True):
+        store.record(each, facts(), replace(TIME, median_us=median, condition="temperature=cold"))
+    assert times(store, kernels, facts()) == {"user.a": 3.0, "user.b": 2.0, "user.c": 1.0}, "as many, and later"
 
 
 def test_few_samples_and_wide_spread_count_less(folder, kernels):

@@ -47,14 +47,16 @@ class Time(msgspec.Struct, frozen=True):
 
 
 def weighed(times: Sequence[Time]) -> dict[str, Evidence]:
-    """One time for each kernel: under the condition that most have, since comparing is what times are for.
+    """One time for each kernel: under the condition that most have, since times are for comparing, the latest of those.
 
-    Of several, those measured here come first, then enough samples, then the latest.
+    Of several times, those measured here come first, then enough samples, then the latest.
     """
     kernels: dict[str, set[str]] = {}
+    latest: dict[str, str] = {}
     for time in times:
         kernels.setdefault(time.condition, set()).add(time.kernel)
-    shared = max(kernels, key=lambda condition: (len(kernels[condition]), condition), default="")
+        latest[time.condition] = max(latest.get(time.condition, ""), time.written_at)
+    shared = max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]), default="")
 
     def rank(time: Time) -> tuple[object, ...]:
         return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
