@@ -54,7 +54,7 @@ class CpuClock:
     """
 
     BURST_US = 200.0
-    """What a burst lasts at least: a reading of the clock costs 0.1 us, an interrupt 5 (Intel Xeon with AMX, 2026-11-21)."""
+    """What a burst lasts at least: a reading of the clock costs 0.1 us, an interrupt 5 (Intel Xeon, 2026-11-21)."""
 
     def __init__(self, bursts: int = 3) -> None:
         self.bursts = bursts
