@@ -325,3 +325,19 @@ def test_a_kernel_is_called_with_its_constants_in_place():
             direct(*args, **kwargs)
     with pytest.raises(ValueError, match="number of a value"):
         accelerator.HOT.Direct(kernel, 1, (1,), (None,), ())
+
+
+def test_whoever_watches_calls_sees_bound_ones_too():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    rms, seen = lz.bind(lz.rms_norm, x, w), []
+    rms(x, w)
+    rms(x, w)
+    ENGINE.watch(seen.append)
+    try:
+        for _ in range(3):
+            rms(x, w)
+    finally:
+        ENGINE.unwatch(seen.append)
+    assert len(seen) == 3
+    rms(x, w)
+    assert len(seen) == 3

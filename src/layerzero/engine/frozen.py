@@ -136,7 +136,7 @@ def class_name(facts: Facts, policy: Policy) -> str:
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
     for name, value in sorted(facts.items()):
-        if name in ("operation", "dtype", "platform") or value is None or value is False or value == "none":
+        if name in ("operation", "dtype") or value is None or value is False or value == "none":
             continue
         if name in LIVE_SIZES and type(value) is int:
             words.append(f"{name}<{1 << max(value, 1).bit_length()}")
