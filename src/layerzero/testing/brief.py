@@ -14,6 +14,7 @@ from typing import Any
 
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
+from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
 from layerzero.testing import execution, gradients
 from layerzero.testing.battery import drawn_numbers, function_of
@@ -21,7 +22,7 @@ from layerzero.testing.compare import check
 from layerzero.testing.generate import RandomCall, random_call
 from layerzero.testing.memory import FORMS, reshaped
 from layerzero.testing.sizes import Setting, elements, with_axis
-from layerzero.testing.trial import Outcome, Trial, attempt, duplicate, raised
+from layerzero.testing.trial import Outcome, Trial, attempt, build, duplicate, raised
 
 WORK = {"cpu": 2**23, "cuda": 2**27}
 """Elements of all tensors and scores of a call, at most: float64 then takes a tenth of a second on two CPU cores."""
@@ -34,8 +35,6 @@ _LEADING = ("batch", "rows", "tokens", "heads", "kv_heads")
 
 _BELOW = (1, 2, 8, 16, 32, 64, 128, 256)
 """How far below the end of its class a size may lie that stands for the end."""
-
-CUT = ", with fewer rows, batches or heads than the call has"
 
 PASSED, WRONG, RAISED, REFUSED = "passed", "wrong", "raised", "refused"
 
@@ -65,11 +64,12 @@ def look(
         setting, case: dtype, device, layout and sizes of the class; no case where its facts do not name every axis.
         note: told what is about to run.
     """
-    if call is None:
-        assert case is not None
-        base, cut = _trial(kernel, setting, _within(operation, case, setting.device)), CUT
-    else:
-        base, cut = attempt(kernel, operation, call), ""
+    try:
+        base, cut = _base(kernel, operation, call, setting, case, note)
+    except (ImportError, OSError) as error:  # its library does not load: no word about its results
+        return Found(REFUSED, raised(error))
+    except Exception as error:  # noqa: BLE001  # whatever building raises is a finding
+        return Found(REFUSED, "too little memory") if out_of_memory(error) else Found(RAISED, raised(error))
     if base is None or base.reasons:
         return Found(REFUSED, "; ".join(str(each) for each in base.reasons) if base else "no call of this operation")
     tally = _Tally(base, note)
@@ -84,6 +84,31 @@ def look(
     if found := tally.run(_drawn(kernel, setting)):
         return found
     return Found(RAISED, tally.raised) if tally.raised else Found(PASSED, f"{tally.right} calls right{cut}")
+
+
+def _base(
+    kernel: Kernel,
+    operation: Operation,
+    call: RandomCall | None,
+    setting: Setting,
+    case: Case | None,
+    note: Note,
+) -> tuple[Trial | None, str]:
+    """The call that stands for the class, built where the kernel compiles, and what was cut of it."""
+    base, cut = None, ""
+    with SCOPES.scope({"allow_jit_compile": True}):
+        if call is not None:
+            base = attempt(kernel, operation, call)
+        cuts = _cuts(operation, case, setting.device) if call is None and case is not None else ()
+        for text, smaller in cuts:
+            base, cut = setting.attempt(kernel, smaller), text
+            if base is not None and not base.reasons:
+                break
+        if base is None or base.reasons or not kernel.jit:
+            return base, cut
+        note(f"building for {base.call.text}")
+        build(kernel, operation, base.call)
+    return attempt(kernel, operation, base.call), cut  # what else compiles is not tried: it would take minutes
 
 
 @dataclass(slots=True)
@@ -209,6 +234,24 @@ def _within(operation: Operation, case: Case, device: str, keep: str = "") -> Ca
         else:
             sizes[axis] //= 2
     return Case(case.name, sizes, case.params)
+
+
+def _cuts(operation: Operation, case: Case, device: str) -> Iterator[tuple[str, Case]]:
+    """The case cut until it fits: along axes whose entries are apart, then to fewer queries, then shorter altogether."""
+    within = _within(operation, case, device)
+    if within is not None:
+        yield ", with fewer rows, batches or heads than the call has", within
+    for axes, text in (
+        (("seq_q",), ", with fewer queries and heads"),
+        (("seq_q", "seq_k"), ", with shorter sequences"),
+    ):
+        sizes = dict(case.sizes)
+        while within is None and all(sizes.get(axis, 1) > 1 for axis in axes):
+            sizes |= {axis: sizes[axis] // 2 for axis in axes}
+            smaller = _within(operation, Case(case.name, sizes, case.params), device)
+            if smaller is not None:
+                yield text, smaller
+                break
 
 
 def case_of(

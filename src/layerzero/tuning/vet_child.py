@@ -21,7 +21,6 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine.config import SCOPES
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.testing import brief
@@ -67,8 +66,7 @@ def answer(ask: Ask, note: Callable[[str], None]) -> brief.Found:
     setting = Setting(operation, dtype, ask.call.device, ask.call.layout or "")
     small = case is None or brief.fits(operation, case, ask.call.device)
     call = rebuilt(ask.call) if small else None
-    with SCOPES.scope({"allow_jit_compile": True}):
-        return brief.look(kernel, operation, call, setting, case, note)
+    return brief.look(kernel, operation, call, setting, case, note)
 
 
 def main() -> None:
