@@ -237,7 +237,7 @@ def _within(operation: Operation, case: Case, device: str, keep: str = "") -> Ca
 
 
 def _cuts(operation: Operation, case: Case, device: str) -> Iterator[tuple[str, Case]]:
-    """The case cut until it fits: along axes whose entries are apart, then to fewer queries, then shorter altogether."""
+    """The case cut until it fits: along axes whose entries are apart, then to fewer queries, then to less of both."""
     within = _within(operation, case, device)
     if within is not None:
         yield ", with fewer rows, batches or heads than the call has", within
