@@ -46,9 +46,9 @@ def test_held_out_shapes_of_a_roofline_are_predicted_to_a_few_percent():
     found = held_out_error([measured(seed=seed) for seed in range(5)])
     assert found.points == 175
     assert found.predicted > 170
-    assert found.median_error < 0.05
-    assert found.p90_error < 0.5, "of points whose removal leaves a gap of a factor of 4 at a bend"
-    assert found.within_claim > 0.85
+    assert found.median_error < 0.03
+    assert found.p90_error < 0.2, "of points whose removal leaves a gap of a factor of 4 at a bend"
+    assert found.within_claim > 0.75
 
 
 def test_sizes_between_measured_ones_are_predicted_within_what_is_claimed():
@@ -68,14 +68,33 @@ def test_sizes_between_measured_ones_are_predicted_within_what_is_claimed():
 
 
 def test_regimes_are_split_where_the_data_bends():
-    points = [Point({"rows": 2**each}, max(5.0, 2**each / 100)) for each in range(18)]
+    points = [Point({"rows": 2**each}, 2 ** (each / 2) if each < 9 else 2 ** (each - 4)) for each in range(18)]
     model = fit(points)
+    assert model.floor_us == 0
     assert len(model.splits) >= 1
     (_, below, above, _, _), *_ = model.splits
-    assert below <= math.log2(500) + 1
-    assert above >= math.log2(500) - 1
+    assert below >= 6.0
+    assert above <= 10.0
+    assert predict(model, {"rows": 20}).time_us == pytest.approx(20**0.5, rel=0.05)
+    assert predict(model, {"rows": 50_000}).time_us == pytest.approx(50_000 / 16, rel=0.05)
+
+
+def test_small_calls_take_what_launching_takes():
+    points = [Point({"rows": 2**each}, max(5.0, 2**each / 100)) for each in range(3, 18)]
+    model = fit(points)
+    assert model.floor_us == 5.0
+    assert predict(model, {"rows": 1}).time_us == 5.0, "smaller than all, and nothing is below the floor"
     assert predict(model, {"rows": 20}).time_us == pytest.approx(5.0, rel=0.02)
+    assert predict(model, {"rows": 700}).time_us == pytest.approx(7.0, rel=0.2)
     assert predict(model, {"rows": 50_000}).time_us == pytest.approx(500.0, rel=0.05)
+
+
+def test_sequences_and_heads_run_side_by_side():
+    model = fit(measured())
+    asked = sizes(8, 1500) | {"heads": 16, "kv_heads": 16}
+    assert predict(model, asked).time_us == predict(model, sizes(4, 1500)).time_us
+    assert predict(model, sizes(8, 1500) | {"kv_heads": 16}).error > predict(model, sizes(8, 1500)).error
+    assert predict(model, sizes(8, 1500) | {"kv_heads": 8}) is None, "four heads on one, where each had its own"
 
 
 @given(
@@ -83,16 +102,15 @@ def test_regimes_are_split_where_the_data_bends():
     slopes=st.tuples(st.floats(-0.5, 2), st.floats(-0.5, 2)),
     asked=st.tuples(POWERS, POWERS),
 )
-def test_a_power_law_is_found_exactly(offset, slopes, asked):
+def test_a_power_law_is_found(offset, slopes, asked):
     def law(a, b):
         return 2 ** (offset + slopes[0] * math.log2(a) + slopes[1] * math.log2(b))
 
     model = fit([Point({"rows": 4**a, "hidden": 4**b}, law(4**a, 4**b)) for a in range(6) for b in range(6)])
     found = predict(model, {"rows": asked[0], "hidden": asked[1]})
     assume(found is not None)
-    assert found.time_us == pytest.approx(law(*asked), rel=0.01)
-    assert found.confidence > 0.98
-    assert found.noise < 0.02
+    assert abs(math.log2(found.time_us / law(*asked))) <= max(0.1, 2 * found.error), "level ground looks like a floor"
+    assert found.confidence > 0.8
 
 
 @given(points=st.lists(st.tuples(POWERS, POWERS, st.floats(0.1, 1e6)), max_size=30), asked=st.tuples(POWERS, POWERS))
@@ -104,7 +122,7 @@ def test_far_away_there_is_no_evidence_and_near_by_it_is_a_time(points, asked):
     assert isinstance(model, Model)
     found = predict(model, {"rows": asked[0], "hidden": asked[1]})
     nearest = min(abs(math.log2(a / asked[0])) + abs(math.log2(b / asked[1])) for a, b, _ in points)
-    if nearest > MAX_DISTANCE:
+    if nearest > MAX_DISTANCE and (found is None or found.time_us != model.floor_us):
         assert found is None
     if found is not None:
         assert math.isfinite(found.time_us)
@@ -116,7 +134,6 @@ def test_far_away_there_is_no_evidence_and_near_by_it_is_a_time(points, asked):
 def test_a_direction_that_was_never_measured_gives_nothing():
     model = fit(measured())
     assert predict(model, sizes(2, 700)) is not None
-    assert predict(model, sizes(2, 700) | {"heads": 16, "kv_heads": 16}) is None, "heads never varied"
     assert predict(model, sizes(2, 700) | {"seq_k": 1400}) is None, "queries always were as many as keys"
     assert predict(model, {"batch": 2}) is None
     assert predict(model, sizes(1, 128 * 2**10)) is None, "16 times the longest"
@@ -137,9 +154,10 @@ def test_noise_lowers_the_confidence():
     draw = random.Random(3)
     wild = [Point({"rows": 2**n}, 10 * math.exp(draw.gauss(0, 0.5))) for n in range(16)]
     tame = [Point({"rows": 2**n}, 10 * math.exp(draw.gauss(0, 0.01))) for n in range(16)]
-    assert predict(fit(tame), {"rows": 300}).confidence > 0.9
+    assert predict(fit(tame), {"rows": 300}).confidence > 0.99
     found = predict(fit(wild), {"rows": 300})
-    assert found is None or found.confidence < 0.4
+    assert found.error > 0.5
+    assert found.confidence < 0.95
 
 
 # in the database

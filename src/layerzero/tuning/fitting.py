@@ -1,4 +1,4 @@
-"""Learning a model of times from points: where regimes meet, the plane in each, and what it is worth."""
+"""Learning a model of times from points: the floor, where regimes meet, the plane in each, and what it is worth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import itertools
 import math
 from collections.abc import Sequence
 from heapq import nsmallest
+from operator import le
 from typing import NamedTuple
 
 import msgspec
 
-from layerzero.tuning.prediction import ERROR_FLOOR, Leaf, Model, Point, Split, along, apart, nearby, predict, sumprod
+from layerzero.tuning.prediction import (
+    ERROR_FLOOR,
+    SHARPNESS,
+    Leaf,
+    Model,
+    Point,
+    Split,
+    along,
+    apart,
+    extents,
+    nearby,
+    predict,
+    sumprod,
+)
 
 MAX_POINTS = 128
 MAX_DEPTH = 4
@@ -25,6 +39,15 @@ _RIDGE = 1e-6
 MIN_REACH = 1 / 8
 """Doublings; points that lie closer say no more about their neighbours, and the same sizes again nothing at all."""
 
+_AT_FLOOR = 1.5
+"""Times up to so much above the smallest say nothing about what lies below the floor."""
+
+_FLOOR_POINTS, _FLOOR_SPAN = 3, 2.0
+"""A floor is one where so many points stand on it, with so many doublings of work between them."""
+
+_ODD = 0.25
+"""So many points, in proportion, may take longer than larger ones on the floor; where more do, it is all noise."""
+
 Rows = Sequence[tuple[float, ...]]
 """Coordinates of points: log2 of the sizes that vary."""
 
@@ -34,33 +57,66 @@ def fit(points: Sequence[Point]) -> Model | None:
     points = [each for each in points[:MAX_POINTS] if all(size > 0 for size in each.sizes.values())]
     if len(points) < 3:
         return None
-    axes, ties, fixed = _axes(points)
+    measured = [extents(each.sizes) for each in points]
+    axes, ties, fixed = _axes(measured)
     if not axes or len(points) < len(axes) + 2:
         return None
-    x = [tuple(math.log2(each.sizes[name]) for name in axes) for each in points]
-    y = [math.log2(each.time_us) for each in points]
+    x = [tuple(math.log2(each[name]) for name in axes) for each in measured]
+    times = [each.time_us for each in points]
+    floor_us = _floor(x, times)
+    above = [number for number, time_us in enumerate(times) if time_us > _AT_FLOOR * floor_us]
     splits: list[Split] = []
     leaves: list[Leaf] = []
-    root = _grow(x, y, splits, leaves, MAX_DEPTH)
-    return Model(axes, ties, fixed, tuple(splits), tuple(leaves), root)
+    root = None
+    if len(above) >= len(axes) + 2:
+        left = [math.log2(times[number] ** SHARPNESS - floor_us**SHARPNESS) / SHARPNESS for number in above]
+        root = _grow([x[number] for number in above], left, splits, leaves, MAX_DEPTH)
+    elif not floor_us:
+        return None
+    columns = list(zip(*x, strict=True))
+    return Model(
+        axes=axes,
+        ties=ties,
+        fixed=fixed,
+        low=tuple(map(min, columns)),
+        high=tuple(map(max, columns)),
+        floor_us=floor_us,
+        floor_error=_spread([time_us for time_us in times if time_us <= _AT_FLOOR * floor_us]),
+        at_floor=tuple(x[number] for number in sorted({*range(len(x))} - {*above})) if floor_us else (),
+        splits=tuple(splits),
+        leaves=tuple(leaves),
+        root=root,
+    )
+
+
+def _floor(x: Rows, times: Sequence[float]) -> float:
+    """What the smallest calls take, where work of very different size takes the same and hardly any less longer."""
+    least = min(times)
+    on_it = [place for place, time_us in zip(x, times, strict=True) if time_us <= _AT_FLOOR * least]
+    work = [math.fsum(place) for place in on_it]
+    if len(work) < _FLOOR_POINTS or max(work) - min(work) < _FLOOR_SPAN:
+        return 0.0
+    above = [place for place, time_us in zip(x, times, strict=True) if time_us > _AT_FLOOR * least]
+    odd = sum(any(all(map(le, place, other)) for other in on_it) for place in above)
+    return 0.0 if odd > _ODD * len(on_it) else least
 
 
 def _axes(
-    points: Sequence[Point],
-) -> tuple[tuple[str, ...], tuple[tuple[str, str, float], ...], dict[str, int]]:
-    """Tell sizes that vary on their own from those that follow another one and those that never vary."""
+    measured: Sequence[dict[str, float]],
+) -> tuple[tuple[str, ...], tuple[tuple[str, str, float], ...], dict[str, float]]:
+    """Tell extents that vary on their own from those that follow another one and those that never vary."""
     axes: list[str] = []
     ties: list[tuple[str, str, float]] = []
-    fixed: dict[str, int] = {}
-    for name in sorted(points[0].sizes):
-        column = [math.log2(each.sizes[name]) for each in points]
+    fixed: dict[str, float] = {}
+    for name in sorted(measured[0]):
+        column = [math.log2(each[name]) for each in measured]
         if max(column) == min(column):
-            fixed[name] = points[0].sizes[name]
+            fixed[name] = measured[0][name]
             continue
         for other in axes:
-            apart = [own - math.log2(each.sizes[other]) for own, each in zip(column, points, strict=True)]
-            if max(apart) - min(apart) < 1e-9:
-                ties.append((name, other, apart[0]))
+            between = [own - math.log2(each[other]) for own, each in zip(column, measured, strict=True)]
+            if max(between) - min(between) < 1e-9:
+                ties.append((name, other, between[0]))
                 break
         else:
             axes.append(name)
@@ -153,17 +209,22 @@ def _leaf(x: Rows, fitted: _Plane) -> Leaf:
         ]
         bent_errors.append(left_out - nearby(others))
     bent_error = _mean_square(bent_errors)
-    columns = list(zip(*x, strict=True))
     return Leaf(
         plane=fitted.plane,
         points=tuple(x),
         residuals=tuple(fitted.residuals),
-        low=tuple(map(min, columns)),
-        high=tuple(map(max, columns)),
         bent=bent_error < fitted.error,
         error=min(fitted.error, bent_error),
         reach=max(reach, MIN_REACH),
     )
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Root mean square of the distances from the median, log2."""
+    if not times:
+        return 0.0
+    middle = sorted(times)[len(times) // 2]
+    return _mean_square([math.log2(time_us / middle) for time_us in times])
 
 
 def _mean_square(values: Sequence[float]) -> float:

@@ -1,7 +1,8 @@
 """The calls that ``lz.tune()`` measures where nobody says which: sizes between which times can be predicted.
 
-Batch and length go in steps of four over what models do, for the head counts of common models; norms by rows and
-hidden size. On a GPU of an H200's speed all of it takes under five minutes, compiling apart; a CPU gets smaller sizes.
+Batches and contexts go in steps of four over what models do, lengths of prefill in steps of two, where kernels overtake
+each other; for the head counts of common models. Norms go by rows and hidden size. On a GPU of an H200's speed all of
+it takes under five minutes, compiling apart; a CPU gets smaller sizes.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Extent:
 
 GPU = Extent(
     heads=(
-        Heads(32, 8, 128),
+        Heads(32, 8, 128, (True, False)),
         Heads(16, 16, 64, (True, False)),
-        Heads(16, 4, 256),
+        Heads(16, 4, 256, (True, False)),
         Heads(24, 24, 128, (False,)),
     ),
     batches=(1, 4, 16, 64),
-    lengths=(128, 512, 2048, 8192, 32768),
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 32768),
     max_tokens=32768,
     decode_batches=(1, 4, 16, 64),
     contexts=(128, 512, 2048, 8192, 32768),
@@ -145,18 +146,21 @@ def cases_of(extent: Extent) -> Iterator[tuple[str, Case]]:
     """Every call of an extent."""
     for heads in extent.heads:
         for batch in extent.batches:
-            for length in extent.lengths:
-                if batch * length <= extent.max_tokens:
-                    yield from (prefill_case(heads, batch, length, causal=causal) for causal in heads.causal)
+            for causal in heads.causal:
+                # what models do less with these heads gets every other length
+                for length in extent.lengths[:: 1 if causal == heads.causal[0] else 2]:
+                    if batch * length <= extent.max_tokens:
+                        yield prefill_case(heads, batch, length, causal=causal)
         for batch in extent.decode_batches:
             for context in extent.contexts:
                 if batch * context <= extent.max_context:
                     yield decode_case(heads, batch, context)
-    for heads in extent.heads[:2]:
+    for heads in extent.heads:
         for batch in extent.decode_batches:
             for context in extent.contexts:
                 if batch * context <= extent.max_context and context <= MAX_PAGED:
                     yield paged_case(heads, batch, context)
+    for heads in extent.heads[:2]:
         for tokens in (1, 64, 2048):
             yield append_case(heads, tokens, 8192 if extent is GPU else 256)
     for operation in ("norm.rms", "norm.add_rms", "norm.layer"):

@@ -14,7 +14,7 @@ from layerzero.tuning import fitting
 from layerzero.tuning.prediction import Model, Point
 from layerzero.tuning.rows import Row, Work
 
-MODEL_FORMAT = 1
+MODEL_FORMAT = 2
 """Changes with the meaning of a stored model, in :data:`MODELS` too; one of another format is as if there were none."""
 
 MAX_READ = 512
@@ -120,7 +120,7 @@ def groups(connection: sqlite3.Connection) -> list[list[Point]]:
 
 
 MODELS = """SELECT kernel, environment, adapts, model FROM models
-    WHERE family = ? AND graph = ? AND format = 1"""
+    WHERE family = ? AND graph = ? AND format = 2"""
 """What is known about a family."""
 
 decode = msgspec.json.Decoder(Model).decode

@@ -22,8 +22,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine import probe
 from layerzero.tuning.fitting import fit
-from layerzero.tuning.prediction import Model, Point, predict
-from layerzero.tuning.rows import SCALING, Row, Work, work_of
+from layerzero.tuning.prediction import DERIVED, Model, Point, predict
+from layerzero.tuning.rows import SCALING, Row, Work, is_plain, work_of
 
 FORMAT = 1
 KIND = "layerzero priors"
@@ -35,7 +35,7 @@ CONFIDENCE = 0.7
 NOISE = 0.05
 """Relative difference below which two of them do not count."""
 
-LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm", "input_ndim"})
+LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm", "input_ndim", *DERIVED})
 """Facts that a table does not tell apart."""
 
 
@@ -165,7 +165,7 @@ class Priors:
         """Times of kernels whose library has the major version that was measured."""
         work = work_of(facts)
         told = dict(work.facts)
-        if told["row_alignment"] != "16" or not _plain(told["memory"]):
+        if told["row_alignment"] != "16" or not is_plain(told["memory"]):
             return {}
         key = frozenset((name, value) for name, value in work.facts if name not in LOOSE and name not in work.sizes)
         table, family = self._families.get((key, bool(facts["capturing"])), (None, None))
@@ -204,11 +204,6 @@ def slug(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
-def _plain(memory: str) -> bool:
-    """Whether all tensors are dense, or at least in their rows."""
-    return all(word.partition(":")[2] == "rows" for word in memory.split())
-
-
 def _same_major(kernel: Kernel, table: Table, device: Device) -> bool:
     """Whether a library's version is close enough; one that is asked about without being here counts."""
     then = table.versions.get(kernel.id)
@@ -240,7 +235,7 @@ def _major(version: str) -> tuple[int, ...]:
 def table_of(found: Iterable[Row], script: str) -> Table:
     """Make a table of measured rows. Raises: ValueError unless they are of one device, driver, torch and versions."""
     times: dict[tuple[frozenset[tuple[str, str]], bool], dict[tuple[tuple[str, int], ...], dict[str, Row]]] = {}
-    rows = [row for row in found if not row.source and _plain(row.facts.get("memory", ""))]
+    rows = [row for row in found if not row.source and is_plain(row.facts.get("memory", ""))]
     rows = [row for row in rows if row.facts.get("row_alignment") == "16"]
     for row in rows:
         sizes = Work(tuple(sorted(row.facts.items()))).sizes

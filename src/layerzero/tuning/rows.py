@@ -11,6 +11,7 @@ import msgspec
 from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.tuning.environment import Environment
+from layerzero.tuning.prediction import DERIVED
 
 SCALING = frozenset(
     {"batch", "seq_q", "seq_k", "heads", "kv_heads", "rows", "hidden", "last", "tokens", "max_blocks", "context_bound"}
@@ -37,12 +38,32 @@ class Work(msgspec.Struct, frozen=True):
     @property
     def family(self) -> bytes:
         """Hash of the facts that are no scaling sizes."""
-        return _digest(tuple([pair for pair in self.facts if pair[0] not in SCALING or not pair[1].isdigit()]))
+        told = [
+            pair for pair in self.facts if pair[0] not in DERIVED and (pair[0] not in SCALING or not pair[1].isdigit())
+        ]
+        return _digest(tuple(told))
 
     @property
     def sizes(self) -> dict[str, int]:
         """The scaling sizes."""
         return {name: int(value) for name, value in self.facts if name in SCALING and value.isdigit()}
+
+
+_OTHER_LAYOUT = {"BSHD": "BHSD", "BHSD": "BSHD", "NHD": "HND", "HND": "NHD"}
+
+
+def is_plain(memory: str) -> bool:
+    """Whether all tensors are dense, or at least in their rows; of :func:`call_work`'s words."""
+    return all(word.partition(":")[2] == "rows" for word in memory.split())
+
+
+def in_other_layout(work: Work) -> Work | None:
+    """The same work on dense tensors with their axes in the other order; None where there is no such thing."""
+    facts = dict(work.facts)
+    layout = _OTHER_LAYOUT.get(facts["layout"])
+    if layout is None or not is_plain(facts["memory"]):
+        return None
+    return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))
 
 
 def work_of(facts: Facts) -> Work:

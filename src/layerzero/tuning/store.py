@@ -25,8 +25,8 @@ from layerzero.tuning.files import cache_folder
 from layerzero.tuning.online import SAMPLER
 from layerzero.tuning.prediction import predict
 from layerzero.tuning.prior import priors_of, problems
-from layerzero.tuning.rows import Row, check, row_of, work_of
-from layerzero.tuning.weighing import Time, settled, weighed
+from layerzero.tuning.rows import Row, check, in_other_layout, row_of, work_of
+from layerzero.tuning.weighing import OTHER_LAYOUT, Time, settled, weighed
 
 _ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at
     FROM times WHERE work = ? AND graph = ?"""
@@ -75,8 +75,13 @@ class TimeStore:
         database, work, graph = self.database, work_of(facts), bool(facts["capturing"])
         rows = database.read(_ASK, (work.key, graph))
         known: list[tuple[Any, ...]] = []
+        worth = 1.0
         if len({row[0] for row in rows}) < len(kernels):
             known = database.read(learning.MODELS, (work.family, graph))
+        if not rows and not known:
+            other = in_other_layout(work)
+            known = database.read(learning.MODELS, (other.family, graph)) if other is not None else known
+            worth = OTHER_LAYOUT
         if not rows and not known:
             return {}
         here = surroundings(facts.device)
@@ -92,9 +97,8 @@ class TimeStore:
             if adapts[kernel_id] == adapted_then:
                 estimate = predict(learning.decode(model), work.sizes)
                 if estimate is not None:
-                    found[kernel_id] = Evidence(
-                        estimate.time_us, Provenance.PREDICTED, estimate.confidence, estimate.noise
-                    )
+                    confidence = worth * estimate.confidence
+                    found[kernel_id] = Evidence(estimate.time_us, Provenance.PREDICTED, confidence, estimate.noise)
         return found
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:

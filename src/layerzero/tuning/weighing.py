@@ -22,14 +22,14 @@ OTHER_CONDITION = 0.8
 FROM_ELSEWHERE = 0.9
 """What an imported time counts: the same device by name, not this one."""
 
+OTHER_LAYOUT = 0.9
+"""What a prediction counts that was learnt from tensors with their axes in another order: a view or a copy apart."""
+
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
 
-MAX_NOISE = 0.1
-"""A wider claim of a prediction lowers its confidence and makes no ties: almost everything would tie with it."""
-
-
-_MEASURED = (Provenance.MEASURED, Provenance.IMPORTED)
+MAX_NOISE = 0.01
+"""A wider claim of a prediction lowers its confidence and makes no ties: the estimate is the better guess in one."""
 
 
 class Time(msgspec.Struct, frozen=True):
@@ -94,8 +94,6 @@ def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
     for kernel, each in found.items():
         decided = each.time_us / (1 + each.noise) > bound
         confidence = max(each.confidence, best.confidence) if decided else each.confidence
-        noise = (
-            each.noise if each.provenance in (Provenance.MEASURED, Provenance.IMPORTED) else min(each.noise, MAX_NOISE)
-        )
+        noise = min(each.noise, MAX_NOISE) if each.provenance is Provenance.PREDICTED else each.noise
         weighed[kernel] = replace(each, confidence=confidence, noise=noise)
     return weighed
