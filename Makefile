@@ -28,7 +28,8 @@ fuzz: $(VENV)/.dev ## 100,000 random calls against float64
 	$(BIN)/layerzero fuzz --calls 100000
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
-	$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[plots]'
+	$(BIN)/python benchmarks/overhead.py --png build/overhead.png
 
 docs: $(VENV)/.dev ## write the generated tables
 	$(BIN)/layerzero docs

@@ -30,6 +30,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 
 RECORDS = Path(__file__).parent / "records" / "overhead.json"
+CHART = overhead_report.PAGE.with_suffix(".png")
 DIRECT = "the kernel itself"
 OPERATION = "attention.standard.prefill"
 
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print plain values and nothing else")
     parser.add_argument("--record", type=Path, nargs="?", const=RECORDS, help="append this run to a file of runs")
     parser.add_argument("--markdown", action="store_true", help="write docs/measurements/overhead.md")
-    parser.add_argument("--png", action="store_true", help="write docs/measurements/overhead.png (needs matplotlib)")
+    parser.add_argument("--png", type=Path, nargs="?", const=CHART, help="draw the bars, which needs matplotlib")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a second thread would wait for cores that others use
     run = measure(options.rounds)
@@ -187,7 +188,8 @@ def main() -> None:
     if options.markdown:
         print(f"wrote {overhead_report.write_markdown(run)}")
     if options.png:
-        print(f"wrote {overhead_report.write_chart(run)}")
+        overhead_report.write_chart(run, options.png)
+        print(f"wrote {options.png}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def write_markdown(run: dict[str, Any]) -> Path:
     return PAGE
 
 
-def write_chart(run: dict[str, Any]) -> Path:
+def write_chart(run: dict[str, Any], path: Path) -> None:
     """Draw the bars, LayerZero's in another colour."""
     import matplotlib as mpl
 
@@ -120,6 +120,5 @@ def write_chart(run: dict[str, Any]) -> Path:
     axes.set_xlabel("ns over a direct call of the same kernel (log scale)")
     axes.tick_params(labelsize=8)
     figure.tight_layout()
-    path = PAGE.with_suffix(".png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    return path
