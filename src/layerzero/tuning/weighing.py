@@ -95,5 +95,6 @@ def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
         decided = each.time_us / (1 + each.noise) > bound
         confidence = max(each.confidence, best.confidence) if decided else each.confidence
         noise = min(each.noise, MAX_NOISE) if each.provenance is Provenance.PREDICTED else each.noise
-        weighed[kernel] = replace(each, confidence=confidence, noise=noise)
+        same = confidence == each.confidence and noise == each.noise
+        weighed[kernel] = each if same else replace(each, confidence=confidence, noise=noise)
     return weighed
