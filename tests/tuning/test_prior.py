@@ -38,6 +38,14 @@ def installed(monkeypatch):
     return versions
 
 
+@pytest.fixture
+def first_table(tmp_path, monkeypatch):
+    """Only the table of round times, so that these can be named here."""
+    (tmp_path / "nvidia-h200.json").write_bytes((FOLDER / "nvidia-h200.json").read_bytes())
+    monkeypatch.setattr(prior, "FOLDER", tmp_path)
+    monkeypatch.setattr(prior, "_LOADED", {})
+
+
 def attention(batch, seq, heads=(32, 8), head_dim=128, *, layout="BSHD", **more):
     decode = more.pop("decode", False)
     dtype = more.pop("dtype", torch.bfloat16)
@@ -63,7 +71,7 @@ def test_every_table_can_be_read_and_speaks_of_what_there_is(file):
     assert set(table.versions) == {name for each in table.families for case in each.cases for name in case.times_us}
 
 
-def test_a_device_of_the_name_chooses_by_the_table(installed):
+def test_a_device_of_the_name_chooses_by_the_table(installed, first_table):
     found = asked(attention(1, 2048))
     assert {each.provenance for each in found.values()} == {Provenance.PRIOR}
     assert found["torch.sdpa.cudnn"].time_us == 86.0
@@ -75,13 +83,13 @@ def test_a_device_of_the_name_chooses_by_the_table(installed):
     assert asked(attention(2, 4096, (24, 24), causal=False))["flash_attn.v4.sm90"].time_us == 579.0
 
 
-def test_layout_does_not_count_and_graphs_count_alike():
+def test_layout_does_not_count_and_graphs_count_alike(first_table):
     facts = attention(1, 2048, layout="BHSD")
     assert asked(facts)["torch.sdpa.cudnn"].time_us == 86.0
     assert asked(facts.on(H200, capturing=True))["torch.sdpa.cudnn"].time_us == 86.0
 
 
-def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence():
+def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence(first_table):
     found = asked(attention(1, 4096))
     assert 200 < found["torch.sdpa.cudnn"].time_us < 400
     assert all(each.confidence < prior.CONFIDENCE for each in found.values())
@@ -99,11 +107,11 @@ def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence():
     ],
     ids=["dtype", "head dim", "causal", "device", "window", "far away"],
 )
-def test_other_calls_get_nothing(facts):
+def test_other_calls_get_nothing(facts, first_table):
     assert asked(facts()) == {}
 
 
-def test_another_major_version_does_not_count(installed, monkeypatch):
+def test_another_major_version_does_not_count(installed, first_table, monkeypatch):
     installed["vllm"] = "0.21.1"
     found = asked(attention(1, 2048))
     assert "vllm.flash_attn.v3" not in found
