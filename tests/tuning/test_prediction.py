@@ -79,6 +79,22 @@ def test_regimes_are_split_where_the_data_bends():
     assert predict(model, {"rows": 50_000}).time_us == pytest.approx(50_000 / 16, rel=0.05)
 
 
+@given(st.integers(0, 1000))
+def test_noise_is_no_regime(seed):
+    draw = random.Random(seed)
+    points = [
+        Point({"rows": 4**a, "hidden": 4**b}, 2 ** (a + b) * math.exp(draw.gauss(0, 0.3)))
+        for a in range(6)
+        for b in range(6)
+    ]
+    assert len(fit(points).splits) <= 1
+
+
+def test_a_few_points_are_no_regime():
+    points = [Point({"rows": 2**each}, 2.0**each * (3 if each < 3 else 1)) for each in range(14)]
+    assert all(len(leaf.points) >= 4 for leaf in fit(points).leaves)
+
+
 def test_small_calls_take_what_launching_takes():
     points = [Point({"rows": 2**each}, max(5.0, 2**each / 100)) for each in range(3, 18)]
     model = fit(points)

@@ -31,8 +31,8 @@ MAX_DEPTH = 4
 MAX_CUTS = 8
 """Cuts that are tried along each size."""
 
-_GAIN = 0.5
-"""A split has to halve the squared error."""
+_GAIN = 0.25
+"""A split has to halve the error (a quarter of the squared one) by which points are missed that are left out."""
 
 _RIDGE = 1e-6
 
@@ -45,7 +45,7 @@ _AT_FLOOR = 1.5
 _FLOOR_POINTS, _FLOOR_SPAN = 3, 2.0
 """A floor is one where so many points stand on it, with so many doublings of work between them."""
 
-_ODD = 0.25
+_ODD = 0.15
 """So many points, in proportion, may take longer than larger ones on the floor; where more do, it is all noise."""
 
 Rows = Sequence[tuple[float, ...]]
@@ -81,7 +81,7 @@ def fit(points: Sequence[Point]) -> Model | None:
         low=tuple(map(min, columns)),
         high=tuple(map(max, columns)),
         floor_us=floor_us,
-        floor_error=_spread([time_us for time_us in times if time_us <= _AT_FLOOR * floor_us]),
+        floor_error=_spread([time_us for time_us in times if time_us <= _AT_FLOOR * floor_us], floor_us),
         at_floor=tuple(x[number] for number in sorted({*range(len(x))} - {*above})) if floor_us else (),
         splits=tuple(splits),
         leaves=tuple(leaves),
@@ -125,10 +125,10 @@ def _axes(
 
 def _grow(x: Rows, y: Sequence[float], splits: list[Split], leaves: list[Leaf], depth: int) -> int:
     """Add the tree of these points; return its root."""
-    whole = _plane(x, y)
+    whole = _leaf(x, _plane(x, y))
     cut = _best_cut(x, y, whole) if depth and whole.error > ERROR_FLOOR else None
     if cut is None:
-        leaves.append(_leaf(x, whole))
+        leaves.append(whole)
         return -len(leaves)
     axis, below, above = cut
     number = len(splits)
@@ -146,21 +146,40 @@ def _sides(x: Rows, y: Sequence[float], axis: int, below: float) -> tuple[tuple[
     return tuple(([point for point, _ in side], [value for _, value in side]) for side in (low, high))
 
 
-def _best_cut(x: Rows, y: Sequence[float], whole: _Plane) -> tuple[int, float, float] | None:
-    """The cut that leaves the smallest squared error, if it halves that of the whole."""
-    least = len(x[0]) + 2
-    best, best_cost = None, _GAIN * whole.error**2 * len(y)
+def _best_cut(x: Rows, y: Sequence[float], whole: Leaf) -> tuple[int, float, float] | None:
+    """The cut whose two planes fit best, if their leaves miss points that are left out by half as much as one leaf."""
     dims = len(x[0])
+    best: _Cut | None = None
     for axis in range(dims + 1 if dims > 1 else dims):
         gaps = list(itertools.pairwise(sorted({along(point, axis) for point in x})))
-        for below, above in gaps[:: max(1, math.ceil(len(gaps) / MAX_CUTS))]:
-            sides = _sides(x, y, axis, below)
-            if min(len(values) for _, values in sides) < least:
-                continue
-            cost = sum(_plane(*side).error ** 2 * len(side[1]) for side in sides)
-            if cost < best_cost:
-                best, best_cost = (axis, below, above), cost
-    return best
+        step = max(1, math.ceil(len(gaps) / MAX_CUTS))
+        tried = [(cut, number) for number in range(0, len(gaps), step) if (cut := _cut(x, y, axis, gaps[number]))]
+        if tried:
+            _, near = min(tried, key=lambda pair: pair[0].cost)
+            between = range(max(0, near - step + 1), min(len(gaps), near + step))
+            cuts = [cut for number in between if (cut := _cut(x, y, axis, gaps[number]))]
+            best = min([*cuts, *([best] if best else [])], key=lambda cut: cut.cost)
+    if best is None:
+        return None
+    left_over = sum(_leaf(points, plane).error ** 2 * len(points) for points, plane in best.sides)
+    return best.place if left_over < _GAIN * whole.error**2 * len(y) else None
+
+
+class _Cut(NamedTuple):
+    """A place to split at, the points and the plane of both sides, and the squared error that is left over."""
+
+    place: tuple[int, float, float]
+    sides: list[tuple[Rows, _Plane]]
+    cost: float
+
+
+def _cut(x: Rows, y: Sequence[float], axis: int, gap: tuple[float, float]) -> _Cut | None:
+    """Split at a gap; None where a side has less than twice as many points as a plane has numbers: few fit anyway."""
+    sides = _sides(x, y, axis, gap[0])
+    if min(len(values) for _, values in sides) < 2 * (len(x[0]) + 1):
+        return None
+    planes = [(points, _plane(points, values)) for points, values in sides]
+    return _Cut((axis, *gap), planes, sum(plane.error**2 * len(points) for points, plane in planes))
 
 
 class _Plane(NamedTuple):
@@ -219,12 +238,9 @@ def _leaf(x: Rows, fitted: _Plane) -> Leaf:
     )
 
 
-def _spread(times: Sequence[float]) -> float:
-    """Root mean square of the distances from the median, log2."""
-    if not times:
-        return 0.0
-    middle = sorted(times)[len(times) // 2]
-    return _mean_square([math.log2(time_us / middle) for time_us in times])
+def _spread(times: Sequence[float], from_us: float) -> float:
+    """Root mean square of the distances from a time, log2."""
+    return _mean_square([math.log2(time_us / from_us) for time_us in times]) if times else 0.0
 
 
 def _mean_square(values: Sequence[float]) -> float:

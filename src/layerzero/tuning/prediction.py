@@ -86,7 +86,7 @@ class Model(msgspec.Struct, frozen=True):
         fixed: extents that never varied; a call that differs in one gets no prediction, :data:`MAY_DIFFER` apart.
         low, high: bounds of all points, axis by axis.
         floor_us: what the smallest calls take, however small they are; 0 where the data shows none.
-        floor_error: spread of the times that hardly exceed it, log2.
+        floor_error: how far the times that hardly exceed it are from it, root mean square, log2.
         at_floor: coordinates of the points that take hardly longer.
         splits, leaves: the tree for all other points; a child is a split's number, or the leaf ``-1 - child``.
         root: the first child; None where there are too few such points.
