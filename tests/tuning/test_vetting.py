@@ -97,7 +97,8 @@ def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
     with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
         verdicts = lz.vet("attention.standard.decode", kernels=["danger.reorders"], dtype="float32")
     assert {each.verdict for each in verdicts} == {Verdict.WRONG}
-    assert any("key: wanted it untouched, got other bytes in its memory" in each.detail for each in verdicts)
+    told = [each.detail for each in verdicts]
+    assert any("key: wanted it untouched, got other bytes in its memory" in detail for detail in told), told
 
 
 @pytest.mark.parametrize(

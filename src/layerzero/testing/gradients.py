@@ -63,10 +63,11 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
     except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
         return Outcome("wrong", f"the backward pass {raised(error)}")
     tolerance = TOLERANCE[compare.call_dtype(trial.routed)]
-    largest = max((leaf.grad.abs().max().item() for leaf in exact.values() if leaf.grad is not None), default=0.0)
+    wanted = [leaf.grad for leaf in exact.values() if leaf.grad is not None and leaf.grad.numel()]
+    largest = max((each.abs().max().item() for each in wanted), default=0.0)
     for name, leaf in leaves.items():
         want = exact[name].grad
-        if want is None:
+        if want is None or not want.numel():
             continue
         if leaf.grad is None:
             return Outcome("wrong", f"the gradient of {name}: wanted one, got None")
