@@ -101,6 +101,36 @@ def test_another_size_of_the_class_has_its_kernel_and_a_new_class_is_listed(norm
     assert added in document.choices
 
 
+def test_choices_of_scopes_are_frozen_too_and_marked(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    settings = {"memory_headroom_mb": 77}
+    lz.rms_norm(x, w)
+    with lz.scope(**settings):
+        lz.rms_norm(x, w)
+    document = lz.freeze()
+    assert sorted((each.kernel, each.scoped) for each in document.choices.values()) == [
+        ("user.first", False), ("user.first", True),
+    ]  # fmt: skip
+    tuned(x, w, "user.second", 1.0)
+    ENGINE.bump()
+    with lz.scope(**settings):
+        lz.rms_norm(x, w)
+        assert "frozen: user.first" in lz.explain("rms_norm", x, w).notes
+    assert norm == ["first"] * 3
+    assert lz.frozen().added == ()
+
+
+def test_a_manifest_leaves_choices_of_scopes_out(norm, tmp_path):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.rms_norm(x, w)
+    with lz.scope(memory_headroom_mb=77):
+        lz.rms_norm(x, w)
+    lz.freeze().write(tmp_path / "choices.json")
+    lz.thaw()
+    lz.freeze(tmp_path / "choices.json")
+    assert [each.scoped for each in lz.frozen().choices.values()] == [False]
+
+
 def test_denials_locks_and_scopes_hold_above(norm):
     x, w = torch.randn(4, 8), torch.randn(8)
     lz.rms_norm(x, w)

@@ -193,6 +193,11 @@ class PlanCache:
             table.add(key, plan, conditions)
             return True
 
+    def plans(self) -> list[tuple[Policy, Plan]]:
+        """The plans of all tables, each with the policy that it was chosen under."""
+        with self._lock:
+            return [(policy, plan) for policy, table in self._tables.items() for plan in table.values()]
+
     def size(self) -> int:
         """Number of plans in all tables."""
         with self._lock:

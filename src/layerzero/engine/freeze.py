@@ -78,8 +78,9 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     """Let choices stop changing: each class of calls keeps its kernel until :func:`thaw`.
 
-    Without a manifest the choices are those of every call that this process has a plan for. With one they are its
-    choices, after this process has shown that it would make each of them itself.
+    Without a manifest the choices are those of every call that this process has a plan for, in scopes as outside. With
+    one they are its choices, after this process has shown that it would make each of them itself; those of scopes are
+    left out, since no other process can be asked about their settings.
 
     While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
     frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
@@ -95,9 +96,8 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     if manifest is None:
         held = Frozen({})
         ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
-        policy = CONFIGURATION.policy
         for cache in ENGINE.caches:
-            for plan in list(cache.current.values()):
+            for policy, plan in cache.plans():
                 held.choices.setdefault(class_name(plan.report.facts, policy), choice_of(plan, policy))
     else:
         found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
