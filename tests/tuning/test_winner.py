@@ -8,7 +8,9 @@ import torch
 import layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.store import StoreLedger
 from layerzero.tuning.winner import record_times
@@ -75,6 +77,18 @@ def test_a_plan_that_was_chosen_is_chosen_again_after_the_winner_changed():
         assert lz.which("rms_norm", X, W)["kernel_id"] == "user.a"
         record(b=5.0)
         assert lz.which("rms_norm", X, W)["kernel_id"] == "user.b"
+
+
+def test_what_was_held_before_another_epoch_counts_no_more():
+    with lz.scope(allow=["user"]):
+        assert record(a=150.0, b=100.0)
+        assert not record(a=97.0, noise=0.05), "b is held within the noise"
+        ENGINE.bump()
+        lz.rms_norm(X, W)
+        assert lz.which("rms_norm", X, W)["kernel_id"] == "user.a", "by priority"
+        (plan,) = CALLS["rms_norm"].dispatcher.cache.table(current_policy()).values()
+        assert record(b=50.0), "plans are on a, whatever was held before them"
+        assert plan not in CALLS["rms_norm"].dispatcher.cache.table(current_policy()).values()
 
 
 def test_what_may_not_run_wins_nothing(bumps):

@@ -46,6 +46,7 @@ class Engine:
         self.recent = Recent()
         self.health = Health(self.bump)
         self.caches: list[PlanCache] = []
+        self.epoch = 0
         self.watchers: tuple[Watcher, ...] = ()
         self.frozen: Frozen | None = None
         self._lock = threading.RLock()
@@ -69,6 +70,7 @@ class Engine:
     def bump(self) -> None:
         """Start a new epoch: every plan is chosen anew on its next call."""
         with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
+            self.epoch += 1
             policy = CONFIGURATION.policy
             for cache in self.caches:
                 cache.publish(policy)

@@ -25,12 +25,14 @@ def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
     kinds = sorted({measurement.graph for measurement in times.values()})
     asked = [facts.on(facts.device, capturing=graph) for graph in kinds]
     with _LOCK:
-        held = _HELD.setdefault(ENGINE.ledger, {})
-        before = [held.get(_identity(each)) or _winner(each)[0] for each in asked]
+        epoch, held = ENGINE.epoch, _HELD.setdefault(ENGINE.ledger, {})
+        before = [_held(held, each, epoch) or _winner(each)[0] for each in asked]
         for kernel, measurement in times.items():
             ENGINE.ledger.record_time(kernel, facts, measurement)
         after = [_next(each, old) for each, old in zip(asked, before, strict=True)]
-        held.update((_identity(each), winner) for each, winner in zip(asked, after, strict=True) if winner is not None)
+        held.update(
+            (_identity(each), (epoch, winner)) for each, winner in zip(asked, after, strict=True) if winner is not None
+        )
     changed = after != before
     if changed:
         ENGINE.new_winner()
@@ -39,6 +41,12 @@ def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
 
 def _identity(facts: Facts) -> tuple[bytes, bool]:
     return work_of(facts).key, bool(facts["capturing"])
+
+
+def _held(held: Mapping[tuple[bytes, bool], tuple[int, str]], facts: Facts, epoch: int) -> str | None:
+    """The winner that plans were chosen by; None if they were chosen anew since, by what selection takes now."""
+    then, winner = held.get(_identity(facts), (epoch, None))
+    return winner if then == epoch else None
 
 
 def _winner(facts: Facts) -> tuple[str | None, Mapping[str, Evidence]]:
@@ -63,7 +71,7 @@ def _next(facts: Facts, before: str | None) -> str | None:
     return best if old.time_us > new.time_us * (1 + max(new.noise, old.noise)) else before
 
 
-_HELD: WeakKeyDictionary[Ledger, dict[tuple[bytes, bool], str]] = WeakKeyDictionary()
-"""By ledger: the winner that this process's plans were chosen by, for each work and kind of time."""
+_HELD: WeakKeyDictionary[Ledger, dict[tuple[bytes, bool], tuple[int, str]]] = WeakKeyDictionary()
+"""By ledger, for each work and kind of time: the winner that this process's plans were chosen by, and the epoch."""
 
 _LOCK = threading.Lock()
