@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
-from layerzero.core.ledger import Verdict
+from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning import rehearsal, tune
+from layerzero.tuning import contest, rehearsal, tune
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Status
 from layerzero.tuning.files import FileLedger
 from layerzero.tuning.grid import Heads, append_case, norm_case
 from layerzero.tuning.jobs import Job
+from layerzero.tuning.store import StoreLedger
 
 LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
 
@@ -53,6 +56,29 @@ def test_what_is_known_is_not_measured_again():
     assert [step.skipped for step in steps] == ["", "known", "", "known", "", ""]
     assert [step.number for step in steps] == [1, 1, 2, 2, 3, 3]
     assert len(tuned("rms_norm", shapes=[(8, 64)], again=True).contests) == 1
+
+
+def test_noisy_times_do_not_make_a_call_known(monkeypatch):
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    lz.configure(allow=["torch"], perfdb={"enabled": False})
+    real = contest.measurement
+    noisy = lambda *args, **kwargs: replace(real(*args, **kwargs), noise=1.0, variance_us2=1e9)
+    monkeypatch.setattr(contest, "measurement", noisy)
+    first = tuned("rms_norm", shapes=[(8, 64)])
+    (choice,) = first.choices
+    assert choice.too_noisy
+    assert choice.confidence < 0.1
+    assert choice.kernel_id == lz.which("rms_norm", torch.randn(8, 64), torch.ones(64))["kernel_id"]
+    assert "1 were too noisy" in str(first)
+    assert first.to_dict()["measured"][0]["too_noisy"]
+    shown = "\n".join(str(each) for each in command._shown(first))
+    assert f"too noisy to decide (confidence {choice.confidence:.2f}); run again with --again" in shown
+    calm = lambda *args, **kwargs: replace(real(*args, **kwargs), noise=0.0, variance_us2=0.0)
+    monkeypatch.setattr(contest, "measurement", calm)
+    again = tuned("rms_norm", shapes=[(8, 64)])
+    assert (again.known, len(again.contests)) == (0, 1)
+    assert not again.choices[0].too_noisy
+    assert tuned("rms_norm", shapes=[(8, 64)]).known == 1
 
 
 def test_a_failed_kernel_does_not_make_its_call_unknown_for_ever():

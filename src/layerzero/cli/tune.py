@@ -98,14 +98,17 @@ def winner(found: Contest) -> str:
 
 
 def _shown(tuned: Tuned) -> Iterator[RenderableType]:
-    table = new_table("call", "winner", "before")
-    for found in tuned.contests:
-        before = found.report.kernel_id or ""
-        best = found.best.kernel.id if found.best else ""
-        new_row(table, found.name, winner(found), "the same" if before == best else before)
+    table = new_table("call", "fastest", "chosen now", "before")
+    for found, now in zip(tuned.contests, tuned.choices, strict=True):
+        before = found.report.kernel_id or "nothing"
+        chosen = now.kernel_id or "nothing"
+        new_row(table, found.name, winner(found), chosen, "the same" if before == chosen else before)
     if tuned.contests:
         yield table
-    for found in tuned.contests:
+    for found, now in zip(tuned.contests, tuned.choices, strict=True):
+        if now.too_noisy:
+            noisy = f"too noisy to decide (confidence {now.confidence:.2f}); run again with --again on a calmer machine"
+            yield Text(f"{found.name}: {noisy}", style="yellow")
         for entry in found.entries:
             if entry.measurement is None:
                 yield Text(f"{entry.kernel.id} on {found.name}: {entry.status}: {entry.detail}", style="yellow")

@@ -35,6 +35,7 @@ from layerzero.tuning.manifest import dtype_of, text_of
 from layerzero.tuning.rehearsal import is_new, rehearse
 from layerzero.tuning.timing import MIN_SAMPLES, Clock, Effort, clock_of
 from layerzero.tuning.vetting import vet_calls
+from layerzero.tuning.weighing import FULL_SAMPLES
 from layerzero.tuning.winner import record_times
 
 Progress = Callable[["Step"], None]
@@ -42,6 +43,9 @@ Progress = Callable[["Step"], None]
 AT_ONCE, GROWTH = 16, 4
 """Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
 round costs seconds, most of them for importing torch and compiling anew, but the first times should not wait long."""
+
+USABLE = 0.5
+"""Confidence from which on times decide more than priority does; below it they are measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,27 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What a call gets after it was measured.
+
+    Attributes:
+        kernel_id: what is chosen now; None if nothing is.
+        confidence: how much the times may decide: that of the least certain one.
+        too_noisy: whether that is too little, and priority decides; the call is measured again by the next run.
+    """
+
+    kernel_id: str | None
+    confidence: float
+    too_noisy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tuned:
     """What a tuning run did.
 
     Attributes:
         contests: what was measured, in order.
+        choices: what each of these calls gets now.
         known: calls whose times were known before.
         skipped: calls that could not be measured, with the reason.
         left: calls that time did not suffice for.
@@ -76,6 +96,7 @@ class Tuned:
     """
 
     contests: tuple[Contest, ...]
+    choices: tuple[Choice, ...]
     known: int
     skipped: Mapping[str, str]
     left: int
@@ -86,7 +107,10 @@ class Tuned:
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return {
-            "measured": [each.to_dict() for each in self.contests],
+            "measured": [
+                found.to_dict() | {"after": now.kernel_id, "confidence": now.confidence, "too_noisy": now.too_noisy}
+                for found, now in zip(self.contests, self.choices, strict=True)
+            ],
             "known": self.known,
             "skipped": dict(self.skipped),
             "left": self.left,
@@ -98,6 +122,8 @@ class Tuned:
     def __str__(self) -> str:
         text = f"{len(self.contests)} calls measured in {self.seconds:.0f} s, {self.compile_s:.0f} s of it first calls"
         text += f"; {self.known} were known, {self.left} are left"
+        noisy = sum(each.too_noisy for each in self.choices)
+        text += f"; {noisy} were too noisy to decide" if noisy else ""
         return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
@@ -205,17 +231,33 @@ class _Run:
     at_once: int = AT_ONCE
 
     def known(self, report: Report) -> bool:
-        """Whether every kernel that would take part has a time that was measured here, or failed here before."""
+        """Whether every kernel that would take part has a usable time that was measured here, or failed here before."""
         if self.again:
             return False
         kernels = [each.kernel for each in taking_part(report, self.leave_out, graph=self.graph)]
         facts = report.facts.on(report.facts.device, capturing=self.graph)
         evidence, failures = ENGINE.ledger.evidence(kernels, facts), ENGINE.ledger.failures()
         return all(
-            (kernel.id in evidence and evidence[kernel.id].provenance == Provenance.MEASURED)
+            (
+                kernel.id in evidence
+                and evidence[kernel.id].provenance == Provenance.MEASURED
+                and evidence[kernel.id].confidence >= self.usable
+            )
             or (kernel.id, report.operation) in failures
             for kernel in kernels
         )
+
+    @property
+    def usable(self) -> float:
+        """The confidence that is enough: fewer samples, where they were asked for, cannot be worth more."""
+        return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
+
+    def choice(self, found: Contest) -> Choice:
+        """What a call gets now that its times are recorded."""
+        facts = found.facts.on(found.facts.device, capturing=self.graph)
+        evidence = ENGINE.ledger.evidence(list(found.times), facts)
+        confidence = min((each.confidence for each in evidence.values()), default=0.0)
+        return Choice(explain(facts).kernel_id, confidence, bool(found.times) and confidence < self.usable)
 
     def report(self, job: Job) -> Report:
         """Who would take part, judged without the call's data."""
@@ -279,6 +321,7 @@ def run_jobs(
     run = _Run(jobs, device, clock_of(device, graph=graph), effort, again, graph, isolate, modules, leave_out)
     run.vet()
     contests: list[Contest] = []
+    choices: list[Choice] = []
     skipped: dict[str, str] = {}
     known = changed = looked_at = 0
     for number, job in enumerate(jobs, 1):
@@ -302,12 +345,14 @@ def run_jobs(
             continue
         changed += bool(found.times) and record_times(found.facts, found.times)
         contests.append(found)
+        choices.append(run.choice(found))
         tell(Step(job, number, len(jobs), found))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     first_us = sum(each.first_call_us or 0.0 for found in contests for each in found.times.values())
     seconds = time.perf_counter() - started
-    return Tuned(tuple(contests), known, skipped, len(jobs) - looked_at, changed, seconds, first_us / 1e6)
+    left = len(jobs) - looked_at
+    return Tuned(tuple(contests), tuple(choices), known, skipped, left, changed, seconds, first_us / 1e6)
 
 
 def _silent(_: Step) -> None:
