@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.evidence import Measurement
+from layerzero.cli.sizes import shapes_of
+from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import online, store
+from layerzero.tuning import online, store, vet_later
 from layerzero.tuning.online import Sampler
+from layerzero.tuning.retune import RECORDED, command_for
 from layerzero.tuning.store import StoreLedger
 
 X, W = torch.randn(4, 64), torch.randn(64)
@@ -81,8 +84,94 @@ def test_times_that_have_aged_are_told_once_and_by_doctor(sampler, caplog):
     assert drift.seen_us > 0.001
     told = [each.message for each in caplog.records if "in production" in each.message]
     assert len(told) == 1
-    assert "`layerzero tune norm.rms`" in told[0]
-    assert any("`layerzero tune norm.rms`" in issue for issue in lz.doctor().issues)
+    command = "`layerzero tune norm.rms --shapes 4x64 --dtype float32 --again`"
+    assert command in told[0]
+    assert "in this process, lz.sampled() and lz.doctor()" in told[0]
+    assert any(command in issue for issue in lz.doctor().issues)
+
+
+def test_a_drift_is_forgotten_once_its_call_was_measured_anew(sampler, caplog):
+    lz.configure(sampling_rate=1.0)
+    measured(0.001, X, W)
+    for _ in range(3 * online.SAMPLES):
+        lz.rms_norm(X, W)
+    sampler.read()
+    (drift,) = lz.sampled().drifted
+    kernel, facts = REGISTRY.kernel("torch.rms_norm"), lz.facts("rms_norm", X, W)
+    ENGINE.ledger.record_time(kernel, facts, Measurement(0.002, 0.002, 0.0, 20))
+    assert lz.sampled().drifted == ()
+    assert not any("in production" in issue for issue in lz.doctor().issues)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        for _ in range(3 * online.SAMPLES):
+            lz.rms_norm(X, W)
+        sampler.read()
+    (again,) = lz.sampled().drifted
+    assert (drift.measured_us, again.measured_us) == (0.001, 0.002)
+    assert sum("in production" in each.message for each in caplog.records) == 1
+
+
+def test_drifts_are_bounded(sampler, monkeypatch):
+    monkeypatch.setattr(online, "MAX_KEPT", 2)
+    monkeypatch.setattr(online, "MAX_NOTES", 1)
+    lz.configure(sampling_rate=1.0)
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 64)
+        kernel = REGISTRY.kernel("torch.rms_norm")
+        ENGINE.ledger.record_time(kernel, lz.facts("rms_norm", x, W), Measurement(0.001, 0.001, 0.0, 20))
+        for _ in range(3 * online.SAMPLES):
+            lz.rms_norm(x, W)
+        sampler.read()
+    assert len(lz.sampled().drifted) == 2
+    notes = [each for each in sampler.notes() if "dropped" not in each]
+    assert len(notes) == 2
+    assert notes[1].startswith("1 further calls")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "line"),
+    [
+        ("rms_norm", {"input": (2, 3, 64), "weight": (64,)}, "norm.rms --shapes 2x3x64 --dtype float32"),
+        (
+            "attention",
+            {"query": (1, 8, 4, 16), "key": (1, 9, 2, 16), "value": (1, 9, 2, 16), "causal": True},
+            "attention.causal --shapes 1x8x4x16:1x9x2x16 --dtype float32",
+        ),
+        (
+            "attention",
+            {"query": (1, 4, 8, 16), "key": (1, 4, 8, 16), "value": (1, 4, 8, 16), "layout": "BHSD"},
+            "attention.standard.prefill --shapes 1x4x8x16 --dtype float32 --layout BHSD",
+        ),
+    ],
+)
+def test_the_advice_measures_the_very_call(function, arguments, line):
+    tensors = {name: torch.randn(each) if isinstance(each, tuple) else each for name, each in arguments.items()}
+    facts = lz.facts(function, **tensors)
+    assert command_for(facts) == f"`layerzero tune {line} --again`"
+    lz.configure(allow=["torch"])
+    name, _, shape, *_ = line.split()
+    tuned = lz.tune(name, shapes_of([shape]), "float32", "cpu", layout=arguments.get("layout"), samples=3, again=True)
+    assert call_work(facts) in [call_work(each.facts) for each in tuned.contests]
+    assert ENGINE.ledger.evidence(lz.list_kernels(facts.operation.name), facts)
+
+
+def test_what_no_shape_says_is_recorded(sampler):
+    facts = lz.facts("rms_norm", torch.randn(4, 128)[:, ::2], W)
+    assert command_for(facts) == RECORDED
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("what", [online.SAMPLER, vet_later.BACKGROUND])
+def test_a_forked_process_has_a_thread_of_its_own(monkeypatch, what):
+    monkeypatch.setattr(what, "_thread", object())
+    with what._lock:  # as another thread of the parent may hold it
+        child = os.fork()
+        if child == 0:
+            free = what._lock.acquire(timeout=1)
+            os._exit(0 if free and what._thread is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert what._thread is not None
 
 
 def test_times_that_are_as_measured_are_not_told(sampler):

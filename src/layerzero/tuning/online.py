@@ -4,13 +4,15 @@ A plan that is chosen while it is set counts its calls down to the next sample. 
 clock, on a GPU two events on the stream of the call, which a thread reads later: nothing waits for the device. The
 queue to that thread is bounded, and what does not fit is counted. Nothing is written to the database: a time taken
 beside other work is no measurement, but where twenty of them agree that a kernel takes half as long again as the
-database says, or two thirds of it, one warning says so and what to tune anew.
+database says, or two thirds of it, one warning says so and what to tune anew. Once it was, samples are compared with
+the new time. A process that was forked begins with nothing, and with a thread of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import random
 import statistics
 import threading
@@ -26,6 +28,7 @@ import torch
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.evidence import Provenance, call_work
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
@@ -48,13 +51,16 @@ DRIFT = 1.5
 FIRST = 3
 """Calls of a new plan that are not sampled: allocators and caches settle."""
 
+MAX_NOTES = 20
+"""Calls that doctor names; it counts the others."""
+
 PAUSE_S = 0.2
 """How often the thread looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A call that takes another time in production than when it was measured."""
+    """A call that takes another time in production than when it was measured; ``advice``: how to measure it anew."""
 
     kernel_id: str
     operation: str
@@ -62,12 +68,12 @@ class Drift:
     measured_us: float
     seen_us: float
     samples: int
+    advice: str
 
     def __str__(self) -> str:
         return (
             f"{self.kernel_id} takes {self.seen_us:.1f} us in production (median of {self.samples}) for "
-            f"{self.call_class}, {self.measured_us:.1f} us in the database: tune again, `layerzero tune "
-            f"{self.operation}`"
+            f"{self.call_class}, {self.measured_us:.1f} us in the database: measure it again, {self.advice}"
         )
 
 
@@ -100,19 +106,34 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Seen:
+    """A kernel and a call: what the database said when it was last asked, samples in all and since then."""
+
+    kernel: Kernel
+    facts: Facts
     measured_us: float | None
     times_us: deque[float] = field(default_factory=lambda: deque(maxlen=4 * SAMPLES))
-    told: bool = False
+    since: int = 0
+    drift: Drift | None = None
+
+    def look(self) -> None:
+        """Ask the database again; another time than before is compared with samples that are taken from now on."""
+        self.since, measured_us = 0, _measured_us(self.kernel, self.facts)
+        if measured_us != self.measured_us:
+            self.measured_us, self.drift = measured_us, None
+            self.times_us.clear()
 
 
 class Sampler:
     """The queue, its thread, and what was seen."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing and have no thread: at first, and in a process that was forked."""
         self._lock = threading.Lock()
         self._waiting: deque[_Sample] = deque()
         self._seen: dict[tuple[object, ...], _Seen] = {}
-        self._drifted: list[Drift] = []
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self.taken = self.dropped = self.unmeasured = 0
@@ -162,19 +183,19 @@ class Sampler:
         kernel = sample.plan.kernel
         key = (kernel.id, call_work(facts))
         seen = self._seen.get(key)
-        if seen is None or (seen.measured_us is None and len(seen.times_us) % SAMPLES == 0):
-            found = ENGINE.ledger.evidence([kernel], facts).get(kernel.id)
-            measured = found is not None and found.provenance in (Provenance.MEASURED, Provenance.IMPORTED)
-            measured_us = found.time_us if found is not None and measured else None
-            if seen is None:
+        if seen is None:
+            seen = _Seen(kernel, facts, _measured_us(kernel, facts))
+            with self._lock:
                 if len(self._seen) >= MAX_KEPT:
                     self._seen.pop(next(iter(self._seen)))
-                seen = self._seen[key] = _Seen(measured_us)
-            seen.measured_us = measured_us
+                self._seen[key] = seen
+        elif seen.since >= SAMPLES:
+            seen.look()
+        seen.since += 1
         seen.times_us.append(time_us)
         if seen.measured_us is None:
             self.unmeasured += 1
-        elif not seen.told and len(seen.times_us) >= SAMPLES:
+        elif seen.drift is None and len(seen.times_us) >= SAMPLES:
             self._compare(sample.plan, facts, seen)
 
     def _compare(self, plan: Plan, facts: Facts, seen: _Seen) -> None:
@@ -182,24 +203,36 @@ class Sampler:
         median = statistics.median(seen.times_us)
         if 1 / DRIFT <= median / seen.measured_us <= DRIFT:
             return
-        seen.told = True
-        operation = plan.report.operation
-        drift = Drift(plan.kernel_id, operation, class_text(facts), seen.measured_us, median, len(seen.times_us))
-        with self._lock:
-            first = not self._drifted
-            self._drifted.append(drift)
+        seen.look()
+        if not seen.times_us:  # it was measured anew meanwhile
+            return
+        from layerzero.tuning.retune import command_for
+
+        counts = seen.measured_us, median, len(seen.times_us)
+        drift = Drift(plan.kernel_id, plan.report.operation, class_text(facts), *counts, command_for(facts))
+        first = not any(each.drift for each in self._kept())
+        seen.drift = drift
         if first:
-            log.warning("%s; further calls are listed by lz.sampled() and `layerzero doctor`", drift)
+            log.warning("%s; in this process, lz.sampled() and lz.doctor() list all such calls", drift)
+
+    def _kept(self) -> list[_Seen]:
+        with self._lock:
+            return list(self._seen.values())
 
     def sampling(self) -> Sampling:
-        """What was seen so far."""
-        with self._lock:
-            return Sampling(self.taken, self.dropped, self.unmeasured, tuple(self._drifted))
+        """What was seen so far; what was measured anew since it drifted does so no more."""
+        drifting = [seen for seen in self._kept() if seen.drift is not None]
+        for seen in drifting:
+            seen.look()
+        drifted = tuple(seen.drift for seen in drifting if seen.drift is not None)
+        return Sampling(self.taken, self.dropped, self.unmeasured, drifted)
 
     def notes(self) -> tuple[str, ...]:
         """What doctor tells of it."""
         found = self.sampling()
-        notes = [str(each) for each in found.drifted]
+        notes = [str(each) for each in found.drifted[:MAX_NOTES]]
+        if len(found.drifted) > MAX_NOTES:
+            notes.append(f"{len(found.drifted) - MAX_NOTES} further calls take another time; lz.sampled() lists them")
         if found.dropped:
             notes.append(
                 f"sampling dropped {found.dropped} of {found.taken + found.dropped} samples; lower sampling_rate"
@@ -209,6 +242,9 @@ class Sampler:
 
 SAMPLER = Sampler()
 """The one of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=SAMPLER.begin)  # its thread exists in the parent only
 
 
 def sampled() -> Sampling:
@@ -295,6 +331,13 @@ def _facts(sample: _Sample) -> Facts | None:
         if name in chosen.tensors
     }
     return chosen.of_sizes(built.sizes(), tensors)
+
+
+def _measured_us(kernel: Kernel, facts: Facts) -> float | None:
+    """The time that the database has of a kernel and a call; None where it was never measured."""
+    found = ENGINE.ledger.evidence([kernel], facts).get(kernel.id)
+    measured = found is not None and found.provenance in (Provenance.MEASURED, Provenance.IMPORTED)
+    return found.time_us if found is not None and measured else None
 
 
 def _is_shape(value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 
@@ -25,6 +26,10 @@ class Background:
     """The queue and its thread, which starts with the first class."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Ask about nothing and have no thread: at first, and in a process that was forked."""
         self._lock = threading.Lock()
         self._asked: set[tuple[str, str]] = set()
         self._queue: queue.SimpleQueue[tuple[Kernel, Facts]] = queue.SimpleQueue()
@@ -65,3 +70,6 @@ class Background:
 
 BACKGROUND = Background()
 """The one of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=BACKGROUND.begin)  # its thread exists in the parent only
