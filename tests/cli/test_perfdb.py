@@ -119,6 +119,34 @@ def test_exported_times_are_imported_elsewhere_and_say_where_from(monkeypatch, t
     assert " < times.jsonl sha256:" in source
 
 
+def test_device_and_host_are_shown_and_passed_on(monkeypatch, tmp_path):
+    record("torch.rms_norm", 16, 30.0, device_us=21.0, host_us=29.0)
+    record("torch.rms_norm", 32, 50.0, device_us=50.0)
+    shown = run("perfdb show").stdout
+    assert "device 21.0 us, host 29.0" in shown
+    assert "device 50.0 us" in shown
+    assert "device 50.0 us, host" not in shown
+    file = tmp_path / "times.jsonl"
+    run(f"perfdb export {file}")
+    another_machine(monkeypatch, tmp_path / "second")
+    assert run(f"perfdb import {file}").exit_code == 0
+    parts = {(each["device_us"], each["host_us"]) for each in answer("perfdb show")["times"]}
+    assert parts == {(None, None), (21.0, 29.0), (50.0, None)}
+    assert run("perfdb check").exit_code == 0
+
+
+def test_a_file_that_does_not_tell_device_and_host_apart_is_taken(monkeypatch, tmp_path):
+    file = tmp_path / "times.jsonl"
+    run(f"perfdb export {file}")
+    header, *rows = (json.loads(line) for line in file.read_text().splitlines())
+    header["format"] = 1
+    rows = [{name: value for name, value in row.items() if name not in ("device_us", "host_us")} for row in rows]
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in (header, *rows)))
+    another_machine(monkeypatch, tmp_path / "second")
+    assert run(f"perfdb import {file}").exit_code == 0
+    assert {(each["device_us"], each["host_us"]) for each in answer("perfdb show")["times"]} == {(None, None)}
+
+
 def changed(**values):
     return lambda row: row | values
 
@@ -129,6 +157,8 @@ SPOILT = {
     "a field missing": (lambda row: {k: v for k, v in row.items() if k != "noise"}, "missing required field `noise`"),
     "a wrong type": (changed(samples="20"), "Expected `int`, got `str`"),
     "no time": (changed(median_us=0.0), "median_us: wanted a finite number"),
+    "no device time": (changed(device_us=0.0), "device_us: wanted a finite number"),
+    "a host time below zero": (changed(host_us=-1.0), "host_us: wanted a finite number"),
     "no samples": (changed(samples=0), "samples: wanted a finite number"),
     "negative": (changed(variance_us2=-1.0), "variance_us2: wanted a finite number"),
     "another device": (lambda row: row | {"facts": row["facts"] | {"device_name": "x"}}, "device_name: wanted one"),
@@ -162,7 +192,7 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":2,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1"),
+        ('{"format":3,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 of"),
         ('{"format":1,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )

@@ -41,6 +41,7 @@ def test_every_legal_kernel_is_proved_and_timed():
     assert entry.error < 1e-4
     assert entry.measurement.first_call_us > 0
     assert entry.measurement.samples == len(entry.samples) == 3
+    assert (entry.measurement.device_us, entry.measurement.host_us) == (None, None), "on a CPU there is one time"
     assert found.best is entry
     assert found.times == {entry.kernel: entry.measurement}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import msgspec
@@ -176,6 +177,113 @@ def test_noise_lowers_the_confidence():
     assert found.confidence < 0.95
 
 
+# device and host apart
+
+LIBRARIES = {"a": (17, 6, 2.4, 450), "b": (27, 4, 3.0, 300), "c": (45, 5, 3.2, 600), "d": (12, 8, 1.5, 150)}
+"""Made-up ones: us on the host, us of the smallest on the device, TB/s, TFLOP/s."""
+
+COARSE = [(batch, seq) for batch in (1, 4, 16, 64) for seq in (128, 512, 2048, 8192)]
+
+
+def on_device(library, batch, seq):
+    _, least, bandwidth, rate = LIBRARIES[library]
+    bound = max(8 * batch * seq * 4096 / bandwidth / 1e6, 2 * batch * 4096 * seq * seq / rate / 1e6)
+    return (least**4 + bound**4) ** 0.25
+
+
+def waited_for(library, batch, seq):
+    return max(LIBRARIES[library][0], on_device(library, batch, seq))
+
+
+def on_a_drifting_host(draw, share):
+    """A coarse grid of times, of which a share met a host that was slow by 1.4 to 2."""
+    slow = {place: draw.uniform(1.4, 2.0) if draw.random() < share else 1.0 for place in COARSE}
+    found = {}
+    for library, (host_us, *_) in LIBRARIES.items():
+        found[library] = []
+        for batch, seq in COARSE:
+            device_us = on_device(library, batch, seq) * math.exp(draw.gauss(0, 0.01))
+            burst_us = max(host_us * slow[batch, seq] * math.exp(abs(draw.gauss(0, 0.03))), 0.95 * device_us)
+            burst_us = None if device_us > 500 else burst_us
+            felt_us = max(device_us, burst_us or 0.0)
+            found[library].append(Point(sizes(batch, seq), felt_us, device_us, burst_us))
+    return found
+
+
+def chosen_on_a_drifting_host(share, apart):
+    """Median error, and geometric mean of what the choice takes of the best."""
+    errors, ratios = [], []
+    for seed in range(8):
+        draw = random.Random(seed)
+        grid = on_a_drifting_host(draw, share)
+        models = {
+            library: fit(points if apart else [Point(each.sizes, each.time_us) for each in points])
+            for library, points in grid.items()
+        }
+        for _ in range(50):
+            batch, seq = int(2 ** draw.uniform(0, 6)), int(2 ** draw.uniform(7, 13))
+            times = {library: waited_for(library, batch, seq) for library in LIBRARIES}
+            found = {library: predict(model, sizes(batch, seq)) for library, model in models.items()}
+            errors += [abs(math.log2(found[library].time_us / times[library])) for library in LIBRARIES]
+            chosen = min(found, key=lambda library: found[library].time_us)
+            ratios.append(times[chosen] / min(times.values()))
+    return statistics.median(errors), statistics.geometric_mean(ratios)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.6])
+def test_a_drifting_host_spoils_no_choice_where_it_is_told_apart(share):
+    error, ratio = chosen_on_a_drifting_host(share, apart=True)
+    error_before, ratio_before = chosen_on_a_drifting_host(share, apart=False)
+    assert error < 0.75 * error_before
+    assert ratio - 1 < 0.5 * (ratio_before - 1)
+    assert ratio < 1.015
+
+
+def test_what_waits_for_the_host_takes_what_the_host_takes():
+    points = [
+        Point({"rows": 2**each}, max(17.0, 2**each / 64), 2.0 + 2**each / 64, max(17.0, 2**each / 64))
+        for each in range(17)
+    ]
+    model = fit(points)
+    assert model.host_us == 17.0
+    assert predict(model, {"rows": 1}).time_us == 17.0
+    assert predict(model, {"rows": 700}).time_us == 17.0, "12.9 us on the device"
+    assert predict(model, {"rows": 700}).error < 0.05, "an error of the device hides behind the host"
+    assert predict(model, {"rows": 50_000}).time_us == pytest.approx(783, rel=0.05)
+
+
+def test_a_few_times_without_parts_do_not_count_beside_those_with():
+    apart = [Point({"rows": 2**each}, 2.0**each, 2.0**each, 0.9 * 2**each) for each in range(8)]
+    whole = [Point({"rows": 3 * 2**each}, 9.0 * 2**each) for each in range(8)]
+    assert predict(fit(apart + whole[:6]), {"rows": 48}).time_us == pytest.approx(48, rel=0.02)
+    assert predict(fit(apart[:3] + whole), {"rows": 48}).time_us == pytest.approx(144, rel=0.1)
+    assert fit(apart).host_us == 0, "no call waited for it, so it is not known"
+
+
+PARTS = st.lists(
+    st.tuples(POWERS, POWERS, st.floats(0.5, 1e5), st.none() | st.floats(0.5, 1e5)), min_size=4, max_size=30
+)
+
+
+@given(parts=PARTS, asked=st.tuples(POWERS, POWERS))
+def test_nothing_is_quicker_than_its_host(parts, asked):
+    model = fit([Point({"rows": a, "hidden": b}, max(d, h or 0), d, h) for a, b, d, h in parts])
+    found = None if model is None else predict(model, {"rows": asked[0], "hidden": asked[1]})
+    if found is None:
+        return
+    assert found.time_us >= model.host_us
+    assert math.isfinite(found.time_us)
+    assert found.error > 0
+    waited = [h for _, _, d, h in parts if h is not None and h > 1.1 * d]
+    assert model.host_us == 0 if not waited else model.host_us <= statistics.median_high(waited)
+
+
+def test_a_model_of_before_has_no_host():
+    text = msgspec.json.decode(msgspec.json.encode(fit(measured())))
+    old = {name: value for name, value in text.items() if not name.startswith("host")}
+    assert predict(learning.decode(msgspec.json.encode(old)), sizes(2, 700)) == predict(fit(measured()), sizes(2, 700))
+
+
 # in the database
 
 
@@ -253,6 +361,46 @@ def test_the_same_time_again_teaches_nothing(store, kernels, monkeypatch):
     assert learnt == []
     store.record(kernels[0], facts(8), replace(TIME, median_us=26.0))
     assert len(learnt) == 1
+
+
+def test_a_time_that_now_tells_the_parts_teaches(store, kernels, monkeypatch):
+    fill(store, kernels[0])
+    learnt = []
+    monkeypatch.setattr(learning, "learn", lambda connection, subject, new=(): learnt.append(subject))
+    for parts, times in (((9.0, 13.0), 1), ((9.1, 13.1), 1), ((6.0, 13.0), 2)):
+        store.record(kernels[0], facts(8), replace(TIME, median_us=13.0, device_us=parts[0], host_us=parts[1]))
+        assert len(learnt) == times
+
+
+def told_apart(store, kernel, host_us, slow=None):
+    """Times of calls that wait for their hosts, up to 4 times as long for some rows."""
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        felt_us = host_us * (slow or {}).get(rows, 1.0)
+        store.record(kernel, facts(rows), replace(TIME, median_us=felt_us, device_us=2.0 + rows / 8, host_us=felt_us))
+
+
+def test_calls_that_met_a_slow_host_all_at_once_count_as_on_a_calm_one(store, kernels):
+    told_apart(store, kernels[0], 20.0, {8: 2.0})
+    told_apart(store, kernels[1], 30.0, {8: 2.2})
+    found = TimeStore().evidence(kernels, facts(8))
+    assert found["user.a"].time_us == pytest.approx(20.0)
+    assert found["user.b"].time_us == pytest.approx(33.0), "what it took more than the others took more is its own"
+    assert found["user.a"].confidence == pytest.approx(0.8, abs=0.02)
+    assert TimeStore().evidence(kernels, facts(16))["user.a"].confidence > 0.95
+
+
+def test_one_kernel_that_needs_more_of_its_host_at_some_sizes_is_believed(store, kernels):
+    told_apart(store, kernels[0], 20.0, {8: 2.0})
+    told_apart(store, kernels[1], 30.0)
+    found = TimeStore().evidence(kernels, facts(8))
+    assert {name: each.time_us for name, each in found.items()} == {"user.a": 40.0, "user.b": 30.0}
+
+
+def test_a_noisy_time_teaches_what_the_device_took(store, kernels):
+    for rows in (1, 2, 4, 8, 16):
+        parts = {"device_us": 2.0 + rows, "host_us": 1.0}
+        store.record(kernels[0], facts(rows), replace(TIME, median_us=99.0, noise=2.0, **parts))
+    assert TimeStore().evidence(kernels, facts(6))["user.a"].time_us == pytest.approx(8.0, rel=0.1)
 
 
 def test_the_error_of_a_database_is_known(store, kernels):

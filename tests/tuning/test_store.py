@@ -28,7 +28,7 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.tuning import environment, migrations, places
+from layerzero.tuning import archive, environment, migrations, places
 from layerzero.tuning import rows as rows_module
 from layerzero.tuning.database import Database
 from layerzero.tuning.rows import work_of
@@ -177,7 +177,9 @@ def test_a_hopeless_kernel_that_was_measured_roughly_blurs_nothing(folder, kerne
     assert found["user.c"].confidence < 0.4, "it may be the best yet"
 
 
-@pytest.mark.parametrize("field", ["median_us", "p95_us", "variance_us2", "noise", "first_call_us"])
+@pytest.mark.parametrize(
+    "field", ["median_us", "p95_us", "variance_us2", "noise", "first_call_us", "device_us", "host_us"]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_what_is_no_time_is_refused(folder, kernels, field, value):
     with pytest.raises(ValueError, match=rf"user\.a: {field}: wanted a finite number"):
@@ -607,12 +609,33 @@ def test_migration_waits_for_nobody_twice(folder, kernels):
     assert all(each.notes() == () for each in databases)
 
 
+def to_version(path, version):
+    """Make a file what an older version left."""
+    with sqlite3.connect(path) as connection:
+        for column in ("device_us", "host_us"):
+            connection.execute(f"ALTER TABLE times DROP COLUMN {column}")
+        if version < 2:
+            connection.execute("DROP TABLE models")
+        connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+
+
+def test_a_database_that_did_not_tell_host_and_device_apart_keeps_working(folder, kernels):
+    for rows in (8, 16, 32, 64):
+        fresh().record(kernels[0], facts(rows), replace(TIME, median_us=rows * 1.0))
+    before = times(fresh(), kernels, facts(24))
+    to_version(folder / "perfdb.sqlite", 2)
+    store = fresh()
+    assert times(store, kernels, facts(24)) == before != {}
+    assert [(row.device_us, row.host_us) for row in archive.rows(store.database)] == [(None, None)] * 4
+    store.record(kernels[0], facts(8), replace(TIME, device_us=4.0, host_us=9.0))
+    assert [(row.device_us, row.host_us) for row in archive.rows(store.database) if row.device_us] == [(4.0, 9.0)]
+    assert store.notes() == ()
+
+
 def test_a_database_of_version_one_is_brought_up_to_date(folder, kernels):
     fresh().record(kernels[0], facts(), TIME)
-    with sqlite3.connect(folder / "perfdb.sqlite") as connection:
-        connection.execute("DROP TABLE models")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
+    to_version(folder / "perfdb.sqlite", 1)
     store = fresh()
     assert times(store, kernels, facts()) == {"user.a": 10.0}
     assert store.database.read("SELECT count(*) FROM models") == [(0,)]

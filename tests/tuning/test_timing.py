@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.tuning import timing
-from layerzero.tuning.timing import CpuClock, Effort, clock_of, measurement, noise, quantile, race
+from layerzero.tuning.timing import CpuClock, Effort, Runner, Sample, clock_of, measurement, noise, quantile, race
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 
@@ -23,7 +23,7 @@ class Scripted:
 
     def sample(self, run, about_us):
         self.order.append(run)
-        return run()
+        return Sample(run())
 
     def once(self, run):
         return run()
@@ -107,7 +107,7 @@ class Disturbed(Scripted):
 
     def sample(self, run, about_us):
         self.count += 1
-        return run() * (self.slower if self.count // 2 % 2 else 1.0)
+        return Sample(run() * (self.slower if self.count // 2 % 2 else 1.0))
 
     def calmer(self):
         return Disturbed(1.0 if self.slower < 2 else 1.5)
@@ -145,10 +145,11 @@ class Queue:
     """A device that runs behind its host: work is queued by the host and done in order, both in microseconds."""
 
     def __init__(self):
-        self.host = self.free = 0.0
+        self.host = self.free = self.slow_until = 0.0
+        self.slow = 1.0
 
     def launch(self, host_us, device_us):
-        self.host += host_us
+        self.host += host_us * (self.slow if self.host < self.slow_until else 1.0)
         self.free = max(self.free, self.host) + device_us
 
     def wait(self):
@@ -197,7 +198,10 @@ def test_a_sample_on_a_gpu_is_what_a_user_waits_for(simulated, host_us, device_u
     def run():
         queue.launch(host_us, device_us)
 
-    assert clock.sample(run, max(host_us, device_us)) == pytest.approx(wanted_us, rel=0.03)
+    found = clock.sample(run, max(host_us, device_us))
+    assert found.time_us == pytest.approx(wanted_us, rel=0.03)
+    assert found.device_us == pytest.approx(device_us, rel=0.03)
+    assert found.host_us == (None if device_us > 500 else pytest.approx(wanted_us, rel=0.03))
 
 
 def test_device_time_hides_the_host_and_a_graph_has_nothing_else(simulated):
@@ -208,4 +212,63 @@ def test_device_time_hides_the_host_and_a_graph_has_nothing_else(simulated):
 
     assert clock.device(run) == pytest.approx(9.0)
     clock.graph = True
-    assert clock.sample(run, 80.0) == pytest.approx(9.0)
+    assert clock.sample(run, 80.0) == (pytest.approx(9.0), pytest.approx(9.0), None)
+
+
+LAUNCHES = {"device": (10, 17), "host": (27, 9), "large": (5, 60), "late": (95, 9)}
+"""What calls need of host and device, in microseconds."""
+
+
+def raced_on(simulated, monkeypatch, slow_us, effort):
+    """Race calls on a host that is slow by a factor of two for so long."""
+    clock, queue = simulated
+    queue.slow, queue.slow_until = 2.0, slow_us
+    runs = {
+        name: lambda host_us=host_us, device_us=device_us: queue.launch(host_us, device_us)
+        for name, (host_us, device_us) in LAUNCHES.items()
+    }
+
+    def once(self, run):
+        started = queue.host
+        run()
+        queue.wait()
+        return queue.host - started
+
+    monkeypatch.setattr(timing.CudaClock, "once", once)
+    return race(runs, clock, effort)
+
+
+@pytest.mark.parametrize("slow_us", [0.0, 20_000.0, 1e9])
+def test_a_slow_host_makes_nobody_hopeless(simulated, monkeypatch, slow_us):
+    raced = raced_on(simulated, monkeypatch, slow_us, Effort(samples=20, budget_s=9.0))
+    assert {name for name, each in raced.items() if each.stopped} == {"large", "late"}
+    for name, (_, device_us) in LAUNCHES.items():
+        assert raced[name].device_us == pytest.approx(device_us, rel=0.03), "of a stopped one, too, and of a slow host"
+
+
+def test_a_slow_host_for_most_of_the_samples_leaves_the_calm_time(simulated, monkeypatch):
+    raced = raced_on(simulated, monkeypatch, 30_000.0, Effort(samples=20, budget_s=9.0))
+    assert raced["host"].samples[0] == pytest.approx(54, rel=0.03)
+    assert raced["host"].host_us == pytest.approx(27, rel=0.03)
+    assert statistics.median(raced["host"].samples) == pytest.approx(54, rel=0.03), "what a user waited for just then"
+
+
+PARTS = st.lists(st.tuples(st.floats(0.5, 1e5), st.floats(0.5, 1e5)), min_size=1, max_size=40)
+
+
+@given(PARTS)
+def test_what_is_kept_of_the_parts_bounds_what_a_user_waits_for(parts):
+    runner = Runner(lambda: None, 0.0, [Sample(max(device, host), device, host) for device, host in parts])
+    kept = measurement(runner.samples, device_us=runner.device_us, host_us=runner.host_us)
+    assert kept.device_us == statistics.median(device for device, _ in parts)
+    assert kept.host_us in [host for _, host in parts]
+    assert kept.median_us >= max(kept.device_us, kept.host_us) or kept.median_us == pytest.approx(
+        max(kept.device_us, kept.host_us)
+    )
+    assert all(each.time_us / timing.HOST_DRIFT <= each.at_least_us <= each.time_us for each in runner.taken)
+
+
+def test_where_the_parts_are_not_told_apart_they_are_not_made_up():
+    runner = Runner(lambda: None, 0.0, [Sample(5.0), Sample(7.0)])
+    assert (runner.samples, runner.device_us, runner.host_us) == ([5.0, 7.0], None, None)
+    assert (measurement(runner.samples).device_us, measurement(runner.samples).host_us) == (None, None)

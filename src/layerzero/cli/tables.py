@@ -195,6 +195,9 @@ def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
         sizes = " ".join(f"{name} {size}" for name, size in row.work.sizes.items())
         head = f"{row.facts.get('operation', '')} {row.facts.get('dtype', '')}{' in a graph' if row.graph else ''}"
         spread = f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}"
+        if row.device_us is not None:
+            host = f", host {row.host_us:.1f}" if row.host_us is not None else ""
+            spread += f"\ndevice {row.device_us:.1f} us{host}"
         origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
         whence = f"imported from {row.source}" if row.source else row.written_at[:16]
         _row(

@@ -49,6 +49,8 @@ class Measurement:
         graph: whether replays of a captured graph were timed, not eager calls.
         condition: state of the machine, ``temperature=warm,memory=low``; empty where it could not be read.
         origin: what measured: ``tune``, ``bench``, ``online``.
+        device_us: median of the device's own time; None where it was not told apart, as on a CPU.
+        host_us: what calls back to back take when little interrupts the host (10th percentile); None as above.
     """
 
     median_us: float
@@ -60,6 +62,8 @@ class Measurement:
     graph: bool = False
     condition: str = ""
     origin: str = "tune"
+    device_us: float | None = None
+    host_us: float | None = None
 
 
 _NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic", "scale", "pages"})

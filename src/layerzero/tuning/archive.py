@@ -25,7 +25,10 @@ from layerzero.tuning.fitting import HeldOut, held_out_error
 from layerzero.tuning.prior import Table
 from layerzero.tuning.rows import Row, check
 
-FORMAT = 1
+FORMAT = 2
+READS = (1, 2)
+"""Formats that are taken: the first did not tell device and host apart."""
+
 MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
 
@@ -33,12 +36,12 @@ MAX_PROBLEMS = 20
 _PAGE = 5000
 
 _ROWS = """SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
-    median_us, p95_us, variance_us2, samples, noise, first_call_us, adapts, device_uuid, layerzero, written_at
-    FROM times JOIN works ON works.key = times.work JOIN environments ON environments.key = times.environment
+    median_us, p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero,
+    written_at FROM times JOIN works ON works.key = times.work JOIN environments ON environments.key = times.environment
     WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
     ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""
 _NUMBERS = (
-    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us"),
+    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us", "device_us", "host_us"),
     *("adapts", "device_uuid", "layerzero", "written_at"),
 )
 
@@ -120,8 +123,8 @@ def read_export(file: Path) -> list[Row]:
         header = msgspec.json.decode(first, type=Header)
     except msgspec.DecodeError as error:
         raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
-    if (header.format, header.kind) != (FORMAT, KIND):
-        wanted = f"wanted format {FORMAT} of {KIND!r}"
+    if header.format not in READS or header.kind != KIND:
+        wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
         raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
     found, problems = [], []
     for number, line in enumerate(lines, 2):

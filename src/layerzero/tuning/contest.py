@@ -80,6 +80,7 @@ class Entry:
             else {
                 "median_us": measured.median_us, "p95_us": measured.p95_us, "samples": measured.samples,
                 "noise": measured.noise, "first_call_us": measured.first_call_us,
+                "device_us": measured.device_us, "host_us": measured.host_us,
             }
         )  # fmt: skip
         return {
@@ -201,8 +202,9 @@ def contest(
     for name, each in ready.items():
         runner = raced[name]
         kept = measurement(
-            runner.samples, first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin
-        )
+            runner.samples, device_us=runner.device_us, host_us=runner.host_us,
+            first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
+        )  # fmt: skip
         status = Status.STOPPED if runner.stopped else Status.TIMED
         timed.append(Entry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))
     timed.sort(key=lambda entry: entry.measurement.median_us if entry.measurement else 0.0)

@@ -14,6 +14,7 @@ import msgspec
 from layerzero.tuning.prediction import (
     ERROR_FLOOR,
     SHARPNESS,
+    WAITS,
     Leaf,
     Model,
     Point,
@@ -48,13 +49,24 @@ _FLOOR_POINTS, _FLOOR_SPAN = 3, 2.0
 _ODD = 0.15
 """So many points, in proportion, may take longer than larger ones on the floor; where more do, it is all noise."""
 
+_CALM = 0.1
+"""Quantile of the host times of a family: what interrupts or slows a host only adds to them."""
+
 Rows = Sequence[tuple[float, ...]]
 """Coordinates of points: log2 of the sizes that vary."""
 
 
 def fit(points: Sequence[Point]) -> Model | None:
-    """Learn from points of one kernel and family; None where they are too few to tell what they are worth."""
+    """Learn from points of one kernel and family; None where they are too few to tell what they are worth.
+
+    Where most points tell device and host apart, the rest does not count.
+    """
     points = [each for each in points[:MAX_POINTS] if all(size > 0 for size in each.sizes.values())]
+    told = [(each, each.device_us) for each in points if each.device_us is not None]
+    told_apart = 2 * len(told) > len(points)
+    host_us, host_error = _host(points) if told_apart else (0.0, 0.0)
+    times = [device_us for _, device_us in told] if told_apart else [each.time_us for each in points]
+    points = [each for each, _ in told] if told_apart else points
     if len(points) < 3:
         return None
     measured = [extents(each.sizes) for each in points]
@@ -62,7 +74,6 @@ def fit(points: Sequence[Point]) -> Model | None:
     if not axes or len(points) < len(axes) + 2:
         return None
     x = [tuple(math.log2(each[name]) for name in axes) for each in measured]
-    times = [each.time_us for each in points]
     floor_us = _floor(x, times)
     above = [number for number, time_us in enumerate(times) if time_us > _AT_FLOOR * floor_us]
     splits: list[Split] = []
@@ -82,11 +93,31 @@ def fit(points: Sequence[Point]) -> Model | None:
         high=tuple(map(max, columns)),
         floor_us=floor_us,
         floor_error=_spread([time_us for time_us in times if time_us <= _AT_FLOOR * floor_us], floor_us),
-        at_floor=tuple(x[number] for number in sorted({*range(len(x))} - {*above})) if floor_us else (),
+        at_floor=tuple(
+            place
+            for place, time_us in zip(x, times, strict=True)
+            if time_us <= _AT_FLOOR * floor_us or time_us <= host_us
+        ),
         splits=tuple(splits),
         leaves=tuple(leaves),
         root=root,
+        host_us=host_us,
+        host_error=host_error,
     )
+
+
+def _host(points: Sequence[Point]) -> tuple[float, float]:
+    """What the host takes, and by how much half of the points exceed that, log2; 0 where no point waited for it."""
+    waited: list[float] = []
+    ahead: list[float] = []
+    for each in points:
+        if each.host_us is not None and each.device_us is not None:
+            (waited if each.host_us > WAITS * each.device_us else ahead).append(each.host_us)
+    if not waited:
+        return 0.0, 0.0
+    waited.sort()
+    calm = min([waited[int(_CALM * (len(waited) - 1))], *ahead])  # a host that got ahead needs less than the burst took
+    return calm, math.log2(waited[len(waited) // 2] / calm)
 
 
 def _floor(x: Rows, times: Sequence[float]) -> float:

@@ -21,20 +21,21 @@ MAX_READ = 512
 """Times of a family that are looked at; works lie in the order of their hashes, so these are a fair sample."""
 
 MAX_NOISE = 0.5
-"""A median whose halves differ by more says nothing about its neighbours."""
+"""A median whose halves differ by more says nothing about its neighbours, unless the device's time is known apart."""
 
 _WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
 _ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
-_KNOWN = """SELECT median_us, adapts, written_at FROM times WHERE work = ? AND graph = ? AND kernel = ?
-    AND environment = ? AND condition = ? AND origin = ? AND source = ?"""
+_KNOWN = """SELECT median_us, adapts, written_at, device_us, host_us FROM times
+    WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND origin = ? AND source = ?"""
 _TIME = """INSERT OR REPLACE INTO times (work, graph, kernel, environment, condition, origin, source, median_us,
-    p95_us, variance_us2, samples, noise, first_call_us, adapts, device_uuid, layerzero, written_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+    p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero, written_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 _FORGET = """DELETE FROM times WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ?
     AND origin = ? AND source = ?"""
-_POINTS = """SELECT works.key, works.facts, median_us, written_at FROM works CROSS JOIN times ON times.work = works.key
-    WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ? AND noise <= ?
-    LIMIT ?"""
+_POINTS = """SELECT works.key, works.facts, median_us, device_us, host_us, written_at
+    FROM works CROSS JOIN times ON times.work = works.key
+    WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?
+    AND (noise <= ? OR device_us IS NOT NULL) LIMIT ?"""
 _MODEL = """INSERT OR REPLACE INTO models (family, graph, kernel, environment, adapts, format, model)
     VALUES (?, ?, ?, ?, ?, ?, ?)"""
 _UNLEARN = "DELETE FROM models WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
@@ -63,13 +64,19 @@ def write(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
         if known is not None and known[2] > row.written_at:
             continue
         _insert(connection, row, identity)
-        if known is not None and known[1] == row.adapts and abs(row.median_us / known[0] - 1) <= row.noise:
-            continue  # within the noise of what was learnt
+        if known is not None and known[1] == row.adapts and _teaches_nothing(row, known[0], *known[3:]):
+            continue
         touched.setdefault(subject_of(row), []).append(row)
         if known is not None and known[1] != row.adapts:
             touched.setdefault((*subject_of(row)[:4], known[1]), [])
     for subject, new in touched.items():
         learn(connection, subject, new)
+
+
+def _teaches_nothing(row: Row, *known: float | None) -> bool:
+    """Whether median, device's and host's time are within the noise of what was learnt."""
+    pairs = zip((row.median_us, row.device_us, row.host_us), known, strict=True)
+    return all(new == old if new is None or old is None else abs(new / old - 1) <= row.noise for new, old in pairs)
 
 
 def _insert(connection: sqlite3.Connection, row: Row, identity: tuple[object, ...]) -> None:
@@ -80,7 +87,8 @@ def _insert(connection: sqlite3.Connection, row: Row, identity: tuple[object, ..
     about = (environment.key, environment.device, environment.torch, environment.library)
     connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
     numbers = (row.median_us, row.p95_us, row.variance_us2, row.samples, row.noise, row.first_call_us)
-    connection.execute(_TIME, (*identity, *numbers, row.adapts, row.device_uuid, row.layerzero, row.written_at))
+    parts = (row.device_us, row.host_us)
+    connection.execute(_TIME, (*identity, *numbers, *parts, row.adapts, row.device_uuid, row.layerzero, row.written_at))
 
 
 def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
@@ -102,14 +110,17 @@ def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] =
 
 
 def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]) -> Iterator[Point]:
-    """One point for each work, the latest: first those that are new."""
-    latest: dict[bytes, tuple[str, Point]] = {}
-    for row in [row for row in new if row.noise <= MAX_NOISE][-fitting.MAX_POINTS // 2 :]:
-        latest[row.work.key] = (row.written_at, Point(row.work.sizes, row.median_us))
-    for key, facts, median_us, written_at in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
-        if key not in latest or latest[key][0] < written_at:
+    """One point for each work, the latest that tells device and host apart, or the latest; first those that are new."""
+    latest: dict[bytes, tuple[tuple[bool, str], Point]] = {}
+    told = [row for row in new if row.noise <= MAX_NOISE or row.device_us is not None]
+    for row in told[-fitting.MAX_POINTS // 2 :]:
+        point = Point(row.work.sizes, row.median_us, row.device_us, row.host_us)
+        latest[row.work.key] = (row.device_us is not None, row.written_at), point
+    for key, facts, *times, written_at in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
+        rank = (times[1] is not None, written_at)
+        if key not in latest or latest[key][0] < rank:
             work = Work(tuple(msgspec.json.decode(facts, type=dict[str, str]).items()))
-            latest[key] = (written_at, Point(work.sizes, median_us))
+            latest[key] = rank, Point(work.sizes, *times)
     return (point for _, point in latest.values())
 
 
@@ -124,3 +135,12 @@ MODELS = """SELECT kernel, environment, adapts, model FROM models
 """What is known about a family."""
 
 decode = msgspec.json.Decoder(Model).decode
+
+
+class _Host(msgspec.Struct, frozen=True):
+    """The part of a model that is about the host."""
+
+    host_us: float = 0.0
+
+
+decode_host = msgspec.json.Decoder(_Host).decode

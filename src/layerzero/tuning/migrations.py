@@ -33,6 +33,10 @@ STEPS: tuple[tuple[str, ...], ...] = (
             adapts TEXT NOT NULL, format INTEGER NOT NULL, model BLOB NOT NULL,
             PRIMARY KEY (family, graph, kernel, environment, adapts)) WITHOUT ROWID""",
     ),
+    (
+        "ALTER TABLE times ADD COLUMN device_us REAL CHECK (device_us IS NULL OR device_us > 0)",
+        "ALTER TABLE times ADD COLUMN host_us REAL CHECK (host_us IS NULL OR host_us > 0)",
+    ),
 )
 """``STEPS[n]`` leads from version n to version n + 1; version 0 is an empty file. A step that shipped never changes."""
 

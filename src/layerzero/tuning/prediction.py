@@ -1,4 +1,4 @@
-"""Times of calls that nobody measured, from measured ones that differ in sizes only: a floor and piecewise power laws.
+"""Times of calls that nobody measured, from measured ones that differ in sizes only: floors and piecewise power laws.
 
 Small calls all take what launching takes: the floor. Above it, in logarithms, a time is close to a plane over the sizes
 as long as the same resource bounds it. A tree splits the sizes where two planes explain the data better than one; in a
@@ -6,6 +6,9 @@ leaf, the plane is bent towards the nearest residuals if that helps. What it is 
 is predicted from all others, and their error, scaled by the distance to the nearest point, is the error that a
 prediction claims. Of 66 calls of an H200 between measured ones, the kernel predicted to be best took 1.02 times the
 time of the best one in geometric mean, 1.10 without floor and products (2026-11-21).
+
+Where device and host were told apart, all this is about the device's time, which is clean. The host's hardly depends on
+sizes and is one number; a call takes the longer of both.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ took 1.13 times the best one's time at a half of 0.25, 1.06 at 1 and 1.05 at 2 (
 SHARPNESS = 4.0
 """How host and device overlap around the floor: the fourth root of the sum of both to the power of four."""
 
+WAITS = 1.1
+"""A burst that takes so many times the device's time waits for the host; gaps between two calls are less."""
+
 DERIVED = frozenset({"group", "normalized_shape"})
 """Facts that sizes imply: what differs in them alone is of one family."""
 
@@ -47,10 +53,12 @@ MIN_CONFIDENCE = 0.1
 
 
 class Point(NamedTuple):
-    """A measured time: sizes by name, microseconds."""
+    """A measured time: sizes by name, microseconds; of device and host where they were told apart."""
 
     sizes: Mapping[str, int]
     time_us: float
+    device_us: float | None = None
+    host_us: float | None = None
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
@@ -85,11 +93,14 @@ class Model(msgspec.Struct, frozen=True):
         ties: extents that follow another one: (extent, the other, difference in log2).
         fixed: extents that never varied; a call that differs in one gets no prediction, :data:`MAY_DIFFER` apart.
         low, high: bounds of all points, axis by axis.
-        floor_us: what the smallest calls take, however small they are; 0 where the data shows none.
+        floor_us: what the smallest calls take, however small they are; 0 where the data shows none. The device's,
+            where that was told apart.
         floor_error: how far the times that hardly exceed it are from it, root mean square, log2.
-        at_floor: coordinates of the points that take hardly longer.
+        at_floor: coordinates of the points that take hardly longer, or less than the host.
         splits, leaves: the tree for all other points; a child is a split's number, or the leaf ``-1 - child``.
         root: the first child; None where there are too few such points.
+        host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
+        host_error: by how much half of the points that waited for it exceed that, log2.
     """
 
     axes: tuple[str, ...]
@@ -103,6 +114,8 @@ class Model(msgspec.Struct, frozen=True):
     splits: tuple[Split, ...]
     leaves: tuple[Leaf, ...]
     root: int | None
+    host_us: float = 0.0
+    host_error: float = 0.0
 
 
 class Prediction(NamedTuple):
@@ -154,7 +167,17 @@ def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
             logs = [math.log2(each.time_us) for each in found_in]
             error = max(*(each.error for each in found_in), (max(logs) - min(logs)) / 2)
             best = Prediction(2 ** (sum(logs) / len(logs)), error, min(each.distance for each in found_in))
+    best = _waited_for(model, best)
     return best if best.distance <= MAX_DISTANCE and best.confidence >= MIN_CONFIDENCE else None
+
+
+def _waited_for(model: Model, device: Prediction) -> Prediction:
+    """What a user waits for: the longer of both. An error of the device counts as far as it reaches over the host."""
+    if device.time_us >= model.host_us:
+        return device
+    covered = math.log2(model.host_us / device.time_us) if device.time_us else math.inf
+    error = max(model.host_error, device.error - covered, ERROR_FLOOR)
+    return Prediction(model.host_us, error, device.distance)
 
 
 def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] | None:

@@ -83,6 +83,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         facts: the work, see :class:`Work`.
         environment: under which it was taken.
         median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
+        device_us, host_us: its parts, None where they were not told apart.
         adapts: what the plan had to adapt, as explain names it.
         device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
         written_at: ISO 8601, UTC.
@@ -101,6 +102,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     graph: bool = False
     condition: str = ""
     origin: str = "tune"
+    device_us: float | None = None
+    host_us: float | None = None
     adapts: str = ""
     device_uuid: str = ""
     layerzero: str = ""
@@ -143,6 +146,8 @@ def check(row: Row) -> None:
         "samples": row.samples >= 1,
         "noise": row.noise >= 0,
         "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
+        "device_us": row.device_us is None or row.device_us > 0,
+        "host_us": row.host_us is None or row.host_us > 0,
     }
     for name, fine in numbers.items():
         value = getattr(row, name)

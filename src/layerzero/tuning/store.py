@@ -28,8 +28,8 @@ from layerzero.tuning.prior import priors_of, problems
 from layerzero.tuning.rows import Row, check, in_other_layout, row_of, work_of
 from layerzero.tuning.weighing import OTHER_LAYOUT, Time, settled, weighed
 
-_ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at
-    FROM times WHERE work = ? AND graph = ?"""
+_ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at, adapts,
+    device_us, host_us FROM times WHERE work = ? AND graph = ?"""
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -74,9 +74,11 @@ class TimeStore:
         """What this user's database says."""
         database, work, graph = self.database, work_of(facts), bool(facts["capturing"])
         rows = database.read(_ASK, (work.key, graph))
+        times = [Time(*row) for row in rows]
         known: list[tuple[Any, ...]] = []
         worth = 1.0
-        if len({row[0] for row in rows}) < len(kernels):
+        waits = any(time.waits for time in times)
+        if waits or len({row[0] for row in rows}) < len(kernels):
             known = database.read(learning.MODELS, (work.family, graph))
         if not rows and not known:
             other = in_other_layout(work)
@@ -86,7 +88,12 @@ class TimeStore:
             return {}
         here = surroundings(facts.device)
         wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
-        found = weighed([Time(*row) for row in rows if wanted.get(row[0]) == row[1]])
+        hosts = {
+            (kernel_id, adapted_then): learning.decode_host(model).host_us
+            for kernel_id, environment, adapted_then, model in (known if waits else ())
+            if wanted.get(kernel_id) == environment
+        }
+        found = weighed([time for time in times if wanted.get(time.kernel) == time.environment], hosts)
         by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
         adapts: dict[str, str] = {}
         for kernel_id, environment, adapted_then, model in known:

@@ -7,6 +7,10 @@ bursts, because other work on a machine only ever makes a call longer. On a GPU 
 get ahead. *Burst time*: calls back to back between two events on an idle queue, divided by their number, where the
 device waits for a host that launches slowly; calls above 500 us are not sent in bursts, since no library spends that
 long on the host. A CUDA graph's replay has device time only, and is another record.
+
+Both are kept beside their maximum. A device repeats itself within a percent or two; a host is slow by a factor of 1.5
+to 2 for seconds at a time (a virtual machine with an H200, 2026-11-21), which no number of samples in a row averages
+out.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,11 +37,39 @@ MIN_SAMPLES = 3
 """Samples that every candidate gets, however slow it is."""
 
 
+HOST_DRIFT = 2.0
+"""A host may be so many times slower for seconds: longer than the turns in which candidates are compared."""
+
+HOST_QUANTILE = 0.1
+"""Of burst times: what interrupts a host only adds to them."""
+
+
+class Sample(NamedTuple):
+    """One reading of a clock, in microseconds of a call.
+
+    Attributes:
+        time_us: what a user waits for.
+        device_us: what the device needs; None where it is not told apart, as on a CPU.
+        host_us: burst time, which is the host's or, where that gets ahead, the device's; None where there was no burst.
+    """
+
+    time_us: float
+    device_us: float | None = None
+    host_us: float | None = None
+
+    @property
+    def at_least_us(self) -> float:
+        """What is left of it if the host was slow just then."""
+        if self.host_us is None:
+            return self.time_us
+        return max(self.device_us or 0.0, self.host_us / HOST_DRIFT)
+
+
 class Clock(Protocol):
     """A device's clock."""
 
-    def sample(self, run: Run, about_us: float) -> float:
-        """Microseconds of a call, of which it is known about how long it takes."""
+    def sample(self, run: Run, about_us: float) -> Sample:
+        """One reading, for a call of which it is known about how long it takes."""
 
     def once(self, run: Run) -> float:
         """Microseconds of one call as it is, until its result is there."""
@@ -59,12 +91,12 @@ class CpuClock:
     def __init__(self, bursts: int = 3) -> None:
         self.bursts = bursts
 
-    def sample(self, run: Run, about_us: float) -> float:
+    def sample(self, run: Run, about_us: float) -> Sample:
         """Mean of the quickest burst; short calls run once before it, since another candidate had the caches."""
         count = max(1, round(self.BURST_US / max(about_us, 0.2)))
         if about_us < 1000.0:
             run()
-        return min(self._burst(run, count) for _ in range(self.bursts))
+        return Sample(min(self._burst(run, count) for _ in range(self.bursts)))
 
     def _burst(self, run: Run, count: int) -> float:
         started = time.perf_counter_ns()
@@ -93,8 +125,9 @@ class CudaClock:
     FLUSH_BYTES = 256 * 2**20
     """Written before each call: five times the L2 cache of an H200, and 60 us of the queue at 4.2 TB/s."""
 
-    FLUSHES = 3
-    """So many flushes keep the device busy for 180 us; the slowest entry of a library takes 90 us of host time."""
+    FLUSHES = 4
+    """So many flushes keep the device busy for 240 us: the slowest entry of a library takes 90 us of host time, and
+    :data:`HOST_DRIFT` times that where the host is slow."""
 
     BURST_BELOW_US = 500.0
     LEAD = 2
@@ -104,12 +137,13 @@ class CudaClock:
         self.graph = graph
         self._flush = torch.empty(self.FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
 
-    def sample(self, run: Run, about_us: float) -> float:
-        """The longer of device time and burst time; of a graph, device time."""
+    def sample(self, run: Run, about_us: float) -> Sample:
+        """The longer of device time and burst time; of a graph and of a long call, device time."""
         device_us = self.device(run)
         if self.graph or about_us > self.BURST_BELOW_US:
-            return device_us
-        return max(device_us, self.burst(run, about_us))
+            return Sample(device_us, device_us)
+        burst_us = self.burst(run, about_us)
+        return Sample(max(device_us, burst_us), device_us, burst_us)
 
     def device(self, run: Run) -> float:
         """Device time of one call with a cold L2 cache."""
@@ -167,14 +201,30 @@ class Runner:
     Attributes:
         run: what a call is.
         about_us: how long it takes, roughly.
-        samples: microseconds of a call, in the order in which they were taken.
+        taken: readings, in order.
         stopped: whether it was given up as hopeless.
     """
 
     run: Run
     about_us: float = 0.0
-    samples: list[float] = field(default_factory=list)
+    taken: list[Sample] = field(default_factory=list)
     stopped: bool = False
+
+    @property
+    def samples(self) -> list[float]:
+        """Microseconds of a call, in the order in which they were taken."""
+        return [each.time_us for each in self.taken]
+
+    @property
+    def device_us(self) -> float | None:
+        """Median of the device's time, None where it was not told apart."""
+        return statistics.median(told) if (told := [each.device_us for each in self.taken if each.device_us]) else None
+
+    @property
+    def host_us(self) -> float | None:
+        """A low quantile of the burst times, None where there were none."""
+        told = [each.host_us for each in self.taken if each.host_us]
+        return quantile(told, HOST_QUANTILE) if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +235,8 @@ class Effort:
         samples: samples of each candidate.
         budget_s: seconds for each candidate; beyond them nobody gets more than the few samples that all get.
         fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
-        hopeless: one that is so many times slower than the best after a few samples gets no more; 0 lets all go on.
+        hopeless: one that is so many times slower than the best in each of a few turns gets no more, its host's time
+            counted :data:`HOST_DRIFT` times less; 0 lets all go on.
         steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
     """
 
@@ -218,7 +269,7 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
             if calmer is None or all(noise(runner.samples) <= effort.steady for runner in contenders.values()):
                 break
             for runner in contenders.values():
-                runner.samples = []
+                runner.taken = []
             _turns(contenders, calmer, effort, order)
             calmer = calmer.calmer()
     return runners
@@ -235,7 +286,7 @@ def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: r
         order.shuffle(racing)
         for name in racing:
             started = time.perf_counter()
-            runners[name].samples.append(clock.sample(runners[name].run, runners[name].about_us))
+            runners[name].taken.append(clock.sample(runners[name].run, runners[name].about_us))
             spent[name] += time.perf_counter() - started
         if turn + 1 >= MIN_SAMPLES and effort.hopeless:
             _stop_hopeless(runners, effort.hopeless)
@@ -249,10 +300,16 @@ def _contenders(runners: Mapping[str, Runner]) -> dict[str, Runner]:
 
 
 def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
-    """Give up whoever was never within the factor of the best; a disturbed sample alone gives up nobody."""
-    best_us = min(statistics.median(runner.samples) for runner in runners.values())
-    for runner in runners.values():
-        runner.stopped = runner.stopped or min(runner.samples) > factor * best_us
+    """Give up whoever was never within the factor of the best of the same turn.
+
+    Neither a disturbed sample nor a slow phase of the host gives up anybody: the one passes within the turns; in the
+    other, one that waits for its host seems hopeless beside one that waits for the device.
+    """
+    racing = [runner for runner in runners.values() if not runner.stopped]
+    best = min(racing, key=lambda runner: statistics.median(runner.samples))
+    for runner in racing:
+        turns = zip(runner.taken, best.taken, strict=True)
+        runner.stopped = all(own.at_least_us > factor * other.time_us for own, other in turns)
 
 
 @contextmanager
@@ -270,12 +327,17 @@ def _undisturbed() -> Iterator[None]:
 def measurement(
     samples: Sequence[float],
     *,
+    device_us: float | None = None,
+    host_us: float | None = None,
     first_call_us: float | None = None,
     graph: bool = False,
     condition: str = "",
     origin: str = "tune",
 ) -> Measurement:
-    """What is kept of samples; there is at least one, and they are in the order in which they were taken."""
+    """What is kept of samples; there is at least one, and they are in the order in which they were taken.
+
+    ``device_us`` and ``host_us`` are those of :class:`Runner`.
+    """
     median_us = statistics.median(samples)
     return Measurement(
         median_us=median_us,
@@ -287,6 +349,8 @@ def measurement(
         graph=graph,
         condition=condition,
         origin=origin,
+        device_us=device_us,
+        host_us=host_us,
     )
 
 
