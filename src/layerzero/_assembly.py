@@ -21,10 +21,10 @@ def ledger() -> Ledger:
 
 
 def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:
-    """Let kernels prove themselves for the classes of calls, in a child process; for warmup."""
+    """Let kernels prove themselves for the classes of calls, in a child process, as far as one can; for warmup."""
     from layerzero.tuning.vetting import vet_calls
 
-    vet_calls(calls)
+    vet_calls(calls, go_on=True)
 
 
 def tune(calls: Iterable[Facts]) -> None:

@@ -135,8 +135,8 @@ def test_drifts_are_bounded(sampler, monkeypatch):
         ("rms_norm", {"input": (2, 3, 64), "weight": (64,)}, "norm.rms --shapes 2x3x64 --dtype float32"),
         (
             "attention",
-            {"query": (1, 8, 4, 16), "key": (1, 9, 2, 16), "value": (1, 9, 2, 16), "causal": True},
-            "attention.causal --shapes 1x8x4x16:1x9x2x16 --dtype float32",
+            {"query": (1, 8, 4, 16), "key": (1, 9, 2, 16), "value": (1, 9, 2, 16), "causal": False},
+            "attention.full --shapes 1x8x4x16:1x9x2x16 --dtype float32",
         ),
         (
             "attention",

@@ -247,6 +247,24 @@ def test_one_child_is_asked_for_many_calls(monkeypatch, tmp_path):
     assert asked == [3]
 
 
+def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
+    @lz.register_kernel("norm.rms", "mine.local", supported_dtypes=["float32"])
+    def local(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    def unasked(pairs, **_):
+        return [rehearsal.Rehearsed(*pair, None, "no such module") for pair in pairs]
+
+    monkeypatch.setattr(tune, "rehearse", unasked)
+    ENGINE.ledger = FileLedger(tmp_path)
+    with pytest.warns(lz.LayerZeroWarning, match=r"mine\.local runs in this process .* no such module") as told:
+        found = tuned("rms_norm", shapes=[(8, 64), (8, 200)], isolate=True)
+    assert len([each for each in told if "mine.local" in str(each.message)]) == 1, "once a kernel"
+    assert found.in_process == {"mine.local": "no such module"}
+    assert found.to_dict()["in_process"] == {"mine.local": "no such module"}
+    assert any("mine.local ran in this process" in str(each) for each in command._shown(found))
+
+
 def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
     ENGINE.ledger = FileLedger(tmp_path)
     kernel = next(each for each in lz.list_kernels() if each.id == "torch.paged_append")

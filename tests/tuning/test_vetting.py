@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.backends import zentorch
 from layerzero.backends.vllm_cpu import VLLM_CPU
+from layerzero.cli import tune as command
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.core.kernel import Backend, Kernel, Trust
-from layerzero.core.ledger import Verdict
+from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -215,6 +216,45 @@ def test_tuning_vets_what_it_could_not_measure_otherwise(plugin):
     (contest,) = tuned.contests
     assert "plug.rms" in {kernel.id for kernel in contest.times}
     assert ENGINE.ledger.verdict(REGISTRY.kernel("plug.rms"), contest.facts) is Verdict.PASSED
+
+
+def test_tuning_vets_what_it_is_about_to_measure_and_tells_what_it_found(plugin, monkeypatch):
+    asked = []
+
+    def vetted(pairs, **given):
+        asked.append([(kernel.id, class_text(facts)) for kernel, facts in pairs])
+        return vet_calls([], **given)
+
+    given = {"dtype": "float32", "device": "cpu", "samples": 3}
+    left_out = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
+    with monkeypatch.context() as patched:
+        patched.setattr("layerzero.tuning.tune.vet_calls", vetted)
+        lz.tune("norm.rms", [(4, 64)], budget_s=0.0, **given)
+        assert asked == [], "no time for it"
+        lz.tune("norm.rms", [(4, 64)], leave_out=[*left_out, "plug.*"], **given)
+        assert asked == [[]]
+    found = lz.tune("norm.rms", [(4, 64)], leave_out=left_out, again=True, **given)
+    assert [(each.kernel_id, each.verdict) for each in found.vetted] == [("plug.rms", Verdict.PASSED)]
+    assert found.to_dict()["vetted"][0]["verdict"] == "passed"
+
+
+def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monkeypatch, caplog):
+    def dead(self, left, words):
+        raise RuntimeError("a vetting process did not get to work: no memory")
+
+    monkeypatch.setattr("layerzero.tuning.vetting._Children._child", dead)
+    tuned = lz.tune("norm.rms", [(4, 64), (4, 65)], "float32", "cpu", samples=3, leave_out=["inductor", "onnxruntime"])
+    assert len(tuned.contests) == 2
+    assert {(each.kernel_id, each.verdict) for each in tuned.vetted} == {("plug.rms", None)}
+    assert "did not get to work: no memory" in tuned.vetted[0].detail
+    shown = "\n".join(str(each) for each in command._shown(tuned))
+    assert "plug.rms for norm.rms float32" in shown
+    assert "not vetted: not asked: a vetting process did not get to work" in shown
+    caplog.clear()
+    lz.warmup("norm.rms", shapes=[(4, 64)])
+    assert "vetting ended early" in caplog.text
+    with pytest.raises(RuntimeError, match="no memory"):
+        lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32")
 
 
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):

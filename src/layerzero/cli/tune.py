@@ -14,9 +14,10 @@ from rich.text import Text
 from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
+from layerzero.core.ledger import Verdict
 from layerzero.tuning.contest import Contest
-from layerzero.tuning.tune import Step, Tuned
 from layerzero.tuning.tune import tune as run
+from layerzero.tuning.tuned import Step, Tuned
 
 
 def answer(
@@ -112,6 +113,11 @@ def _shown(tuned: Tuned) -> Iterator[RenderableType]:
         for entry in found.entries:
             if entry.measurement is None:
                 yield Text(f"{entry.kernel.id} on {found.name}: {entry.status}: {entry.detail}", style="yellow")
+    for vetted in tuned.vetted:
+        if vetted.verdict is not Verdict.PASSED:
+            yield Text(str(vetted), style="yellow")
+    for name, reason in tuned.in_process.items():
+        yield Text(f"{name} ran in this process for the first time, no child could be asked: {reason}", style="yellow")
     for name, reason in tuned.skipped.items():
         yield Text(f"{name}: {reason}", style="yellow")
     yield Text(f"{tuned}; for {tuned.winners_changed} of them the winner changed")

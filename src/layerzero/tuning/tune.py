@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.evidence import Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import class_text
@@ -26,6 +28,7 @@ from layerzero.engine.answers import explain
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
+from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.asked import asked_jobs
@@ -34,11 +37,10 @@ from layerzero.tuning.jobs import Job, Shape
 from layerzero.tuning.manifest import dtype_of, text_of
 from layerzero.tuning.rehearsal import is_new, rehearse
 from layerzero.tuning.timing import MIN_SAMPLES, Clock, Effort, clock_of
-from layerzero.tuning.vetting import vet_calls
+from layerzero.tuning.tuned import Choice, Progress, Step, Tuned
+from layerzero.tuning.vetting import Vetted, vet_calls
 from layerzero.tuning.weighing import FULL_SAMPLES
 from layerzero.tuning.winner import record_times
-
-Progress = Callable[["Step"], None]
 
 AT_ONCE, GROWTH = 16, 4
 """Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
@@ -46,85 +48,6 @@ round costs seconds, most of them for importing torch and compiling anew, but th
 
 USABLE = 0.5
 """Confidence from which on times decide more than priority does; below it they are measured again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where a tuning run is: told before and after each call that it looks at.
-
-    Attributes:
-        job: the call.
-        number, total: which of how many.
-        contest: what was found; None before, and where there was nothing to measure.
-        skipped: why nothing was measured; empty where something was, or will be.
-    """
-
-    job: Job
-    number: int
-    total: int
-    contest: Contest | None = None
-    skipped: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a call gets after it was measured.
-
-    Attributes:
-        kernel_id: what is chosen now; None if nothing is.
-        confidence: how much the times may decide: that of the least certain one.
-        too_noisy: whether that is too little, and priority decides; the call is measured again by the next run.
-    """
-
-    kernel_id: str | None
-    confidence: float
-    too_noisy: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What a tuning run did.
-
-    Attributes:
-        contests: what was measured, in order.
-        choices: what each of these calls gets now.
-        known: calls whose times were known before.
-        skipped: calls that could not be measured, with the reason.
-        left: calls that time did not suffice for.
-        winners_changed: calls for which another kernel is chosen now.
-        seconds: how long it took; ``compile_s`` of them went into first calls.
-    """
-
-    contests: tuple[Contest, ...]
-    choices: tuple[Choice, ...]
-    known: int
-    skipped: Mapping[str, str]
-    left: int
-    winners_changed: int
-    seconds: float
-    compile_s: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "measured": [
-                found.to_dict() | {"after": now.kernel_id, "confidence": now.confidence, "too_noisy": now.too_noisy}
-                for found, now in zip(self.contests, self.choices, strict=True)
-            ],
-            "known": self.known,
-            "skipped": dict(self.skipped),
-            "left": self.left,
-            "winners_changed": self.winners_changed,
-            "seconds": self.seconds,
-            "compile_s": self.compile_s,
-        }
-
-    def __str__(self) -> str:
-        text = f"{len(self.contests)} calls measured in {self.seconds:.0f} s, {self.compile_s:.0f} s of it first calls"
-        text += f"; {self.known} were known, {self.left} are left"
-        noisy = sum(each.too_noisy for each in self.choices)
-        text += f"; {noisy} were too noisy to decide" if noisy else ""
-        return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
 def tune(
@@ -227,8 +150,12 @@ class _Run:
     modules: Sequence[str]
     leave_out: Sequence[str]
     banned: dict[tuple[str, str], str] = field(default_factory=dict)
+    vetted: list[Vetted] = field(default_factory=list)
+    in_process: dict[str, str] = field(default_factory=dict)
     rehearsed: int = 0
     at_once: int = AT_ONCE
+    looked_at: int = 0
+    look_at: int = AT_ONCE
 
     def known(self, report: Report) -> bool:
         """Whether every kernel that would take part has a usable time that was measured here, or failed here before."""
@@ -264,15 +191,25 @@ class _Run:
         with window():
             return explain(job.facts(self.device))
 
-    def vet(self) -> None:
-        """Let kernels that only vetting keeps from these calls prove themselves in a child."""
-        here = Device.detect(str(self.device))
-        if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
+    def vet_from(self, index: int) -> None:
+        """Let kernels that only vetting keeps from the next calls prove themselves in a child."""
+        if not self.isolate or index < self.looked_at:
             return
-        pairs = []
-        for report in map(self.report, self.jobs):
-            pairs += [(each, report.facts) for each in legality.awaiting(report.candidates, report.facts)]
-        vet_calls(pairs, modules=self.modules)
+        here = Device.detect(str(self.device))
+        if not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
+            return
+        self.looked_at = index + self.look_at
+        self.look_at *= GROWTH
+        asked = {(each.kernel_id, each.call_class) for each in self.vetted}
+        pairs = [
+            (kernel, report.facts)
+            for report in map(self.report, self.jobs[index : self.looked_at])
+            for kernel in legality.awaiting(report.candidates, report.facts)
+            if (kernel.id, class_text(report.facts)) not in asked
+            and not any(names_kernel(pattern, kernel) for pattern in self.leave_out)
+            and (kernel.graph_safe or not self.graph)
+        ]
+        self.vetted += vet_calls(pairs, modules=self.modules, go_on=True)
 
     def rehearse_from(self, index: int) -> None:
         """Let a child run what the next calls would run for the first time."""
@@ -289,6 +226,12 @@ class _Run:
         for each in rehearse(pairs, modules=self.modules) if pairs else ():
             if each.guilty:
                 self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict}: {each.detail}"
+            elif each.verdict is None and each.kernel.id not in self.in_process:
+                self.in_process[each.kernel.id] = each.detail
+                what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"
+                repair = "modules=[...] names what registers it, leave_out leaves it out"
+                text = f"{what}: no child process could be asked: {each.detail}; {repair}"
+                warnings.warn(text, LayerZeroWarning, stacklevel=2)
 
     def contest(self, job: Job, facts: Facts) -> Contest:
         """Measure one call."""
@@ -319,7 +262,6 @@ def run_jobs(
     """Measure jobs in their order until the budget is spent."""
     started, tell = time.perf_counter(), progress or _silent
     run = _Run(jobs, device, clock_of(device, graph=graph), effort, again, graph, isolate, modules, leave_out)
-    run.vet()
     contests: list[Contest] = []
     choices: list[Choice] = []
     skipped: dict[str, str] = {}
@@ -329,6 +271,7 @@ def run_jobs(
             break
         looked_at = number
         tell(Step(job, number, len(jobs)))
+        run.vet_from(number - 1)
         report = run.report(job)
         if run.known(report):
             known += 1
@@ -352,7 +295,18 @@ def run_jobs(
     first_us = sum(each.first_call_us or 0.0 for found in contests for each in found.times.values())
     seconds = time.perf_counter() - started
     left = len(jobs) - looked_at
-    return Tuned(tuple(contests), tuple(choices), known, skipped, left, changed, seconds, first_us / 1e6)
+    return Tuned(
+        contests=tuple(contests),
+        choices=tuple(choices),
+        known=known,
+        skipped=skipped,
+        left=left,
+        vetted=tuple(run.vetted),
+        in_process=run.in_process,
+        winners_changed=changed,
+        seconds=seconds,
+        compile_s=first_us / 1e6,
+    )
 
 
 def _silent(_: Step) -> None:

@@ -10,6 +10,7 @@ warmup, in a tuning window, or in the background where the setting ``vet_in_back
 
 from __future__ import annotations
 
+import logging
 import queue
 import subprocess
 import sys
@@ -39,6 +40,8 @@ from layerzero.testing import brief
 from layerzero.testing.conformance import Lines, how_it_ended
 from layerzero.tuning import vet_child
 from layerzero.tuning.confirm import child_environment
+
+log = logging.getLogger("layerzero")
 
 TIMEOUT_S = 120.0
 """How long one class may be silent before its process counts as hanging."""
@@ -168,16 +171,29 @@ def vet_calls(
     modules: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
+    go_on: bool = False,
 ) -> tuple[Vetted, ...]:
-    """Check the classes of calls, each once, in as few child processes as survive; remember the verdicts."""
+    """Check the classes of calls, each once, in as few child processes as survive; remember the verdicts.
+
+    Args:
+        go_on: where no child gets to work, say of each class that is left that it was not vetted, and why; log it.
+    Raises: RuntimeError or ValueError in that case otherwise.
+    """
     unique: dict[tuple[str, str], tuple[Kernel, Facts]] = {}
     for kernel, facts in calls:
         unique.setdefault((kernel.id, class_text(facts)), (kernel, facts))
     if not unique:
         return ()
     children = _Children(list(unique.values()), modules, timeout_s, progress or (lambda _: None))
-    children.work()
-    ENGINE.bump()
+    try:
+        children.work()
+    except (RuntimeError, ValueError) as error:
+        if not go_on:
+            raise
+        log.warning("vetting ended early, and what was not vetted is not chosen: %s", error)
+        children.give_up(f"not asked: {error}")
+    finally:
+        ENGINE.bump()
     return tuple(each for each in children.found if each is not None)
 
 
@@ -200,6 +216,12 @@ class _Children:
                 self._child(left, words)
             if all(self.found[number] is None for number in left):
                 raise RuntimeError("a vetting process ended without having said anything")
+
+    def give_up(self, why: str) -> None:
+        """Leave the classes that have no answer without one."""
+        for number, found in enumerate(self.found):
+            if found is None:
+                self._keep(number, None, why)
 
     def _child(self, left: list[int], words: IO[bytes]) -> None:
         job = vet_child.Job([(number, self._ask(number)) for number in left], list(dict.fromkeys(self.modules)))
