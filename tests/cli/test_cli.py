@@ -107,6 +107,43 @@ assert not {"layerzero.cli.demo", "layerzero.cli.tables", "layerzero.engine.answ
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
+# kernels of a module in the current folder
+
+MINE = """
+import layerzero as lz
+
+@lz.register_kernel("norm.rms", "mine.rms_norm", platform="cpu", supported_dtypes=["float32"], priority=99)
+def rms_norm(input, weight, eps):
+    return input
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("which rms_norm --shape 4x64", "mine.rms_norm\n"),
+        ("explain rms_norm --shape 4x64", "norm.rms -> mine.rms_norm"),
+        ("kernels rms_norm", "mine.rms_norm"),
+        ("bench rms_norm --shapes 4x64 --dtype float32 --device cpu", "mine.rms_norm: "),
+    ],
+)
+def test_a_module_of_the_current_folder_is_imported(line, text, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    result = run(f"{line} --module mine")
+    sys.modules.pop("mine")
+    assert text in result.output
+
+
+def test_a_module_that_registers_nothing_is_an_error_of_every_command():
+    for line in ("which rms_norm --shape 4x64", "kernels", "bench rms_norm", "vet", "tune", "conformance"):
+        result = run(f"{line} --module nobody_has_it")
+        assert result.exit_code == 2
+        assert "--module nobody_has_it: wanted a module that imports and registers kernels" in result.stderr
+
+
 # explain and which
 
 

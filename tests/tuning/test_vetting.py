@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import re
+import shlex
 import sys
 from dataclasses import replace
 
@@ -22,6 +24,7 @@ from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning import files
 from layerzero.tuning.files import FileLedger
@@ -178,6 +181,15 @@ def test_a_plugin_runs_only_where_it_was_vetted_and_explain_says_how(plugin):
     with lz.scope(require_vetting=False):
         other = lz.which("rms_norm", torch.randn(4, 64, dtype=torch.float64), CALL[1].double())
     assert other["kernel_id"] == "plug.rms"
+
+
+def test_doctor_says_what_is_not_vetted(plugin):
+    def told():
+        return next(line for line in str(lz.doctor()).splitlines() if line.startswith("  plug "))
+
+    assert "usable, not vetted: `layerzero vet`" in told()
+    lz.vet()
+    assert "not vetted" not in told()
 
 
 def test_a_lock_overrides_a_missing_verdict_but_no_wrong_result(plugin):
@@ -421,12 +433,73 @@ def test_the_command_exits_with_one_where_a_kernel_is_wrong(planted):
     assert "planted.mutates for norm.rms float32" in answer.stdout
 
 
+def test_it_says_nothing_twice_and_tells_why_there_is_nothing_to_do(plugin):
+    ask = ("vet", "rms_norm", "--kernel", "plug.rms", "--dtype", "float32")
+    answer = layerzero(*ask, "--shapes", "4x64,9x64")
+    assert answer.stdout.count("plug.rms for norm.rms float32") == 2
+    assert answer.stderr == ""
+    assert "each class of these calls has a verdict" in layerzero(*ask, "--shapes", "4x64").stdout
+    layerzero(*ask)
+    assert "other sizes need --shapes" in layerzero(*ask).stdout
+    assert "no such kernel has this operation" in layerzero("vet", "layer_norm", "--kernel", "plug.rms").stdout
+
+
+def test_sizes_that_no_kernel_takes_are_no_verdicts():
+    ask = ("vet", "--kernel", "torch.sdpa.flash", "--dtype", "float64", "--shapes", "1x4x2x8192")
+    assert "is one that the limits of torch.sdpa.flash allow" in layerzero(*ask).stdout
+
+
+QUERY = torch.randn(1, 5, 4, 8)
+DECODE = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+WIDE = torch.randn(4, 96, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"),
+    [
+        ("rms_norm", (torch.randn(3000, 512), torch.randn(512)), {}),
+        ("rms_norm", (torch.randn(2, 30, 64), torch.randn(64)), {}),
+        ("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}),
+        ("attention", (QUERY, QUERY, QUERY), {}),
+        ("attention", (QUERY, QUERY, QUERY), {"layout": "BHSD"}),
+        ("attention", DECODE, {}),
+    ],
+)
+def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, arguments, options):
+    facts = lz.facts(function, *arguments, **options)
+    kernel = lz.explain(facts).chosen.kernel
+    words = shlex.split(re.search("`layerzero (.*)`", how_to_vet(kernel, facts)).group(1))
+    answer = layerzero(*words)
+    assert answer.exit_code == 0, answer.output
+    assert ENGINE.ledger.verdict(kernel, facts) is Verdict.PASSED
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"),
+    [
+        ("rms_norm", (torch.randn(2, 3, 4, 64), torch.randn(64)), {}),
+        ("layer_norm", (torch.randn(2, 4, 8), (4, 8)), {}),
+        ("attention", (QUERY, QUERY, QUERY), {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5)}),
+        ("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {}),
+    ],
+)
+def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, arguments, options, tmp_path):
+    facts = lz.facts(function, *arguments, **options)
+    kernel = lz.explain(facts).chosen.kernel
+    assert "--manifest FILE" in how_to_vet(kernel, facts)
+    with lz.record(tmp_path / "calls.json"):
+        getattr(lz, function)(*arguments, **options)
+    answer = layerzero("vet", "--kernel", kernel.id, "--manifest", str(tmp_path / "calls.json"))
+    assert answer.exit_code == 0, answer.output
+    assert ENGINE.ledger.verdict(kernel, facts) is Verdict.PASSED
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--kernel", "nobody.*"), "no kernel here is named by nobody.*"),
-        (("--shapes", "4by64"), "wanted sizes like 512x1024, got '4by64'"),
-        (("--module", "no_such_module"), "--module no_such_module: it does not import"),
+        (("--shapes", "4by64"), "got '4by64'"),
+        (("--module", "no_such_module"), "--module no_such_module: wanted a module that imports"),
     ],
 )
 def test_a_question_without_sense_is_an_error(arguments, text):

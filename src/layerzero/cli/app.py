@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from layerzero.cli import calls, measuring
-from layerzero.cli.calls import AsJson
+from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, say, stdout_console
 from layerzero.cli.output import examples as _examples
 from layerzero.cli.perfdb import perfdb
@@ -144,12 +144,15 @@ def kernels(
     backend: Annotated[
         str | None, typer.Option("--backend", metavar="NAME", help="Only kernels of this library.")
     ] = None,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """List kernels, their limits, and what is installed."""
     from layerzero.cli import capabilities, listing, tables
+    from layerzero.cli.modules import import_modules
     from layerzero.engine.registry import REGISTRY
 
+    import_modules(module or ())
     if descriptor:
         return capabilities.declared(operation, backend)
     kernels = REGISTRY.kernels(operation)
@@ -238,10 +241,7 @@ def conformance(
     calls: Annotated[
         int, typer.Option("--calls", metavar="N", help="Random calls of each operation and dtype.", min=1)
     ] = 20,
-    module: Annotated[
-        list[str] | None,
-        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
-    ] = None,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """Put kernels against their references, in other processes.
@@ -265,11 +265,13 @@ def conformance(
 @main.command(
     **_examples(
         "vet",
-        'vet --kernel "torch.*" --operation rms_norm --shapes 512x1024,1x4096 --dtype bfloat16',
-        "vet --backend torch --operation layer_norm --shapes 4x64 --again",
+        "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
+        "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
+        "vet layer_norm --backend torch --shapes 4x64 --again",
     )
 )
 def vet(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")] = "*",
     kernel: Annotated[
         list[str] | None,
         typer.Option("--kernel", metavar="KERNEL", help="Vet these kernels only: id, glob or library; again for more."),
@@ -277,13 +279,8 @@ def vet(
     backend: Annotated[
         list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
     ] = None,
-    operation: Annotated[
-        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
-    ] = "*",
-    shapes: Annotated[
-        str | None,
-        typer.Option("--shapes", metavar="SIZES", help="Shapes of the first tensor, 512x1024,1x4096; else the cases."),
-    ] = None,
+    shapes: measuring.Shapes = None,
+    manifest: measuring.ManifestFile = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
     ] = None,
@@ -291,29 +288,32 @@ def vet(
         str | None,
         typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
     ] = None,
-    module: Annotated[
-        list[str] | None,
-        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
-    ] = None,
+    module: Modules = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
+    operation_: Annotated[
+        str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
+    ] = None,
     json: AsJson = False,
 ) -> Answer:
     """Let kernels prove themselves on this machine, in a child process.
 
-    With neither --kernel nor --backend: those that may not run before. Verdicts are remembered until the library has
-    another version. Exits with 1 if a kernel is wrong, dies or hangs.
+    With neither --kernel nor --backend: those that may not run before. Without --shapes or --manifest: the operations'
+    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Exits
+    with 1 if a kernel is wrong, dies or hangs.
     """
     from layerzero.cli import vet as command
 
     return command.answer(
         kernels=kernel,
         backends=backend,
-        operation=operation,
+        operation=operation_ or operation,
         shapes=shapes,
+        manifest=manifest,
         dtype=dtype,
         device=device,
         modules=module or [],
         again=again,
+        quiet=json,
     )
 
 

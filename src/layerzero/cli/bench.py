@@ -9,6 +9,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
@@ -35,6 +36,7 @@ def answer(
     threads: int | None,
     samples: int | None,
     leave_out: Sequence[str],
+    modules: Sequence[str],
     plot: Path | None,
     html: Path | None,
     quiet: bool,
@@ -44,6 +46,7 @@ def answer(
         from layerzero.cli import charts
 
         charts.check(plot)
+    import_modules(modules)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtypes = dtypes_of(dtype.split(",") if dtype else None, target)
     wanted = shapes_of(shapes) or (None if manifest else "cases")

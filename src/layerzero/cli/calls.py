@@ -71,6 +71,10 @@ Set = Annotated[
 ]
 Grad = Annotated[bool, typer.Option("--grad", help="Gradients are needed.")]
 Capturing = Annotated[bool, typer.Option("--capturing", help="A CUDA graph is being captured.")]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -92,10 +96,13 @@ def command(answer: Callable[[Question, Report], Answer]) -> Callable[..., Answe
         set_: Set = None,
         grad: Grad = False,
         capturing: Capturing = False,
+        module: Modules = None,
         json: AsJson = False,
     ) -> Answer:
+        from layerzero.cli.modules import import_modules
         from layerzero.cli.question import Flags, question
 
+        import_modules(module or ())
         asked = question(
             Flags(
                 name=name,

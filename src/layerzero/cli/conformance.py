@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.testing import conformance
 
@@ -22,6 +23,7 @@ def answer(
 
     Raises: ValueError if no kernel has such a name, or a module does not import.
     """
+    import_modules(modules)
     report = conformance.run(
         kernels or None,
         operation,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson
+from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import Answer, Command
 
 Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
@@ -68,10 +68,7 @@ def tune(
     no_isolation: Annotated[
         bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
     ] = False,
-    module: Annotated[
-        list[str] | None,
-        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
-    ] = None,
+    module: Modules = None,
     without: Without = None,
     json: AsJson = False,
 ) -> Answer:
@@ -113,6 +110,7 @@ def bench(
     threads: Threads = None,
     samples: Samples = None,
     without: Without = None,
+    module: Modules = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
     ] = None,
@@ -140,6 +138,7 @@ def bench(
         threads=threads,
         samples=samples,
         leave_out=without or [],
+        modules=module or [],
         plot=plot,
         html=html,
         quiet=json,

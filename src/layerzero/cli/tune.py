@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
@@ -42,11 +42,7 @@ def answer(
     """Tune, and show the winners. Raises: ValueError or KeyError for flags that mean nothing."""
     if shapes and cases:
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"--module: {module} does not import: {error}") from error
+    import_modules(modules)
     with with_threads(threads), _bar(quiet=quiet) as told:
         tuned = run(
             operation,

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import torch
+import typer
+
+from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
+from layerzero.cli.sizes import shapes_of
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict
+from layerzero.engine import legality
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.vetting import vet
+from layerzero.tuning.asked import asked_jobs
+from layerzero.tuning.jobs import Job, Shape
+from layerzero.tuning.vetting import classes, vet_calls
+
+Pair = tuple[Kernel, Facts]
 
 
 def answer(
@@ -18,46 +33,98 @@ def answer(
     kernels: Sequence[str] | None,
     backends: Sequence[str] | None,
     operation: str,
-    shapes: str | None,
+    shapes: Sequence[str] | None,
+    manifest: Path | None,
     dtype: str | None,
     device: str | None,
     modules: Sequence[str],
     again: bool,
+    quiet: bool,
 ) -> Answer:
     """Vet; exit with 1 if a verdict is bad. Raises: ValueError for a name that means nothing, or a bad shape."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"--module {module}: it does not import: {error}") from None
+    import_modules(modules)
     names = [*(kernels or []), *(backends or [])]
     for name in names:
         if not any(names_kernel(name, kernel) for kernel in REGISTRY.kernels()):
             raise ValueError(f"no kernel here is named by {name}; `layerzero kernels` lists them")
-    sizes = None if shapes is None else [_shape(text) for text in shapes.split(",")]
-    found = vet(
-        operation,
-        kernels=kernels or None,
-        backends=backends or None,
-        shapes=sizes,
-        dtype=dtype,
-        device=device,
-        modules=modules,
-        again=again,
-        progress=say,
-    )
+    sizes = shapes_of(shapes)
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [each for each in REGISTRY.kernels(operation) if _named(each, kernels, backends, target)]
+    if sizes is None and manifest is None:
+        asked = list(_of_cases(chosen, operation, target, dtype))
+    else:
+        asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
+    pairs = [pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None]
+    found = vet_calls(pairs, modules=modules, progress=say if quiet else typer.echo)
     counts = Counter(str(each.verdict or "not vetted") for each in found)
     told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    nothing = "nothing to vet: " + ("each class has a verdict (--again asks once more)" if names else "all is trusted")
     bad = any(each.verdict not in (None, Verdict.PASSED) for each in found)
-    lines = [str(each) for each in found] + [f"{len(found)} classes: {told}" if found else nothing]
-    return Answer(
-        {"classes": [each.to_dict() for each in found], "counts": dict(counts)}, lambda: lines, NO if bad else FINE
-    )
+    if found:
+        last = f"{len(found)} classes: {told}"
+    else:
+        last = f"nothing to vet: {_nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)}"
+    data = {"classes": [each.to_dict() for each in found], "counts": dict(counts)}
+    return Answer(data, lambda: [last], NO if bad else FINE)
 
 
-def _shape(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split("x")]
-    except ValueError:
-        raise ValueError(f"--shapes: wanted sizes like 512x1024, got {text!r}") from None
+def _nothing(chosen: Sequence[Kernel], asked: Sequence[Pair], names: Sequence[str], *, own_cases: bool) -> str:
+    """Why there was nothing to do, and what would be something."""
+    if not chosen:
+        return "no such kernel has this operation" if names else "all is trusted"
+    ids = ", ".join(each.id for each in chosen)
+    if not asked:
+        calls = "of the operation's cases" if own_cases else "of these calls"
+        return f"none {calls} is one that the limits of {ids} allow; `layerzero kernels` lists limits"
+    if own_cases:
+        return "each of the operation's cases has a verdict (--again asks once more); other sizes need --shapes"
+    return "each class of these calls has a verdict (--again asks once more)"
+
+
+def _named(kernel: Kernel, kernels: Sequence[str] | None, backends: Sequence[str] | None, device: str) -> bool:
+    if kernel.is_reference:
+        return False
+    if not kernels and not backends:
+        return legality.untrusted(kernel, Device.detect(device))
+    return all(not names or any(names_kernel(name, kernel) for name in names) for names in (kernels, backends))
+
+
+def _of_cases(chosen: Sequence[Kernel], operation: str, device: str, dtype: str | None) -> Iterator[Pair]:
+    names = set(REGISTRY.operations_named(operation))
+    dtypes = None if dtype is None else [dtype_named(each) for each in dtype.split(",")]
+    for kernel in chosen:
+        for name in kernel.operations:
+            if name in names:
+                found = classes(kernel, REGISTRY.operation(name), Device.detect(device), None, dtypes)
+                yield from ((kernel, facts) for facts in found)
+
+
+def _of_jobs(
+    chosen: Sequence[Kernel],
+    operation: str,
+    device: str,
+    dtype: str | None,
+    shapes: Sequence[Shape] | None,
+    manifest: Path | None,
+) -> Iterator[Pair]:
+    """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
+    known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.tolerance}
+    dtypes = dtype.split(",") if dtype else sorted(known)
+    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest)
+    for job in jobs:
+        tolerated = REGISTRY.operation(job.operation).tolerance
+        kernels = [each for each in chosen if job.operation in each.operations]
+        if not kernels or (job.recipe is None and dtype_named(job.dtype) not in tolerated):
+            continue
+        for facts in _in_each_layout(job, device):
+            yield from ((kernel, facts) for kernel in kernels if _allowed(kernel, facts))
+
+
+def _in_each_layout(job: Job, device: str) -> Iterator[Facts]:
+    layouts = REGISTRY.operation(job.operation).layouts if job.recipe is None else ()
+    for layout in layouts or (job.layout,):
+        yield Job(job.operation, job.case, job.dtype, layout, job.recipe, job.count).facts(device)
+
+
+def _allowed(kernel: Kernel, facts: Facts) -> bool:
+    found = legality.limit_findings(kernel, facts.seen_in(kernel.layout))
+    return all(finding.repair is not None for finding in found)

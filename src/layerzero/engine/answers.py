@@ -15,7 +15,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Suspect
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
@@ -206,6 +206,8 @@ class LibraryFinding:
     @property
     def known(self) -> str:
         """What is known of the version, to be put behind another word."""
+        if self.status is compatibility.Status.UNVETTED:
+            return f", {self.status}: `layerzero vet`"
         return f", {self.status}" if self.status is not None else ""
 
 
@@ -307,10 +309,12 @@ def doctor(*, load: bool = False) -> Diagnosis:
         reason = state.reason
         if device.platform not in backend.platforms:  # whatever else is wrong with it does not matter here
             reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
-        count = sum(kernel.backend == backend for kernel in REGISTRY.kernels())
+        kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         known = compatibility.status(backend, state.version) if state.version else None
-        libraries.append(LibraryFinding(name, backend.summary, state.version or None, count, reason, known))
+        if reason is None and any(_awaits_vetting(kernel, device) for kernel in kernels):
+            known = compatibility.Status.UNVETTED
+        libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
     resting |= health.disabled()
@@ -361,6 +365,15 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
+
+
+def _awaits_vetting(kernel: Kernel, device: Device) -> bool:
+    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
+    from layerzero.engine.warmup import example_calls
+
+    if kernel.trust is not Trust.PLUGIN or not CONFIGURATION.policy.require_vetting:
+        return False
+    return any(ENGINE.ledger.judgement(kernel, call) is None for call in example_calls(kernel, device))
 
 
 def _import(backend: Backend) -> None:

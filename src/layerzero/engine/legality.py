@@ -16,6 +16,7 @@ from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import split
 from layerzero.engine.health import Health
+from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine, this_machine
@@ -120,7 +121,7 @@ def trust_reasons(
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
         locked = lock is not None and names_kernel(lock.kernel, kernel)
         if not locked:  # a lock is the operator's word for it
-            hint = f"Vet it: `layerzero vet --kernel {kernel.id}`, or lz.vet(kernels=[{kernel.id!r}])"
+            hint = how_to_vet(kernel, facts)
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict", hint))
     if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"

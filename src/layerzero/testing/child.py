@@ -102,7 +102,7 @@ def _run(key: Key, check: Check, device: str, write: Write) -> None:
         os._exit(CONTEXT_LOST)
 
 
-def _imported(modules: Sequence[str]) -> str:
+def imported(modules: Sequence[str]) -> str:
     """Import modules that should register kernels; say what is wrong with one that does not."""
     for module in modules:
         before = len(REGISTRY.kernels())
@@ -127,7 +127,7 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
 
     job = json.loads(sys.stdin.read())
-    problem = _imported(job["modules"])
+    problem = imported(job["modules"])
     if problem:
         write({"error": problem})
         return
