@@ -15,7 +15,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
-from layerzero.core.kernel import Backend, Kernel, Trust
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.ledger import Suspect
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Report
@@ -25,6 +25,7 @@ from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
 from layerzero.engine.functions import CALLS
+from layerzero.engine.how_to_vet import awaits_vetting
 from layerzero.engine.health import Counts
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
@@ -206,9 +207,8 @@ class LibraryFinding:
     @property
     def known(self) -> str:
         """What is known of the version, to be put behind another word."""
-        if self.status is compatibility.Status.UNVETTED:
-            return f", {self.status}: `layerzero vet`"
-        return f", {self.status}" if self.status is not None else ""
+        how = ": `layerzero vet`" if self.status is compatibility.Status.UNVETTED else ""
+        return f", {self.status}{how}" if self.status is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         known = compatibility.status(backend, state.version) if state.version else None
-        if reason is None and any(_awaits_vetting(kernel, device) for kernel in kernels):
+        if reason is None and any(awaits_vetting(kernel, device, ENGINE.ledger) for kernel in kernels):
             known = compatibility.Status.UNVETTED
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
@@ -365,15 +365,6 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
-
-
-def _awaits_vetting(kernel: Kernel, device: Device) -> bool:
-    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
-    from layerzero.engine.warmup import example_calls
-
-    if kernel.trust is not Trust.PLUGIN or not CONFIGURATION.policy.require_vetting:
-        return False
-    return any(ENGINE.ledger.judgement(kernel, call) is None for call in example_calls(kernel, device))
 
 
 def _import(backend: Backend) -> None:

@@ -1,11 +1,13 @@
-"""The command that lets a kernel prove itself for the sizes of one call."""
+"""The command that lets a kernel prove itself for the sizes of one call, and whether one is left to be given."""
 
 from __future__ import annotations
 
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import home_of
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.ledger import Ledger, home_of
+from layerzero.engine.config import CONFIGURATION
 
 _SHORT_NDIM = 4
 """A class holds the number of axes as a power of two; a command's shapes make inputs with fewer than these."""
@@ -23,6 +25,15 @@ def how_to_vet(kernel: Kernel, facts: Facts) -> str:
         words.append(f"--module {home}")
     origin = "or lz.warmup with these shapes" if shapes else "with a workload that lz.record wrote"
     return f"Vet it for these sizes: `{' '.join(words)}`, {origin}"
+
+
+def awaits_vetting(kernel: Kernel, device: Device, ledger: Ledger) -> bool:
+    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
+    from layerzero.engine.warmup import example_calls
+
+    if kernel.trust is not Trust.PLUGIN or not CONFIGURATION.policy.require_vetting:
+        return False
+    return any(ledger.judgement(kernel, call) is None for call in example_calls(kernel, device))
 
 
 def _shapes(facts: Facts) -> str:
