@@ -25,8 +25,8 @@ from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
 from layerzero.engine.functions import CALLS
-from layerzero.engine.how_to_vet import awaits_vetting
 from layerzero.engine.health import Counts
+from layerzero.engine.how_to_vet import awaits_vetting
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
@@ -207,8 +207,7 @@ class LibraryFinding:
     @property
     def known(self) -> str:
         """What is known of the version, to be put behind another word."""
-        how = ": `layerzero vet`" if self.status is compatibility.Status.UNVETTED else ""
-        return f", {self.status}{how}" if self.status is not None else ""
+        return f", {self.status}" if self.status is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +311,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         known = compatibility.status(backend, state.version) if state.version else None
-        if reason is None and any(awaits_vetting(kernel, device, ENGINE.ledger) for kernel in kernels):
-            known = compatibility.Status.UNVETTED
+        known = compatibility.Status.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
@@ -357,8 +355,7 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
             continue
         if library.reason.code in (ReasonCode.BACKEND_IMPORT_FAILED, ReasonCode.VERSION_UNSUPPORTED):
             yield f"{library.name}: {library.reason.message}"
-    for kernel, error in resting.items():
-        yield f"{kernel} failed and rests: {error}"
+    yield from (f"{kernel} failed and rests: {error}" for kernel, error in resting.items())
     usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
     if not usable:
         more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"

@@ -18,8 +18,8 @@ class Status(StrEnum):
     """Within the range that its declaration was written for; that very version was not run."""
     UNTESTED = "untested"
     """Outside that range: refused until it was vetted here."""
-    UNVETTED = "not vetted"
-    """A plugin's, whose kernels no call gets before `layerzero vet`."""
+    UNVETTED = "not vetted: `layerzero vet`"
+    """A plugin's, whose kernels no call gets before."""
     BAD = "known bad"
     """Refused, whatever vetting says."""
 

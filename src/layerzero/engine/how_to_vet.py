@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
-from layerzero.core.ledger import Ledger, home_of
+from layerzero.core.ledger import home_of
 from layerzero.engine.config import CONFIGURATION
 
 _SHORT_NDIM = 4
@@ -27,13 +29,16 @@ def how_to_vet(kernel: Kernel, facts: Facts) -> str:
     return f"Vet it for these sizes: `{' '.join(words)}`, {origin}"
 
 
-def awaits_vetting(kernel: Kernel, device: Device, ledger: Ledger) -> bool:
+def awaits_vetting(kernels: Sequence[Kernel], device: Device) -> bool:
     """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
+    from layerzero.engine.dispatch import ENGINE
     from layerzero.engine.warmup import example_calls
 
-    if kernel.trust is not Trust.PLUGIN or not CONFIGURATION.policy.require_vetting:
+    if not CONFIGURATION.policy.require_vetting:
         return False
-    return any(ledger.judgement(kernel, call) is None for call in example_calls(kernel, device))
+    plugins = [kernel for kernel in kernels if kernel.trust is Trust.PLUGIN]
+    calls = ((kernel, call) for kernel in plugins for call in example_calls(kernel, device))
+    return any(ENGINE.ledger.judgement(*pair) is None for pair in calls)
 
 
 def _shapes(facts: Facts) -> str:
