@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sqlite3
+import sys
 
 import pytest
 import torch
@@ -236,6 +238,37 @@ def test_times_are_forgotten_by_what_the_options_say():
     assert set(evidence(8)) == {"torch.rms_norm"}
     assert answer("perfdb prune --older-than 0")["rows"] == 2
     assert evidence(8) == {}
+
+
+def test_times_of_kernels_that_only_a_program_registers_are_not_stale(monkeypatch, tmp_path):
+    source = """
+import layerzero as lz
+
+@lz.register_kernel("norm.rms", "mine.own", supported_dtypes=["float32"])
+def own(input, weight, *, eps=1e-6):
+    return input
+"""
+    (tmp_path / "own_kernels.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("own_kernels")
+    record("mine.own", 4)
+    REGISTRY.unregister_kernel("mine.own")
+    monkeypatch.delitem(sys.modules, "own_kernels")
+    shown = run("perfdb prune --stale --dry-run")
+    assert "0 times would be forgotten" in shown.stdout
+    assert "1 times kept of kernels that nothing here registers" in shown.stdout
+    assert "mine.own" in shown.stdout
+    assert answer("perfdb prune --stale") == {"rows": 0, "forgotten": True, "kept_unknown": 1}
+    assert answer("perfdb prune --stale --unknown --dry-run")["rows"] == 1
+    assert "wanted --stale beside it" in run("perfdb prune --imported --unknown").stderr
+    assert "wanted a module that imports" in run("perfdb show --module there_is_none").stderr
+    assert answer("perfdb show --here")["rows"] == 3
+    assert answer("perfdb show --here --module own_kernels")["rows"] == 4
+    assert answer(f"perfdb export {tmp_path / 'times.jsonl'} --here --module own_kernels")["rows"] == 4
+    assert answer("perfdb prune --stale --module own_kernels")["kept_unknown"] == 0
+    REGISTRY.unregister_kernel("mine.own")
+    assert answer("perfdb prune --stale --unknown")["rows"] == 1
+    assert answer("perfdb show")["rows"] == 3
 
 
 def test_a_sound_database_is_fine():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson
+from layerzero.cli.calls import AsJson, Modules
+from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, examples
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ def show(
     operation: OperationGlob = "*",
     here: OnlyHere = False,
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to show, latest first.", min=0)] = 40,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """Show measured times, latest first."""
     from layerzero.tuning import archive
 
+    import_modules(module or [])
     database = _database()
     holds = archive.here()
     with _readable(database):
@@ -70,12 +73,14 @@ def export(
     prior: Annotated[
         bool, typer.Option("--prior", help="Write a table of priors, as the package ships them, of what counts here.")
     ] = False,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """Write measured times to a file for other machines."""
     from layerzero.tuning import archive
     from layerzero.tuning.prior import table_of
 
+    import_modules(module or [])
     database = _database()
     holds = archive.here() if here or prior else None
     with _readable(database):
@@ -145,14 +150,25 @@ def prune(
     ] = None,
     stale: Annotated[bool, typer.Option("--stale", help="Only times that do not count on this machine now.")] = False,
     imported: Annotated[bool, typer.Option("--imported", help="Only imported times.")] = False,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="With --stale: also times of kernels that nothing here registers.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell how many, and remove none.")] = False,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """Forget times. Every option given must hold; without any, nothing is forgotten."""
+    """Forget times. Every option given must hold; without any, nothing is forgotten.
+
+    Whether a time is stale can be told of a kernel that is registered: by itself, or by a --module. Times of others are
+    kept, and counted, unless --unknown says that they are to go as well.
+    """
     from layerzero.tuning import archive
 
     if (kernel, operation, older_than, stale, imported) == ("*", "*", None, False, False):
         raise ValueError("prune: wanted an option that says which times to forget, got none")
+    if unknown and not stale:
+        raise ValueError("prune: --unknown says what --stale takes in: wanted --stale beside it, got none")
+    import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
     database = _database()
     holds = archive.here()
@@ -161,10 +177,17 @@ def prune(
             archive.rows(database), kernel=kernel, operation=operation, before=before, imported=imported
         )
         gone = [each for each in found if not (stale and holds(each))]
+    kept = [each for each in gone if stale and not unknown and not archive.registered(each)]
+    if kept:
+        gone = [each for each in gone if archive.registered(each)]
     if not dry_run:
         archive.forget(database, gone)
     verb = "would be forgotten" if dry_run else "forgotten"
-    return Answer({"rows": len(gone), "forgotten": not dry_run}, lambda: [f"{len(gone)} times {verb}"])
+    lines = [f"{len(gone)} times {verb}"]
+    if kept:
+        why = "kernels that nothing here registers (--module imports what does, --unknown forgets them)"
+        lines.append(f"{len(kept)} times kept of {why}: {', '.join(sorted({each.kernel for each in kept}))}")
+    return Answer({"rows": len(gone), "forgotten": not dry_run, "kept_unknown": len(kept)}, lambda: lines)
 
 
 @perfdb.command("check", **examples("perfdb check", "perfdb check --json"))

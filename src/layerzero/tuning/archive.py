@@ -217,6 +217,11 @@ def damage(file: Path) -> str:
         return str(error)
 
 
+def registered(row: Row) -> bool:
+    """Whether this process knows a row's kernel; of another one it cannot tell whether its time still holds."""
+    return any(kernel.id == row.kernel for kernel in REGISTRY.kernels())
+
+
 def here() -> Callable[[Row], bool]:
     """A test whether a row's environment is one that this machine has now."""
     devices = [Device.detect("cpu")]
