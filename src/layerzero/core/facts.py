@@ -112,7 +112,7 @@ MAX_ALIGNMENT_BYTES = 16
 
 def alignment_bytes(tensor: torch.Tensor) -> int:
     """Largest power of two up to 16 that divides the address of the first element."""
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if tensor.is_meta or tensor.numel() == 0:
         return MAX_ALIGNMENT_BYTES
     try:
         address = tensor.data_ptr()
@@ -167,6 +167,11 @@ class Facts(Mapping[str, object]):
     def items(self) -> ItemsView[str, object]:
         """Names and values, without asking for each by name."""
         return self._values.items()
+
+    def sizeless(self) -> tuple[object, ...]:
+        """The values of ``OperationSchema.sizeless``: what calls that differ in sizes only have in common."""
+        values = self._values
+        return tuple([values[name] for name in self.operation.schema.sizeless])
 
     def size(self, name: str) -> int:
         """An axis size or derived size; raises KeyError where the operation has no such axis."""

@@ -245,9 +245,11 @@ class LastStrideOne(Limit):
 
     def check(self, facts: Facts) -> Findings:
         return tuple(
-            Finding(Reason(ReasonCode.STRIDE_LAST_DIM, name, 1, tensor.last_stride), Repair("copy", name))
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and tensor.last_stride != 1
+            [
+                Finding(Reason(ReasonCode.STRIDE_LAST_DIM, name, 1, tensor.last_stride), Repair("copy", name))
+                for name in self.tensors
+                if (tensor := facts.tensors.get(name)) is not None and tensor.last_stride != 1
+            ]
         )
 
     def facts_read(self) -> tuple[str, ...]:
@@ -265,11 +267,14 @@ class Contiguous(Limit):
 
     def check(self, facts: Facts) -> Findings:
         return tuple(
-            Finding(
-                Reason(ReasonCode.NOT_CONTIGUOUS, name, "contiguous", f"strides {tensor.strides}"), Repair("copy", name)
-            )
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and not tensor.contiguous
+            [
+                Finding(
+                    Reason(ReasonCode.NOT_CONTIGUOUS, name, "contiguous", f"strides {tensor.strides}"),
+                    Repair("copy", name),
+                )
+                for name in self.tensors
+                if (tensor := facts.tensors.get(name)) is not None and not tensor.contiguous
+            ]
         )
 
     def facts_read(self) -> tuple[str, ...]:
@@ -295,12 +300,14 @@ class Aligned(Limit):
 
     def check(self, facts: Facts) -> Findings:
         return tuple(
-            Finding(
-                Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.row_alignment_bytes} bytes"),
-                Repair("copy", name),
-            )
-            for name in self.tensors
-            if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
+            [
+                Finding(
+                    Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.row_alignment_bytes} bytes"),
+                    Repair("copy", name),
+                )
+                for name in self.tensors
+                if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
+            ]
         )
 
     def facts_read(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def score(self) -> float:
         """Sum of its terms."""
-        return sum(term.points for term in self.terms)
+        return sum([term.points for term in self.terms])
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""

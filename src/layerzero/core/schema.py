@@ -50,6 +50,12 @@ class TensorSchema:
         return tuple(self.shape_vars[axis] for axis in permutation(canonical(layout), layout))
 
 
+_OF_THE_STATE = (
+    *("platform", "sm", "dtype"),
+    *("requires_grad", "deterministic", "capturing", "autocast", "sdpa_disabled"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class OperationSchema:
     """The contract of one operation's call.
@@ -69,7 +75,8 @@ class OperationSchema:
         required, optional: the tensors that every call brings, and those that it may leave out.
         mutated: names of the tensors that the operation writes into.
         passed: arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles.
-        arguments: every argument, tensors first.
+        arguments, known: every argument, tensors first, and the same as a set.
+        sizeless: the facts of a call that are no sizes and do not follow from them.
     """
 
     operation: str
@@ -84,17 +91,22 @@ class OperationSchema:
     mutated: tuple[str, ...] = field(init=False, repr=False, compare=False)
     passed: tuple[str, ...] = field(init=False, repr=False, compare=False)
     arguments: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    known: frozenset[str] = field(init=False, repr=False, compare=False)
+    sizeless: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("params", "neutral", "handles"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        derived: dict[str, tuple[object, ...]] = {  # read for every candidate of every choice
+        derived: dict[str, object] = {  # read for every candidate of every choice
             "required": tuple(tensor for tensor in self.inputs if tensor.required),
             "optional": tuple(tensor for tensor in self.inputs if not tensor.required),
             "mutated": tuple(tensor.name for tensor in self.inputs if tensor.mutated),
-            "passed": (*self.bounds, *self.handles),
         }
-        derived["arguments"] = (*(tensor.name for tensor in self.inputs), *self.params, *derived["passed"])
+        passed = (*self.bounds, *self.handles)
+        arguments = (*(tensor.name for tensor in self.inputs), *self.params, *passed)
+        derived |= {"passed": passed, "arguments": arguments, "known": frozenset(arguments)}
+        optional = (tensor.name for tensor in self.inputs if not tensor.required)
+        derived["sizeless"] = (*optional, *self.params, *passed, *_OF_THE_STATE)
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -111,7 +123,7 @@ class OperationSchema:
         problems = [
             f"unknown argument {name!r}; this operation takes {', '.join(self.arguments)}"
             for name in values
-            if name not in self.arguments
+            if name not in self.known
         ]
         problems += self._tensor_problems(values, layout)
         problems += self._param_problems(values)
@@ -180,7 +192,9 @@ def _tensor_problem(
         problems.append(f"{schema.name}: wanted device {first.device} like the first tensor, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
     for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):
-        known = (int(axis), "the schema") if axis.isdigit() else sizes.setdefault(axis, (size, schema.name))
+        known = sizes.get(axis)
+        if known is None:
+            known = sizes[axis] = (int(axis), "the schema") if axis.isdigit() else (size, schema.name)
         wanted_size, owner = known
         if size != wanted_size:
             problems.append(f"{schema.name}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")

@@ -98,7 +98,7 @@ class Call:
         return fast
 
     def _arguments(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip((parameter.name for parameter in self.function.parameters), values, strict=True))
+        return dict(zip(self.dispatcher.names, values, strict=True))
 
     def _scoped_table(self) -> Table:
         return self.dispatcher.cache.table(SCOPES.policy())
@@ -122,7 +122,7 @@ class Call:
 
     def _native_miss(self, exact: bytes, coarse: bytes, *values: Any) -> Any:
         arguments = self._arguments(values)
-        if any(isinstance(value, torch.Tensor) and value.is_neg() for value in values):
+        if any(value.is_neg() for value in values if isinstance(value, torch.Tensor)):
             return self.python(**arguments)  # the C key does not tell; a plan chosen for such a call is not for others
         return self.dispatcher.miss(Key(exact, coarse, self.native), arguments)
 

@@ -31,6 +31,7 @@ from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.engine.registry import REGISTRY, Registry
+from layerzero.engine.standing import Standings
 
 log = logging.getLogger("layerzero")
 
@@ -45,6 +46,7 @@ class Engine:
         self._ledger: Ledger | None = None
         self.recent = Recent()
         self.health = Health(self.bump)
+        self.standings = Standings()
         self.caches: list[PlanCache] = []
         self.epoch = 0
         self.watchers: tuple[Watcher, ...] = ()
@@ -72,6 +74,7 @@ class Engine:
         with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
             self.epoch += 1
             policy = CONFIGURATION.policy
+            self.standings.forget()
             for cache in self.caches:
                 cache.publish(policy)
 
@@ -102,6 +105,7 @@ class Dispatcher:
     def __init__(self, function: Function, engine: Engine = ENGINE) -> None:
         self.function = function
         self.engine = engine
+        self.names = tuple(each.name for each in function.parameters)
         self.order = tuple(each.name for each in function.parameters if each.name in function.tensors)
         self.cache = PlanCache()
         self.cache.publish(CONFIGURATION.policy)
@@ -131,7 +135,8 @@ class Dispatcher:
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
         health, ledger = self.engine.health, self.engine.ledger
-        judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed, complete=complete)
+        judge = legality.judge if complete else self.engine.standings.judge
+        judged = judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         frozen = self.engine.frozen
         ranked = score.rank(judged, facts, policy, ledger if frozen is None else frozen.NO_TIMES)
         report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
@@ -268,6 +273,11 @@ class Dispatcher:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
         kernel, facts = plan.kernel, plan.report.facts
         adapted = planning.adapted_tensors(plan, arguments)
+        if kernel.layout in (None, facts.layout) and all(
+            adapted.get(name) is arguments[name] for name in facts.tensors
+        ):
+            plan.proved = True  # the very tensors that were judged, seen in the same way
+            return True
         tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in facts.tensors}
         judged = facts.seen_in(kernel.layout)
         if tensors == judged.tensors and not plan.transforms_data:  # what was judged is what the kernel gets
@@ -304,7 +314,7 @@ class Dispatcher:
 
 def _on_meta(arguments: dict[str, Any]) -> bool:
     """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in arguments.values())
+    return any(value.is_meta for value in arguments.values() if isinstance(value, torch.Tensor))
 
 
 def _adapts(plan: Plan) -> str:

@@ -31,43 +31,46 @@ def judge(
     ledger: Ledger,
     *,
     failed: Collection[str] = (),
-    complete: bool = True,
 ) -> list[Candidate]:
     """Judge every kernel for one call; ``failed`` names kernels that just raised for it.
 
-    Choosing needs no more than one reason of a refused kernel: unless ``complete``, the rest is not looked for.
+    Choosing needs no more than one reason of a refused kernel: :mod:`layerzero.engine.standing` keeps what it can.
     """
     lock = policy.lock_for(facts)
     seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
     for kernel in kernels:
-        elsewhere = None if complete else _elsewhere(kernel, facts)
-        if elsewhere is not None:  # half of the kernels that are known, and nothing else about them matters
-            judged.append(Candidate(kernel, (elsewhere,)))
-            continue
         layout = kernel.layout
         if layout not in seen:
             seen[layout] = facts.seen_in(layout)
-        reasons = policy_reasons(kernel, facts, policy, lock)
+        reasons = policy_reasons(kernel, facts, policy)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
-        if reasons and not complete:
-            judged.append(Candidate(kernel, tuple(reasons)))
-            continue
-        findings = limit_findings(kernel, seen[layout], complete=complete)
-        adaptations = _adaptations(kernel, facts)
-        for finding in findings:
-            repaired = _repaired(kernel, finding.repair, facts, policy)
-            if repaired is None:
-                reasons.append(finding.reason)
-            elif repaired not in adaptations:
-                adaptations.append(repaired)
+        adaptations = adaptations_for(kernel, facts)
+        reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
         if kernel.id in failed:
-            reasons.append(Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log"))
+            reasons.append(JUST_FAILED)
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
     return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
-def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy, lock: Lock | None) -> list[Reason]:
+JUST_FAILED = Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log")
+
+
+def repair(
+    kernel: Kernel, findings: Iterable[Finding], facts: Facts, policy: Policy, adaptations: list[Adaptation]
+) -> list[Reason]:
+    """Add the adaptations that make findings good, and give the reasons that are left."""
+    reasons = []
+    for finding in findings:
+        repaired = _repaired(kernel, finding.repair, facts, policy)
+        if repaired is None:
+            reasons.append(finding.reason)
+        elif repaired not in adaptations:
+            adaptations.append(repaired)
+    return reasons
+
+
+def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
     reasons: list[Reason] = []
     if not policy.enabled and kernel.source not in ("torch", "reference"):
@@ -93,21 +96,19 @@ def trust_reasons(
     kernel: Kernel,
     facts: Facts,
     policy: Policy,
-    machine: Machine,
+    machine: Machine | None,
     health: Health,
     ledger: Ledger,
     lock: Lock | None,
 ) -> list[Reason]:
-    """Whether the library is there, the kernel is healthy, built, small enough, and vetted where that is required."""
-    reasons = []
+    """Whether the library is there, the kernel is healthy, built, small enough, and vetted where that is required.
+
+    Without a machine the library is known to be there.
+    """
     judgement = ledger.judgement(kernel, facts)
     verdict = None if judgement is None else judgement.verdict
-    state = machine.state(kernel.backend, facts.device)
-    library = None if state.untested and verdict is Verdict.PASSED else state.reason
-    if library is not None:
-        revision = kernel.revision
-        own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
-        reasons.append(library if own else _hinted(library, kernel))
+    library = None if machine is None else library_reason(kernel, facts, machine, verdict)
+    reasons = [] if library is None else [library]
     reasons += health.reasons(kernel, str(facts["operation"]))
     suspicion = ledger.suspicion(kernel, facts)
     if suspicion is not None:
@@ -126,8 +127,10 @@ def trust_reasons(
     if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
+    if kernel.workspace_bytes is None:
+        return reasons
     try:
-        workspace = int(kernel.workspace_for(facts))
+        workspace = int(kernel.workspace_bytes(facts))
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
@@ -136,6 +139,16 @@ def trust_reasons(
         limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
         reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
     return reasons
+
+
+def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verdict | None) -> Reason | None:
+    """Why the library cannot be used here; a verdict lifts it where only the version is not a tested one."""
+    state = machine.state(kernel.backend, facts.device)
+    if state.reason is None or (state.untested and verdict is Verdict.PASSED):
+        return None
+    revision = kernel.revision
+    own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
+    return state.reason if own else _hinted(state.reason, kernel)
 
 
 def untrusted(kernel: Kernel, device: Device) -> bool:
@@ -165,13 +178,12 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
         return True
 
 
-def limit_findings(kernel: Kernel, facts: Facts, *, complete: bool = True) -> list[Finding]:
+def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """What the kernel's limits, arguments and flags say about facts that are in its layout.
 
-    What only a descriptor refuses names it: the kernel without it is asked, too. Unless ``complete``, the first finding
-    that nothing makes good is the last.
+    What only a descriptor refuses names it: the kernel without it is asked, too.
     """
-    findings = _findings(kernel, facts, complete)
+    findings = _findings(kernel, facts)
     if kernel.revision is None or not findings:
         return findings
     before = {(found.reason.code, found.reason.fact): found for found in limit_findings(kernel.revision.before, facts)}
@@ -187,24 +199,31 @@ def _hinted(reason: Reason, kernel: Kernel) -> Reason:
     return replace(reason, hint=f"{reason.hint} Said by the descriptor {kernel.revision}".strip())
 
 
-def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
-    findings: list[Finding] = []
-    elsewhere = _elsewhere(kernel, facts)
-    if elsewhere is not None:
-        return [Finding(elsewhere)]  # the other limits speak about hardware that is not there
-    for limit in kernel.limits:
-        found = _checked(limit, facts)
-        if found:
-            findings += found
-            if not complete and any(_final(finding) for finding in found):
-                return findings
-    findings += _argument_findings(kernel, facts)
+def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    away = elsewhere(kernel, facts)
+    if away is not None:
+        return [Finding(away)]  # the other limits speak about hardware that is not there
+    findings = [finding for limit in kernel.limits for finding in checked(limit, facts)]
+    findings += argument_findings(kernel, facts)
+    findings += state_findings(kernel, facts)
+    return findings + memory_findings(kernel, facts)
+
+
+def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """What the kernel's flags say about the eager state of the call."""
+    findings = []
     if facts["requires_grad"] and not kernel.grad:
         findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))
     if facts["deterministic"] and not kernel.deterministic:
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
+    return findings
+
+
+def memory_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """What the kernel's flags say about tensors without elements, and about those with the negative bit."""
+    findings = []
     for name, tensor in facts.tensors.items():
         if not kernel.handles_empty and 0 in tensor.shape:
             reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", "not empty", tensor.shape)
@@ -215,7 +234,7 @@ def _findings(kernel: Kernel, facts: Facts, complete: bool) -> list[Finding]:
     return findings
 
 
-def _elsewhere(kernel: Kernel, facts: Facts) -> Reason | None:
+def elsewhere(kernel: Kernel, facts: Facts) -> Reason | None:
     """Why a kernel's library does not serve this platform at all."""
     if facts.device.platform in kernel.backend.platforms or kernel.backend.origin == "decorator":
         return None
@@ -223,7 +242,7 @@ def _elsewhere(kernel: Kernel, facts: Facts) -> Reason | None:
     return Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, facts.device.platform)
 
 
-def _checked(limit: Limit, facts: Facts) -> Findings:
+def checked(limit: Limit, facts: Facts) -> Findings:
     """Evaluate one limit; one that cannot be evaluated refuses its kernel and nothing else."""
     try:
         return limit.check(facts)
@@ -232,12 +251,12 @@ def _checked(limit: Limit, facts: Facts) -> Findings:
         return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
 
 
-def _final(finding: Finding) -> bool:
+def final(finding: Finding) -> bool:
     """Whether nothing makes it good: no repair does, and no smaller batch (:mod:`layerzero.engine.split`)."""
     return finding.repair is None and finding.reason.code not in LAUNCH_CODES
 
 
-def _argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+def argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """An argument that the kernel does not know must be absent or at the value at which it does nothing."""
     schema = facts.operation.schema
     findings = [
@@ -260,7 +279,8 @@ def _unaccepted(kernel: Kernel, argument: str, wanted: object, got: object) -> F
     return Finding(Reason(code, argument, wanted, got), repair)
 
 
-def _adaptations(kernel: Kernel, facts: Facts) -> list[Adaptation]:
+def adaptations_for(kernel: Kernel, facts: Facts) -> list[Adaptation]:
+    """What a plan does because the kernel has another layout than the call."""
     if kernel.layout is None or facts.layout is None or kernel.layout == facts.layout:
         return []
     return [Adaptation("view", "layout", f"{facts.layout} seen as {kernel.layout} (strides only)")]

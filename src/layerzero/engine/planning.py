@@ -37,24 +37,20 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
     target = split.load(kernel, facts, chunk) if chunk else kernel.load(facts.seen_in(kernel.layout))
-    names = tuple(parameter.name for parameter in function.parameters)
+    names = tuple([parameter.name for parameter in function.parameters])
     lines = _adapting(candidate, facts)
     adapting = [*lines, "return " + _dict_of(function, facts)]
     passed = _passed(candidate, facts)
     running = [*_guards(kernel, facts), *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
     source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     namespace: dict[str, Any] = {
+        **_NAMES,
         "kernel": target,
         "fold": facts.operation.fold,
-        "blank": _blank,
         "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
         "check_values": functools.partial(_check_values, function.name, facts.operation),
-        "PlanUnusableError": PlanUnusableError,
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
-        "synchronize": torch.cuda.synchronize,
-        "contiguous_format": torch.contiguous_format,
-        **split.NAMES,
     }
     exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
     only_calls = running == [_call_text(passed), "return output"]
@@ -67,6 +63,16 @@ def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tens
     columns = torch.arange(tensor.shape[axis], device=tensor.device)
     columns = columns.view([-1 if each == axis else 1 for each in range(4)])
     return tensor.masked_fill(columns >= lengths.view(-1, 1, 1, 1), 0.0)
+
+
+_NAMES: dict[str, Any] = {
+    "blank": _blank,
+    "PlanUnusableError": PlanUnusableError,
+    "synchronize": torch.cuda.synchronize,
+    "contiguous_format": torch.contiguous_format,
+    **split.NAMES,
+}
+"""What the text of every plan may name."""
 
 
 def _never() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from layerzero.core.evidence import Evidence
@@ -31,10 +32,9 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer it. Within
     the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
     """
-    legal = [candidate for candidate in candidates if candidate.legal]
+    legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
-    measured = [each for each in legal if each.kernel.id in evidence]
-    anchor = max((each.kernel.priority for each in measured), default=0)
+    anchor = max([each.kernel.priority for each in legal if each.kernel.id in evidence], default=0)
     best_us = min((found.time_us for found in evidence.values()), default=0.0)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
@@ -51,12 +51,12 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
             terms = [Term("priority", candidate.kernel.priority)]
             if evidence and not any(term.name == "prefer" for term in bonus):
                 terms.append(Term("unmeasured", -UNMEASURED_PENALTY * confidence))
-            moves = sum(adaptation.moves_data for adaptation in candidate.adaptations)
+            moves = sum([adaptation.moves_data for adaptation in candidate.adaptations])
             if moves:
                 terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
         scored.append(_with_evidence(candidate, (*terms, *bonus), found))
     refused = sorted(
-        (each for each in candidates if not each.legal), key=lambda each: (-each.kernel.priority, each.kernel.id)
+        [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)
     )
     return _order(scored) + refused
 
@@ -93,13 +93,12 @@ def _order(scored: list[Candidate]) -> list[Candidate]:
     """
     if len(scored) < 2:
         return scored
-    scores = {id(each): each.score for each in scored}
-    best = max(scored, key=lambda each: (scores[id(each)], each.kernel.id))
-    top = scores[id(best)]
+    scores = [(each.score, each.kernel.id, each) for each in scored]
+    top, _, best = max(scores, key=operator.itemgetter(0, 1))
 
-    def place(candidate: Candidate) -> tuple[float, float, str]:
-        score = scores[id(candidate)]
-        tied = top - score <= POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
-        return 0.0 if tied else top - score, -candidate.kernel.priority, candidate.kernel.id
+    def place(scored: tuple[float, str, Candidate]) -> tuple[float, float, str]:
+        behind, candidate = top - scored[0], scored[2]
+        tied = behind <= 0.0 or behind <= POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
+        return 0.0 if tied else behind, -candidate.kernel.priority, candidate.kernel.id
 
-    return sorted(scored, key=place)
+    return [each for _, _, each in sorted(scores, key=place)]

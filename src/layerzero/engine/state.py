@@ -21,12 +21,12 @@ _SDPA: dict[str, Callable[[], bool]] = {
 
 def sdpa_disabled() -> frozenset[str]:
     """Backends that ``torch.nn.attention.sdpa_kernel`` or its switches have turned off here."""
-    return frozenset(name for name, enabled in _SDPA.items() if not enabled())
+    return frozenset([name for name, enabled in _SDPA.items() if not enabled()])
 
 
 def capturing(values: Iterable[Any]) -> bool:
     """Whether the call is made inside a CUDA graph capture."""
-    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+    on_gpu = any(value.is_cuda for value in values if isinstance(value, torch.Tensor))
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
@@ -34,7 +34,7 @@ def call_state(values: Iterable[Any], policy: Policy, reads: frozenset[str]) -> 
     """Read what matters for a call with these argument values; ``reads`` names the function's further state."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     first = tensors[0] if tensors else None
-    on_gpu = first is not None and first.device.type == "cuda"
+    on_gpu = first is not None and first.is_cuda
     return CallState(
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         deterministic=policy.deterministic or torch.are_deterministic_algorithms_enabled(),

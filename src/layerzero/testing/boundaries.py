@@ -147,7 +147,7 @@ def other_bounds(
         lifted = without(kernel, limit)
         illegal: list[tuple[str, Trial]] = []
         for trial in trials:
-            found = legality._checked(limit, trial.facts.seen_in(kernel.layout))
+            found = legality.checked(limit, trial.facts.seen_in(kernel.layout))
             if found and len(illegal) < PROBES:
                 alone = attempt(lifted, setting.operation, trial.call)
                 if alone is not None and not alone.reasons:
@@ -198,7 +198,7 @@ def device_bounds(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Device, Li
 def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) -> Outcome:
     """The kernel is refused on a device that the limit excludes, with the limit's own code."""
     facts = base.facts.on(device, capturing=False)
-    codes = {str(finding.reason.code) for finding in legality._checked(limit, facts.seen_in(kernel.layout))}
+    codes = {str(finding.reason.code) for finding in legality.checked(limit, facts.seen_in(kernel.layout))}
     got = {str(reason.code) for reason in judged(kernel, facts).reasons}
     if not codes:
         return Outcome("not tried", f"it says nothing about {dtype_name(call_dtype(base.routed))} there")

@@ -101,6 +101,12 @@ class Database:
 
     # reading and writing
 
+    def is_absent(self) -> bool:
+        """Whether nobody has written yet, here or anywhere."""
+        if self._memory is not None:
+            return False
+        return not (self._readable and self.path is not None and os.access(self.path, os.F_OK))
+
     def read(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows that a question finds on disk and in memory; none where the file cannot be read."""
         found: list[tuple[Any, ...]] = []

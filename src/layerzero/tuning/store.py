@@ -72,7 +72,10 @@ class TimeStore:
 
     def _own(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What this user's database says."""
-        database, work, graph = self.database, work_of(facts), bool(facts["capturing"])
+        database = self.database
+        if database.is_absent():
+            return {}
+        work, graph = work_of(facts), bool(facts["capturing"])
         rows = database.read(_ASK, (work.key, graph))
         times = [Time(*row) for row in rows]
         known: list[tuple[Any, ...]] = []

@@ -10,7 +10,7 @@ from layerzero.core.evidence import Evidence, Measurement
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.engine import legality, probe, score
+from layerzero.engine import probe, score
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.rows import work_of
@@ -53,9 +53,8 @@ def _winner(facts: Facts) -> tuple[str | None, Mapping[str, Evidence]]:
     """What selection takes for a call under the process-wide settings, and what is known of the kernels it may take."""
     policy, ledger = CONFIGURATION.policy, ENGINE.ledger
     kernels = ENGINE.registry.candidates(str(facts["operation"]))
-    judged = legality.judge(
-        kernels, facts, policy, probe.this_machine(), ENGINE.health, ledger, complete=False
-    )  # what is not legal wins nothing, however fast it was in a tuning run that may compile
+    # what is not legal wins nothing, however fast it was in a tuning run that may compile
+    judged = ENGINE.standings.judge(kernels, facts, policy, probe.this_machine(), ENGINE.health, ledger)
     ranked = score.rank(judged, facts, policy, ledger)
     legal = [each for each in ranked if each.legal]
     evidence = ledger.evidence([each.kernel for each in legal], facts)

@@ -1,0 +1,124 @@
+"""What is kept between misses: it judges as explaining does, and the schema tells results as the fake functions do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerzero as lz
+from layerzero.core import limits
+from layerzero.engine import failing
+from layerzero.engine.config import current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
+from layerzero.engine.reference import fake_call
+from layerzero.testing import random_call
+from layerzero.testing.compare import as_tuple
+from layerzero.testing.generate import FUNCTIONS
+
+pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+
+CALLED = st.tuples(st.sampled_from(sorted(FUNCTIONS)), st.integers(0, 10_000))
+
+
+def noop(query, key, value, *, causal=False, scale=None):
+    return query
+
+
+def asked(function, seed):
+    call = random_call(function, seed)
+    dispatcher = CALLS[call.function].dispatcher
+    return dispatcher, dispatcher.function.bind((), call.arguments)
+
+
+@settings(max_examples=400, deadline=None)
+@given(CALLED)
+def test_choosing_and_explaining_agree_about_every_kernel(called):
+    dispatcher, arguments = asked(*called)
+    complete, _ = dispatcher.explain(arguments, current_policy())
+    chosen, _ = dispatcher.explain(arguments, current_policy(), complete=False)
+    everything = {each.kernel.id: each for each in complete.candidates}
+    assert chosen.kernel_id == complete.kernel_id
+    assert {each.kernel.id for each in chosen.candidates} == set(everything)
+    for each in chosen.candidates:
+        whole = everything[each.kernel.id]
+        if each.legal:
+            assert each == whole
+        else:
+            assert each.reasons
+            assert set(each.reasons) <= set(whole.reasons)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CALLED)
+def test_the_schema_tells_results_as_the_fake_function_does(called):
+    dispatcher, arguments = asked(*called)
+    report, _ = dispatcher.explain(arguments, current_policy())
+    routed = dispatcher.function.route(dict(arguments), current_policy().layout)
+    on_meta = {n: each.to("meta") if isinstance(each, torch.Tensor) else each for n, each in routed.arguments.items()}
+    results = as_tuple(fake_call(dataclasses.replace(routed, arguments=on_meta)))
+    outputs = report.facts.operation.schema.outputs
+    on_cpu = tuple(torch.empty(each.shape, dtype=each.dtype) for each in results)
+    told = failing._as_declared(on_cpu, report.facts)
+    assert told or len(results) != 1 or any("..." in output.shape_vars for output in outputs)
+    if told and on_cpu:
+        for wrong in (torch.empty(1, *on_cpu[0].shape), on_cpu[0].to(torch.int8), on_cpu[0].to("meta"), None):
+            assert not failing._as_declared((wrong,), report.facts)
+
+
+def test_a_changed_setting_and_a_new_kernel_are_seen(noop_call):
+    assert noop_call() is not None
+    with lz.scope(deny=["torch.*"]):
+        report, _ = asked_again()
+        refused = {each.kernel.id for each in report.candidates if not each.legal}
+    assert "torch.sdpa.math" in refused
+    report, _ = asked_again()
+    assert "torch.sdpa.math" in {each.kernel.id for each in report.candidates if each.legal}
+    lz.register_kernel("attention.standard.prefill", "user.late", priority=100)(noop)
+    try:
+        assert "user.late" in {each.kernel.id for each in asked_again()[0].candidates}
+    finally:
+        lz.unregister_kernel("user.late")
+    assert "user.late" not in {each.kernel.id for each in asked_again()[0].candidates}
+
+
+def asked_again():
+    tensors = {name: torch.randn(1, 4, 2, 8) for name in ("query", "key", "value")}
+    dispatcher = CALLS["attention"].dispatcher
+    arguments = dispatcher.function.bind((), {**tensors, "layout": "BSHD"})
+    return dispatcher.explain(arguments, current_policy(), complete=False)
+
+
+@pytest.fixture
+def noop_call():
+    def call():
+        tensors = [torch.randn(1, 4, 2, 8) for _ in range(3)]
+        return lz.attention(*tensors, layout="BSHD")
+
+    return call
+
+
+def test_a_call_that_only_differs_in_size_is_judged_by_its_size():
+    lz.register_kernel("attention.standard.prefill", "user.short", limits=(limits.dim("seq_q", max=4),))(noop)
+    try:
+        for length, legal in ((4, True), (5, False), (4, True)):
+            tensors = {name: torch.randn(1, length, 2, 8) for name in ("query", "key", "value")}
+            dispatcher = CALLS["attention"].dispatcher
+            arguments = dispatcher.function.bind((), {**tensors, "layout": "BSHD"})
+            report, _ = dispatcher.explain(arguments, current_policy(), complete=False)
+            assert next(each.legal for each in report.candidates if each.kernel.id == "user.short") is legal
+    finally:
+        lz.unregister_kernel("user.short")
+
+
+def test_memory_does_not_grow_with_values_that_are_new_each_time():
+    dispatcher = CALLS["attention"].dispatcher
+    tensors = {name: torch.randn(1, 4, 2, 8) for name in ("query", "key", "value")}
+    for step in range(600):
+        arguments = dispatcher.function.bind((), {**tensors, "layout": "BSHD", "scale": 1.0 + step})
+        dispatcher.explain(arguments, current_policy(), complete=False)
+    assert len(ENGINE.standings._kept) <= 256
