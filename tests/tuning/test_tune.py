@@ -18,6 +18,7 @@ from layerzero.tuning import contest, rehearsal, tune
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Status
 from layerzero.tuning.files import FileLedger
+from layerzero.tuning.folder import RecordFolder
 from layerzero.tuning.grid import Heads, append_case, norm_case
 from layerzero.tuning.jobs import Job
 from layerzero.tuning.store import StoreLedger
@@ -287,6 +288,23 @@ def test_without_a_folder_nothing_is_known_about_the_machine_and_nothing_is_new(
     kernel = lz.list_kernels("norm.rms")[0]
     facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
     assert not rehearsal.is_new(kernel, facts)
+
+
+def test_asking_whether_a_kernel_is_new_writes_no_marker(tmp_path, monkeypatch):
+    @lz.register_kernel("norm.rms", "mine.new", supported_dtypes=["float32"])
+    def new(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    kernel = next(each for each in lz.list_kernels("norm.rms") if each.id == "mine.new")
+    facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
+    ledger = ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    with monkeypatch.context() as watched:
+        watched.setattr(RecordFolder, "write", lambda *_: pytest.fail("a kill would leave this marker"))
+        assert rehearsal.is_new(kernel, facts)
+    assert FileLedger(tmp_path).suspects() == ()
+    ledger.accept(ledger.begin(kernel, facts))
+    assert not rehearsal.is_new(kernel, facts)
+    assert not FileLedger(tmp_path).unproved(kernel, facts)
 
 
 def test_warmup_measures_where_it_is_asked_to():

@@ -123,6 +123,9 @@ class Ledger(Protocol):
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Errors by (kernel id, operation), oldest first."""
 
+    def unproved(self, kernel: Kernel, facts: Facts) -> bool:
+        """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
+
     def begin(self, kernel: Kernel, facts: Facts) -> object | None:
         """Commit a marker before a class runs for the first time here; None where it ran before."""
 
@@ -202,6 +205,10 @@ class MemoryLedger:
         """A copy of what failed."""
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
+
+    def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
+        """No: nothing is remembered of a machine."""
+        return False
 
     def begin(self, kernel: Kernel, facts: Facts) -> object | None:  # noqa: ARG002  # the protocol's names
         """No marker: it would die with the process."""

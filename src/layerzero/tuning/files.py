@@ -110,14 +110,21 @@ class FileLedger(MemoryLedger):
         record = self._recorded(kernel, facts, SUSPECT)
         return None if record is None else record.text
 
-    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
-        """Commit a marker; None where the class was proved here, or where nothing can be written."""
+    def unproved(self, kernel: Kernel, facts: Facts) -> bool:
+        """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
         identity = (kernel.id, call_class(facts))
         if identity in self._proved or not self.files.writable:
-            return None
+            return False
         if self._recorded(kernel, facts, PROVED) is not None:
             self._proved.add(identity)
+            return False
+        return True
+
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
+        """Commit a marker; None where the class was proved here, or where nothing can be written."""
+        if not self.unproved(kernel, facts):
             return None
+        identity = (kernel.id, call_class(facts))
         record = self._about(kernel, facts)
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)

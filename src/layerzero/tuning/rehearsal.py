@@ -60,11 +60,7 @@ def is_new(kernel: Kernel, facts: Facts) -> bool:
     """
     if not marked(kernel) or ENGINE.ledger.verdict(kernel, facts) is not None:
         return False
-    marker = ENGINE.ledger.begin(kernel, facts)
-    if marker is None:
-        return False
-    ENGINE.ledger.withdraw(marker)
-    return True
+    return ENGINE.ledger.unproved(kernel, facts)
 
 
 def rehearse(

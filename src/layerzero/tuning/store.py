@@ -146,7 +146,8 @@ class StoreLedger:
         self.record_verdict = markers.record_verdict
         self.record_failure = markers.record_failure
         self.failures = markers.failures
-        self.begin, self.accept, self.withdraw = markers.begin, markers.accept, markers.withdraw
+        self.unproved, self.begin = markers.unproved, markers.begin
+        self.accept, self.withdraw = markers.accept, markers.withdraw
         self.suspicion, self.suspect = markers.suspicion, markers.suspect
         self.suspects, self.settle = markers.suspects, markers.settle
 
