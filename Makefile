@@ -18,7 +18,7 @@ stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are rep
 	$(BIN)/python -m pytest -q -m "stress and not gpu"
 
 check: $(VENV)/.dev ## lint, types, and generated files
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/contract

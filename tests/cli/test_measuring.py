@@ -52,7 +52,19 @@ def test_bench_compares_everything_with_everything():
     medians = [line["median_us"] for line in found["kernels"]]
     assert medians == sorted(medians)
     assert found["call"]["rows"] == 8
-    assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # nothing is remembered
+    assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # no time is remembered
+
+
+@pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])
+def test_bench_tells_noise_and_when_times_are_rough(state, told, monkeypatch):
+    monkeypatch.setattr("layerzero.tuning.conditions.condition", lambda _: state)
+    (found,) = answer(f"bench rms_norm --shapes 8x64 {QUICK}")
+    assert found["condition"] == state
+    assert all(line["noise"] is not None for line in found["kernels"] if line["median_us"] is not None)
+    text = run(f"bench rms_norm --shapes 8x64 {QUICK}").stdout
+    assert "noise" in text
+    assert told in text
+    assert ("these times are rough" in text) is bool(told)
 
 
 def test_bench_shows_what_is_chosen_and_why_others_are_refused():

@@ -74,13 +74,15 @@ def _shown(found: Sequence[Benched]) -> Iterator[RenderableType]:
         yield Text(each.name, style="bold")
         yield Text(described(each), style="dim")
         table = new_table(
-            "", "kernel", "median us", "p95 us", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error",
-            right=("median us", "p95 us", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"),
+            "", "kernel", "median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error",
+            right=("median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"),
         )  # fmt: skip
         for line in each.lines:
             mark = Text(">", style="bold green") if line.chosen else ""
             new_row(table, mark, Text(line.name, style="bold green" if line.chosen else ""), *cells(line))
         yield table
+        if each.rough:
+            yield Text(f"{each.rough}: these times are rough", style="yellow")
         for line in each.lines:
             if line.detail:
                 yield Text(f"{line.name}: {line.detail}", style="yellow")
@@ -101,11 +103,12 @@ def described(each: Benched) -> str:
 def cells(line: Line) -> list[str]:
     """Numbers of a line as text; a kernel without a time has its status in their place."""
     if line.median_us is None or line.p95_us is None:
-        return [line.status, "", "", "", "", "", _error(line.error)]
+        return [line.status, "", "", "", "", "", "", _error(line.error)]
     share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
+    noise = "" if line.noise is None else f"{100 * line.noise:.1f} %"
     torch_ = "" if line.against_torch is None else f"{line.against_torch:.2f}x"
     rates = ["" if rate is None else f"{rate:.3g}" for rate in (line.gb_s, line.tflop_s)]
-    return [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", *rates, share, torch_, _error(line.error)]
+    return [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", noise, *rates, share, torch_, _error(line.error)]
 
 
 def _error(error: float | None) -> str:

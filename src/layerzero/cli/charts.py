@@ -23,7 +23,7 @@ th { border-bottom: 1px solid #5a6573; font-weight: 600 } td:first-child, th:fir
 tr.chosen td { font-weight: 600; background: #e8f4ec } tr:hover td { background: #f3f5f8 }
 details { color: #5a6573; font-size: .9rem } svg { max-width: 100%; height: auto }
 """
-_HEADERS = ("kernel", "median us", "p95 us", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error")
+_HEADERS = ("kernel", "median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error")
 
 
 def check(path: Path | None) -> None:
@@ -108,6 +108,8 @@ def _page(found: Sequence[Benched]) -> Iterator[str]:
         yield f"<h2>{_text(operation)}</h2>{_svg(operation, calls)}"
         for each in calls:
             yield f'<h3>{_text(_short(each))}</h3><p class="what">{_text(described(each))}</p>'
+            if each.rough:
+                yield f"<p>{_text(each.rough)}: these times are rough</p>"
             yield from _table(each)
     yield "</html>\n"
 

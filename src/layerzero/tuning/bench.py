@@ -20,6 +20,9 @@ from layerzero.tuning.timing import Clock, Effort, measurement
 
 TORCH = "torch's own function"
 
+ROUGH = frozenset({"load=high", "power=throttled"})
+"""Conditions under which kernels are told apart badly: other work takes the cores, or the clock is held down."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -64,6 +67,7 @@ class Benched:
         lines: fastest first, then those without a time.
         refused: kernels that may not run, and every reason.
         chosen: the kernel that LayerZero chose.
+        condition: the machine's state while it measured, ``load=low``; empty where nothing can be read.
     """
 
     name: str
@@ -74,6 +78,12 @@ class Benched:
     lines: tuple[Line, ...]
     refused: dict[str, tuple[Reason, ...]]
     chosen: str | None
+    condition: str = ""
+
+    @property
+    def rough(self) -> str:
+        """What of the condition makes the times rough; empty if nothing does."""
+        return ", ".join(sorted(ROUGH & set(self.condition.split(","))))
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -86,13 +96,18 @@ class Benched:
             "ceiling_gb_s": self.ceiling.gb_s if self.ceiling else None,
             "ceiling_tflop_s": self.ceiling.tflop_s if self.ceiling else None,
             "chosen": self.chosen,
+            "condition": self.condition,
             "kernels": [{name: getattr(line, name) for name in Line.__slots__} for line in self.lines],
             "refused": {kernel: [str(reason) for reason in reasons] for kernel, reasons in self.refused.items()},
         }
 
 
 def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave_out: Sequence[str] = ()) -> Benched:
-    """Measure one call; nothing is remembered of it, and the choice shown is the one before."""
+    """Measure one call; its times are not remembered, and the choice shown is the one before.
+
+    A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it passes
+    again. Failures are remembered, too.
+    """
     call = job.make(device)
     with torch.no_grad():
         before = explain(call.function, **call.arguments)
@@ -111,7 +126,8 @@ def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave
     sizes: dict[str, object] = dict(found.facts.sizes())
     described = {**sizes, **job.case.params, "dtype": dtype_name(dtype), "layout": found.facts.layout}
     refused = dict(found.report.failures)
-    return Benched(job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id)
+    state = next((each.measurement.condition for each in found.entries if each.measurement is not None), "")
+    return Benched(job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id, state)
 
 
 def _line(entry: Entry, chosen: str | None, work: Work | None, best: Ceiling | None, default_us: float | None) -> Line:

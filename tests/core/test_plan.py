@@ -1,0 +1,35 @@
+"""A plan answers under the names that the specification gives it."""
+
+from __future__ import annotations
+
+import torch
+
+import layerzero as lz
+from layerzero.engine.functions import CALLS
+
+
+def plan_of(name, *arguments, **options):
+    """The plan that a call was just given."""
+    cache = CALLS[name].dispatcher.cache
+    before = [plan for _, plan in cache.plans()]
+    getattr(lz, name)(*arguments, **options)
+    (plan,) = [plan for _, plan in cache.plans() if not any(plan is each for each in before)]
+    return plan
+
+
+def test_the_names_of_the_specification_say_what_the_plan_does():
+    x = torch.randn(3, 71)
+    plan = plan_of("rms_norm", x, torch.randn(71))
+    assert plan.transform_cost_total == 0
+    assert not plan.uses_fallback
+    assert plan.debug_info is plan.report
+
+
+def test_a_copy_counts_and_the_reference_is_the_fallback():
+    with lz.scope(locks={"norm.rms": "reference.norm.rms"}):
+        plan = plan_of("rms_norm", torch.randn(3, 73), torch.randn(73))
+    assert plan.uses_fallback
+    query = torch.randn(1, 5, 4, 36).transpose(2, 3).contiguous().transpose(2, 3)
+    plan = plan_of("attention", query, query, query)
+    assert plan.transform_cost_total == sum(each.moves_data for each in plan.adaptations)
+    assert bool(plan.transform_cost_total) is plan.transforms_data
