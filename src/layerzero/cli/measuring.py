@@ -122,10 +122,10 @@ def bench(
     """Run every legal kernel side by side, and compare.
 
     Without --shapes or --manifest: the operations' own cases. Each call has a table: median, p95 and noise, GB/s,
-    TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function, distance from
-    the reference in float64, what LayerZero chooses, and why other kernels are refused. Times are not remembered.
-    A kernel that gives a wrong result is banned until its library has another version or `layerzero vet --again` passes
-    it, and failures are remembered. Exits with 1 if a kernel is wrong or fails.
+    TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
+    distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. Times are not
+    remembered. A kernel that gives a wrong result is banned until its library has another version or
+    `layerzero vet --again` passes it, and failures are remembered. Exits with 1 if a kernel is wrong or fails.
     """
     from layerzero.cli import bench as command
 

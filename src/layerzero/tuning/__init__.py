@@ -3,7 +3,7 @@
 What leads to what, by module:
 
 - ``timing`` measures bursts; ``contest`` proves and times all kernels of one call with it; ``tune`` and ``bench`` hold
-  contests over the ``jobs`` that ``asked`` lists from shapes, cases, a ``grid`` or a ``manifest``, which ``record`` wrote.
+  contests over the ``jobs`` that ``asked`` lists: shapes, cases, a ``grid``, or the ``manifest`` that ``record`` wrote.
 - ``rehearsal`` and ``child`` run what is new here in another process first; ``conditions`` says how the machine is.
 - ``winner`` hands times to ``store``, which keeps them as ``rows`` in the ``database`` (SQLite) and answers the engine.
 - ``learning`` and ``fitting`` make of rows what ``prediction`` gives for calls that nobody measured; ``prior`` has the

@@ -105,8 +105,8 @@ class Benched:
 def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave_out: Sequence[str] = ()) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
 
-    A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it passes
-    again. Failures are remembered, too.
+    A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it
+    passes again. Failures are remembered, too.
     """
     call = job.make(device)
     with torch.no_grad():
