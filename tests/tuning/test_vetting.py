@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import replace
 
@@ -267,6 +268,14 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
     assert "vetting ended early" in caplog.text
     with pytest.raises(RuntimeError, match="no memory"):
         lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32")
+
+
+@pytest.mark.skipif(shutil.which("false") is None, reason="nothing here dies at once")
+def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    more_than_a_pipe_holds = ["m" * 2**20]
+    with pytest.raises(RuntimeError, match=r"did not get to work.*exit code 1"):
+        lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32", modules=more_than_a_pipe_holds)
 
 
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.testing import child
+from layerzero.testing.process import child_environment, hand_over, how_it_ended
 from layerzero.testing.report import ConformanceReport, KernelReport, Result
 
 __all__ = ["ConformanceReport", "KernelReport", "Result", "run"]
@@ -141,15 +140,14 @@ class _Parent:
         """One child; whether it had nothing left to do."""
         command = [sys.executable, "-m", "layerzero.testing.child"]
         process = subprocess.Popen(  # noqa: S603  # our own module, started by this interpreter
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, env=_environment(), text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, env=child_environment(), text=True
         )
         assert process.stdin is not None
         assert process.stdout is not None
         self.check = None
         limit = max(self.seconds, SECONDS)  # the start takes seconds, and is no kernel's
         with process:
-            process.stdin.write(json.dumps(self.job))
-            process.stdin.close()
+            hand_over(process.stdin, json.dumps(self.job))
             lines = Lines(process.stdout)
             while True:
                 try:
@@ -244,18 +242,3 @@ def _parsed(stream: IO[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:  # the process died in the middle of a line: what it was at was told before
             return
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment and import path, without LayerZero's settings: kernels are checked, not a policy."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,7 @@ import msgspec
 
 from layerzero.core.ledger import Suspect, Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.testing.process import APART, child_environment, ended_how, last_line
 from layerzero.tuning import child
 
 TIMEOUT_S = 120.0
@@ -77,7 +76,12 @@ def _confirm(suspect: Suspect, modules: Sequence[str], timeout_s: float) -> Conf
         command = [sys.executable, "-m", "layerzero.tuning.child", str(answer)]
         try:
             ended = subprocess.run(  # noqa: S603  # our own interpreter and module
-                command, input=question, env=child_environment(), capture_output=True, timeout=timeout_s, check=False
+                command,
+                input=question,
+                env=child_environment(APART),
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             reply, ended = _reply(answer), None
@@ -85,13 +89,6 @@ def _confirm(suspect: Suspect, modules: Sequence[str], timeout_s: float) -> Conf
             reply = _reply(answer)
     verdict, detail = _judged(reply, ended, timeout_s)
     return Confirmation(suspect.kernel_id, suspect.call_class, verdict, detail)
-
-
-def child_environment() -> dict[str, str]:
-    """The child's: this process's modules, none of its settings or files, and launches that block."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
-    path = os.pathsep.join(sys.path)
-    return kept | {"LAYERZERO_CACHE_DIR": "", "PYTHONPATH": path, "CUDA_LAUNCH_BLOCKING": "1"}
 
 
 def _reply(answer: Path) -> child.Reply | None:
@@ -110,21 +107,9 @@ def _judged(
         text = f"it did not end within {timeout_s:g} s"
         return (Verdict.HUNG, text) if started else (None, f"the child process did not start within {timeout_s:g} s")
     if reply is None:
-        return None, f"the child process did not start: {_last_line(ended.stderr)}"
+        return None, f"the child process did not start: {last_line(ended.stderr)}"
     if reply.state == child.RUNNING:
-        return Verdict.CRASHED, ended_how(ended)
+        return Verdict.CRASHED, ended_how(ended.returncode, ended.stderr)
     if reply.state == child.UNKNOWN:
         return None, reply.detail
     return Verdict(reply.state), reply.detail
-
-
-def ended_how(ended: subprocess.CompletedProcess[bytes]) -> str:
-    """How a process ended that did not say so itself."""
-    if ended.returncode < 0:
-        return f"it ended the process with {signal.Signals(-ended.returncode).name}"
-    return f"it ended the process with exit code {ended.returncode}: {_last_line(ended.stderr)}"
-
-
-def _last_line(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "it said nothing"

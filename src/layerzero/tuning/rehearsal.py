@@ -26,8 +26,9 @@ from layerzero.core.ledger import Verdict, class_text, home_of
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
+from layerzero.testing.process import APART, child_environment, ended_how, hand_over
 from layerzero.tuning import child
-from layerzero.tuning.confirm import TIMEOUT_S, child_environment, ended_how
+from layerzero.tuning.confirm import TIMEOUT_S
 from layerzero.tuning.rehearsal_child import Line
 
 _LOOK_S = 0.05
@@ -121,27 +122,23 @@ def _asked(questions: Sequence[child.Question], timeout_s: float) -> list[tuple[
         command = [sys.executable, "-m", "layerzero.tuning.rehearsal_child", str(answers)]
         with errors.open("wb") as log:
             process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=child_environment()
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=child_environment(APART)
             )
             assert process.stdin is not None
-            try:
-                process.stdin.write(msgspec.json.encode(list(questions)))
-                process.stdin.close()
-            except BrokenPipeError:  # it died at once; its answers say that, too
-                log.flush()
+            hand_over(process.stdin, msgspec.json.encode(list(questions)))
             hung = _watched(process, answers, timeout_s)
         lines = _lines(answers)
-        ended = subprocess.CompletedProcess(command, process.returncode, b"", errors.read_bytes())
+        said = errors.read_bytes()
     finished = [line for line in lines if line.state != child.RUNNING]
     replies = [_judged(line) for line in finished]
     if len(replies) == len(questions):
         return replies
     if len(lines) == len(finished):  # it ended between two, or before the first
-        text = f"the child process did not answer: {ended_how(ended)}"
+        text = f"the child process did not answer: {ended_how(process.returncode, said)}"
         return [*replies, (None, f"nothing was said within {timeout_s:g} s" if hung else text)]
     if hung:
         return [*replies, (Verdict.HUNG, f"it did not end within {timeout_s:g} s")]
-    return [*replies, (Verdict.CRASHED, ended_how(ended))]
+    return [*replies, (Verdict.CRASHED, ended_how(process.returncode, said))]
 
 
 def _watched(process: subprocess.Popen[bytes], answers: Path, timeout_s: float) -> bool:

@@ -37,9 +37,9 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.testing import brief
-from layerzero.testing.conformance import Lines, how_it_ended
+from layerzero.testing.conformance import Lines
+from layerzero.testing.process import APART, child_environment, hand_over, how_it_ended
 from layerzero.tuning import vet_child
-from layerzero.tuning.confirm import child_environment
 
 log = logging.getLogger("layerzero")
 
@@ -227,13 +227,17 @@ class _Children:
         job = vet_child.Job([(number, self._ask(number)) for number in left], list(dict.fromkeys(self.modules)))
         command = [sys.executable, "-m", "layerzero.tuning.vet_child"]
         process = subprocess.Popen(  # noqa: S603  # our own module, started by this interpreter
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, env=child_environment(), text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            env=child_environment(APART),
+            text=True,
         )
         assert process.stdin is not None
         assert process.stdout is not None
         with process:
-            process.stdin.write(msgspec.json.encode(job).decode())
-            process.stdin.close()
+            hand_over(process.stdin, msgspec.json.encode(job).decode())
             now: int | None = None
             lines = Lines(process.stdout)
             while True:
