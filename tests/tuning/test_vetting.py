@@ -103,7 +103,8 @@ def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
         verdicts = lz.vet("attention.standard.decode", kernels=["danger.reorders"], dtype="float32")
     assert {each.verdict for each in verdicts} == {Verdict.WRONG}
     told = [each.detail for each in verdicts]
-    assert any("key: wanted it untouched, got other bytes in its memory" in detail for detail in told), told
+    # The reorder shows in the key's own bytes, or before that in what the next call of the same memory gives.
+    assert all("key: wanted it untouched" in detail or "elements too far" in detail for detail in told), told
 
 
 @pytest.mark.parametrize(
