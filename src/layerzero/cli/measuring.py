@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import Answer, Command
+from layerzero.cli.output import Answer, examples
 
 Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
 Shapes = Annotated[
@@ -150,19 +150,15 @@ def add_to(app: typer.Typer) -> None:
     """Register both commands."""
     app.command(
         "tune",
-        **_examples(
+        **examples(
             "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
             "tune rms_norm --shapes 1x4096,64x4096 --dtype float32",
         ),
     )(tune)  # fmt: skip
     app.command(
         "bench",
-        **_examples(
+        **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", 'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip
-
-
-def _examples(*lines: str) -> dict[str, Any]:
-    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}

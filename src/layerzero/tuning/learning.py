@@ -15,7 +15,7 @@ from layerzero.tuning.prediction import Model, Point
 from layerzero.tuning.rows import Row, Work
 
 MODEL_FORMAT = 2
-"""Changes with the meaning of a stored model, in :data:`MODELS` too; one of another format is as if there were none."""
+"""Changes with the meaning of a stored model; one of another format is as if there were none."""
 
 MAX_READ = 512
 """Times of a family that are looked at; works lie in the order of their hashes, so these are a fair sample."""
@@ -131,7 +131,7 @@ def groups(connection: sqlite3.Connection) -> list[list[Point]]:
 
 
 MODELS = """SELECT kernel, environment, adapts, model FROM models
-    WHERE family = ? AND graph = ? AND format = 2"""
+    WHERE family = ? AND graph = ? AND format = ?"""
 """What is known about a family."""
 
 decode = msgspec.json.Decoder(Model).decode

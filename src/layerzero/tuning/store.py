@@ -82,10 +82,14 @@ class TimeStore:
         worth = 1.0
         waits = any(time.waits for time in times)
         if waits or len({row[0] for row in rows}) < len(kernels):
-            known = database.read(learning.MODELS, (work.family, graph))
+            known = database.read(learning.MODELS, (work.family, graph, learning.MODEL_FORMAT))
         if not rows and not known:
             other = in_other_layout(work)
-            known = database.read(learning.MODELS, (other.family, graph)) if other is not None else known
+            known = (
+                database.read(learning.MODELS, (other.family, graph, learning.MODEL_FORMAT))
+                if other is not None
+                else known
+            )
             worth = OTHER_LAYOUT
         if not rows and not known:
             return {}
