@@ -38,6 +38,7 @@ class Verdict:
         chosen: the kernel that LayerZero chose before anything here ran.
         evidence: where its time came from: measured, predicted, prior, or none.
         times_us: of each kernel.
+        parts_us: of each kernel, what its device and its host took; None where they were not told apart.
         again_us, through_us, torch_us: of what ran beside them; None where there is none.
         problems: kernels without a time, and why.
         first_choice: of each library, the kernel that it ranks first.
@@ -54,6 +55,7 @@ class Verdict:
     torch_us: float | None
     problems: dict[str, str] = field(default_factory=dict)
     first_choice: dict[str, str] = field(default_factory=dict)
+    parts_us: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
@@ -105,6 +107,7 @@ def judge(
         others.get(AGAIN), others.get(THROUGH), others.get(TORCH),
         {entry.kernel.id: f"{entry.status}: {entry.detail}" for entry in found.entries if not entry.samples},
         _first_choices(found),
+        {each.kernel.id: (each.measurement.device_us, each.measurement.host_us) for each in found.entries if each.measurement},
     )  # fmt: skip
 
 

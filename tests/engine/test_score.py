@@ -11,6 +11,7 @@ import layerzero as lz
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
 
 CALL = torch.randn(8, 64), torch.randn(64)
 
@@ -105,11 +106,19 @@ def test_within_the_noise_priority_and_id_decide():
 
 
 def test_one_low_confidence_moves_the_whole_set_towards_priority():
-    measured("user.a", 12.0, confidence=0.0)
-    measured("user.c", 10.0, confidence=1.0)
+    measured("user.a", 12.0, confidence=0.0, noise=0.2)
+    measured("user.c", 10.0, confidence=1.0, noise=0.2)
     assert order()[0] == "user.a"
     terms = {term.name: term.points for term in ranked()[0].terms}
     assert terms == {"measured": 0.0, "priority": 80.0}
+
+
+def test_doubts_lift_nobody_over_one_that_is_quicker_beyond_the_noise_of_both():
+    measured("user.a", 12.0, confidence=0.1, noise=0.05)
+    measured("user.c", 10.0, confidence=0.1, noise=0.05)
+    assert order()[0] == "user.c"
+    terms = {term.name: term.points for term in next(each for each in ranked() if each.kernel.id == "user.a").terms}
+    assert terms["priority"] == pytest.approx(0.9 * REGISTRY.kernel("user.c").priority)
 
 
 def test_what_is_unmeasured_loses_as_much_as_the_evidence_counts():

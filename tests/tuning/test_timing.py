@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.tuning import timing
-from layerzero.tuning.timing import CpuClock, Effort, Runner, Sample, clock_of, measurement, noise, quantile, race
+from layerzero.tuning.timing import CpuClock, Effort, Runner, Sample, clock_of, differing, measurement, quantile, race
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 
@@ -56,9 +56,9 @@ def test_a_quantile_is_the_smallest_sample_that_covers_its_share(samples, share)
 
 
 def test_noise_is_the_distance_of_the_interleaved_halves():
-    assert noise([1.0, 2.0, 1.0, 2.0]) == pytest.approx(1.0 / 1.5)
-    assert noise([3.0] * 8) == 0.0
-    assert noise([5.0]) == 0.03
+    assert differing([1.0, 2.0, 1.0, 2.0]) == pytest.approx(1.0 / 1.5)
+    assert differing([3.0] * 8) == 0.0
+    assert differing([5.0]) == 0.03
 
 
 def test_candidates_take_turns_in_changing_orders():

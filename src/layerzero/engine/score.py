@@ -28,24 +28,32 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     """Score the legal candidates and order them; the refused follow by priority and id.
 
     With A the highest priority among candidates that have evidence and t_best their shortest time, evidence is worth
-    ``A - 50 * log2(t / t_best)``; one confidence c, the lowest of the set, mixes it with priority. Without evidence a
-    candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer it. Within
-    the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
+    ``A - 50 * log2(t / t_best)``; one confidence c, the lowest of the set, mixes it with priority. Who is slower than
+    the quickest by more than the noise of both has no more priority than that one: doubts lift nobody over it. Without
+    evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
+    it. Within the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
     anchor = max([each.kernel.priority for each in legal if each.kernel.id in evidence], default=0)
-    best_us = min((found.time_us for found in evidence.values()), default=0.0)
+    quickest = min(
+        (each.kernel for each in legal if each.kernel.id in evidence),
+        key=lambda kernel: evidence[kernel.id].time_us,
+        default=None,
+    )
+    best = None if quickest is None else evidence[quickest.id]
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
         found = evidence.get(candidate.kernel.id)
         bonus = _policy_terms(candidate, facts, policy)
-        if found is not None:
-            points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best_us)
+        if found is not None and best is not None and quickest is not None:
+            points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
+            slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
+            priority = min(candidate.kernel.priority, quickest.priority) if slower else candidate.kernel.priority
             terms = [
                 Term(str(found.provenance), confidence * points),
-                Term("priority", (1 - confidence) * candidate.kernel.priority),
+                Term("priority", (1 - confidence) * priority),
             ]
         else:
             terms = [Term("priority", candidate.kernel.priority)]
@@ -58,7 +66,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     refused = sorted(
         [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)
     )
-    return _order(scored) + refused
+    return _order(scored, confidence) + refused
 
 
 def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
@@ -86,10 +94,11 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
     return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
-def _order(scored: list[Candidate]) -> list[Candidate]:
+def _order(scored: list[Candidate], confidence: float) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id among themselves.
 
-    What counts is the noise of the best and of the one beside it: a hopeless third, measured roughly, blurs nothing.
+    What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
+    roughly, blurs nothing.
     """
     if len(scored) < 2:
         return scored
@@ -98,7 +107,9 @@ def _order(scored: list[Candidate]) -> list[Candidate]:
 
     def place(scored: tuple[float, str, Candidate]) -> tuple[float, float, str]:
         behind, candidate = top - scored[0], scored[2]
-        tied = behind <= 0.0 or behind <= POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
+        tied = behind <= 0.0 or behind <= confidence * POINTS_PER_DOUBLING * math.log2(
+            1.0 + max(best.noise, candidate.noise)
+        )
         return 0.0 if tied else behind, -candidate.kernel.priority, candidate.kernel.id
 
     return [each for _, _, each in sorted(scores, key=place)]

@@ -202,7 +202,7 @@ def contest(
     for name, each in ready.items():
         runner = raced[name]
         kept = measurement(
-            runner.samples, device_us=runner.device_us, host_us=runner.host_us,
+            runner.samples, device_us=runner.device_us, host_us=runner.host_us, noise=runner.noise,
             first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
         )  # fmt: skip
         status = Status.STOPPED if runner.stopped else Status.TIMED

@@ -1,10 +1,11 @@
-"""Learning a model of times from points: the floor, where regimes meet, the plane in each, and what it is worth."""
+"""Learning a model of times from points: tiles, sums, where regimes meet, and what all of it is worth."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from operator import le
 from typing import NamedTuple
@@ -13,8 +14,6 @@ import msgspec
 
 from layerzero.tuning.prediction import (
     ERROR_FLOOR,
-    SHARPNESS,
-    WAITS,
     Leaf,
     Model,
     Point,
@@ -22,24 +21,23 @@ from layerzero.tuning.prediction import (
     along,
     apart,
     extents,
+    is_uneven,
     nearby,
     predict,
     sumprod,
+    terms,
 )
+from layerzero.tuning.shares import Sum, fit_sum
 
 MAX_POINTS = 128
-MAX_DEPTH = 4
-MAX_CUTS = 8
-"""Cuts that are tried along each size."""
+MAX_DEPTH = 3
+MAX_TERMS = 12
+"""With more sizes than make so many products, there is one term for each size and one for the product of all."""
 
 _GAIN = 1 / 3
-"""A split leaves at most so much of the squared error of left-out points.
+"""A split leaves at most so much of the squared error of left-out points: half of it splits the noise of a grid."""
 
-On a synthetic roofline 0.25 to 0.4 choose alike, and 0.5 splits the noise of a coarse grid. On times of an H200, whose
-host drifted, held-out errors grow as it shrinks, and choices get better down to here (2026-11-21).
-"""
-
-_RIDGE = 1e-6
+_RIDGE = 1e-9
 
 MIN_REACH = 1 / 8
 """Doublings; points that lie closer say no more about their neighbours, and the same sizes again nothing at all."""
@@ -53,17 +51,34 @@ _FLOOR_POINTS, _FLOOR_SPAN = 3, 2.0
 _ODD = 0.15
 """So many points, in proportion, may take longer than larger ones on the floor; where more do, it is all noise."""
 
-_CALM = 0.1
-"""Quantile of the host times of a family: what interrupts or slows a host only adds to them."""
+_TILES = (1, 64, 128, 192, 256)
+_UNEVEN_POINTS = 3
+"""Lengths between multiples that are needed to tell tiles."""
+
+_TILE_GAIN = 0.9
+"""Tiles leave at most so much of the error that is there without them."""
 
 Rows = Sequence[tuple[float, ...]]
 """Coordinates of points: log2 of the sizes that vary."""
 
 
-def fit(points: Sequence[Point]) -> Model | None:
+class _Space(NamedTuple):
+    """What the points of a model have in common, and their coordinates."""
+
+    axes: tuple[str, ...]
+    ties: tuple[tuple[str, str, float], ...]
+    fixed: dict[str, float]
+    x: list[tuple[float, ...]]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    powers: tuple[tuple[int, ...], ...]
+
+
+def fit(points: Sequence[Point], tiled: tuple[int, float] | None = None) -> Model | None:
     """Learn from points of one kernel and family; None where they are too few to tell what they are worth.
 
-    Where most points tell device and host apart, the rest does not count.
+    Where most points tell device and host apart, the rest does not count. ``tiled`` is what another fit found out about
+    tiles (``tile`` and ``uneven``); None finds it out.
     """
     points = [each for each in points[:MAX_POINTS] if all(size > 0 for size in each.sizes.values())]
     told = [(each, each.device_us) for each in points if each.device_us is not None]
@@ -73,55 +88,47 @@ def fit(points: Sequence[Point]) -> Model | None:
     points = [each for each, _ in told] if told_apart else points
     if len(points) < 3:
         return None
-    measured = [extents(each.sizes) for each in points]
-    axes, ties, fixed = _axes(measured)
-    if not axes or len(points) < len(axes) + 2:
+    uneven = [is_uneven(each.sizes) for each in points]
+    tile, more = _tiles(points, times, uneven) if tiled is None else tiled
+    space = _space(points, tile)
+    if not space.axes or len(points) < len(space.axes) + 2:
         return None
-    x = [tuple(math.log2(each[name]) for name in axes) for each in measured]
-    floor_us = _floor(x, times)
-    above = [number for number, time_us in enumerate(times) if time_us > _AT_FLOOR * floor_us]
+    floor_us = _floor(space.x, times)
+    y = [math.log2(time_us) - more * ends for time_us, ends in zip(times, uneven, strict=True)]
     splits: list[Split] = []
     leaves: list[Leaf] = []
-    root = None
-    if len(above) >= len(axes) + 2:
-        left = [math.log2(times[number] ** SHARPNESS - floor_us**SHARPNESS) / SHARPNESS for number in above]
-        root = _grow([x[number] for number in above], left, splits, leaves, MAX_DEPTH)
-    elif not floor_us:
-        return None
-    columns = list(zip(*x, strict=True))
+    root = _grow(space, range(len(y)), y, splits, leaves, MAX_DEPTH)
     return Model(
-        axes=axes,
-        ties=ties,
-        fixed=fixed,
-        low=tuple(map(min, columns)),
-        high=tuple(map(max, columns)),
+        axes=space.axes,
+        ties=space.ties,
+        fixed=space.fixed,
+        low=space.low,
+        high=space.high,
+        powers=space.powers,
         floor_us=floor_us,
         floor_error=_spread([time_us for time_us in times if time_us <= _AT_FLOOR * floor_us], floor_us),
         at_floor=tuple(
             place
-            for place, time_us in zip(x, times, strict=True)
+            for place, time_us in zip(space.x, times, strict=True)
             if time_us <= _AT_FLOOR * floor_us or time_us <= host_us
         ),
         splits=tuple(splits),
         leaves=tuple(leaves),
         root=root,
+        tile=tile,
+        uneven=more,
         host_us=host_us,
         host_error=host_error,
     )
 
 
 def _host(points: Sequence[Point]) -> tuple[float, float]:
-    """What the host takes, and by how much half of the points exceed that, log2; 0 where no point waited for it."""
-    waited: list[float] = []
-    ahead: list[float] = []
-    for each in points:
-        if each.host_us is not None and each.device_us is not None:
-            (waited if each.host_us > WAITS * each.device_us else ahead).append(each.host_us)
+    """What the host takes as a rule, and what half of the points are off by, log2; 0 where no point waited for it."""
+    waited = [each.host_us for each in points if each.waits and each.host_us]
     if not waited:
         return 0.0, 0.0
-    waited.sort()
-    calm = min([waited[int(_CALM * (len(waited) - 1))], *ahead])  # a host that got ahead needs less than the burst took
-    return calm, math.log2(waited[len(waited) // 2] / calm)
+    host_us = statistics.median_low(waited)
+    return host_us, statistics.median([abs(math.log2(each / host_us)) for each in waited])
 
 
 def _floor(x: Rows, times: Sequence[float]) -> float:
@@ -134,6 +141,30 @@ def _floor(x: Rows, times: Sequence[float]) -> float:
     above = [place for place, time_us in zip(x, times, strict=True) if time_us > _AT_FLOOR * least]
     odd = sum(any(all(map(le, place, other)) for other in on_it) for place in above)
     return 0.0 if odd > _ODD * len(on_it) else least
+
+
+def _space(points: Sequence[Point], tile: int) -> _Space:
+    """Lay points out along what varies among them."""
+    measured = [extents(each.sizes, tile) for each in points]
+    axes, ties, fixed = _axes(measured)
+    x = [tuple(math.log2(each[name]) for name in axes) for each in measured]
+    columns = list(zip(*x, strict=True))
+    return _Space(
+        axes, ties, fixed, x, tuple(map(min, columns)), tuple(map(max, columns)), tuple(_powers(axes, ties))
+    )  # fmt: skip
+
+
+def _powers(axes: Sequence[str], ties: Sequence[tuple[str, str, float]]) -> Iterator[tuple[int, ...]]:
+    """The products of sizes that a time may grow with; sizes that go together make raised."""
+    highest = [1 + sum(other == name for _, other, _ in ties) for name in axes]
+    every = list(itertools.product(*(range(power + 1) for power in highest)))
+    if len(every) <= MAX_TERMS:
+        yield from every
+        return
+    yield (0,) * len(axes)
+    for number in range(len(axes)):
+        yield tuple(int(number == other) for other in range(len(axes)))
+    yield tuple(highest)
 
 
 def _axes(
@@ -158,117 +189,120 @@ def _axes(
     return tuple(axes), tuple(ties), fixed
 
 
-def _grow(x: Rows, y: Sequence[float], splits: list[Split], leaves: list[Leaf], depth: int) -> int:
+def _tiles(points: Sequence[Point], times: Sequence[float], uneven: Sequence[bool]) -> tuple[int, float]:
+    """The multiple that lengths count as, and what ends that have to be masked add, log2; (1, 0) if nothing tells."""
+    if sum(uneven) < _UNEVEN_POINTS or sum(uneven) == len(points):
+        return 1, 0.0
+    y = [math.log2(time_us) for time_us in times]
+    best, least = (1, 0.0), math.inf
+    for tile in _TILES:
+        space = _space(points, tile)
+        if not space.axes or len(points) < len(space.axes) + 2:
+            continue
+        fitted = _sum(space, range(len(y)), y)
+        near = [_neighbours(space.x, number) for number in range(len(y))]
+        off = [
+            own - nearby([(away, fitted.residuals[index]) for away, index in each])
+            for own, each in zip(fitted.residuals, near, strict=True)
+        ]
+        ends = [
+            float(own) - nearby([(away, float(uneven[index])) for away, index in each])
+            for own, each in zip(uneven, near, strict=True)
+        ]
+        more = max(sumprod(off, ends) / max(sumprod(ends, ends), _RIDGE), 0.0)
+        for added in (0.0, more):
+            error = _mean_square([each - added * end for each, end in zip(off, ends, strict=True)])
+            if error < least * _TILE_GAIN:
+                best, least = (tile, added), error
+    return best
+
+
+def _neighbours(x: Rows, number: int) -> list[tuple[float, int]]:
+    """The nearest other points, with their distances."""
+    others = ((apart(x[number], other), index) for index, other in enumerate(x) if index != number)
+    return nsmallest(2 * len(x[0]), others)
+
+
+def _grow(
+    space: _Space, chosen: Sequence[int], y: Sequence[float], splits: list[Split], leaves: list[Leaf], depth: int
+) -> int:
     """Add the tree of these points; return its root."""
-    whole = _leaf(x, _plane(x, y))
-    cut = _best_cut(x, y, whole) if depth and whole.error > ERROR_FLOOR else None
+    whole = _leaf(space, chosen, _sum(space, chosen, y))
+    cut = _best_cut(space, chosen, y, whole) if depth and whole.error > ERROR_FLOOR else None
     if cut is None:
         leaves.append(whole)
         return -len(leaves)
-    axis, below, above = cut
+    place, sides = cut
     number = len(splits)
-    splits.append((axis, below, above, 0, 0))
-    left, right = (_grow(*side, splits, leaves, depth - 1) for side in _sides(x, y, axis, below))
-    splits[number] = (axis, below, above, left, right)
+    splits.append((*place, 0, 0))
+    left, right = (_grow(space, side, y, splits, leaves, depth - 1) for side in sides)
+    splits[number] = (*place, left, right)
     return number
 
 
-def _sides(x: Rows, y: Sequence[float], axis: int, below: float) -> tuple[tuple[Rows, list[float]], ...]:
-    """The points up to a coordinate, and those beyond it."""
-    pairs = list(zip(x, y, strict=True))
-    low = [pair for pair in pairs if along(pair[0], axis) <= below]
-    high = [pair for pair in pairs if along(pair[0], axis) > below]
-    return tuple(([point for point, _ in side], [value for _, value in side]) for side in (low, high))
+_Cut = tuple[tuple[int, float, float], tuple[list[int], list[int]]]
+"""A place to split at (axis, below, above), and the points of both sides."""
 
 
-def _best_cut(x: Rows, y: Sequence[float], whole: Leaf) -> tuple[int, float, float] | None:
-    """The cut whose two planes fit best, if their leaves miss left-out points by enough less than one leaf does."""
-    dims = len(x[0])
-    best: _Cut | None = None
+def _best_cut(space: _Space, chosen: Sequence[int], y: Sequence[float], whole: Leaf) -> _Cut | None:
+    """Where residuals jump or bend most, if the sums of both sides miss left-out points by enough less."""
+    dims = len(space.axes)
+    least = 2 * (dims + 1)  # with fewer points, anything fits
+    residuals = dict(zip(chosen, whole.residuals, strict=True))
+    found: list[tuple[float, _Cut]] = []
     for axis in range(dims + 1 if dims > 1 else dims):
-        gaps = list(itertools.pairwise(sorted({along(point, axis) for point in x})))
-        step = max(1, math.ceil(len(gaps) / MAX_CUTS))
-        tried = [(cut, number) for number in range(0, len(gaps), step) if (cut := _cut(x, y, axis, gaps[number]))]
-        if tried:
-            _, near = min(tried, key=lambda pair: pair[0].cost)
-            between = range(max(0, near - step + 1), min(len(gaps), near + step))
-            cuts = [cut for number in between if (cut := _cut(x, y, axis, gaps[number]))]
-            best = min([*cuts, *([best] if best else [])], key=lambda cut: cut.cost)
-    if best is None:
+        at = {index: along(space.x[index], axis) for index in chosen}
+        ordered = sorted(chosen, key=at.__getitem__)
+        for size in range(least, len(ordered) - least + 1):
+            below, above = at[ordered[size - 1]], at[ordered[size]]
+            if below < above:
+                sides = ordered[:size], ordered[size:]
+                cost = sum(
+                    _unexplained([at[each] for each in side], [residuals[each] for each in side]) for side in sides
+                )
+                found.append((cost, ((axis, below, above), sides)))
+    if not found:
         return None
-    left_over = sum(_leaf(points, plane).error ** 2 * len(points) for points, plane in best.sides)
-    return best.place if left_over < _GAIN * whole.error**2 * len(y) else None
+    best = min(found, key=lambda each: each[0])[1]
+    left_over = sum(_leaf(space, side, _sum(space, side, y)).error ** 2 * len(side) for side in best[1])
+    return best if left_over < _GAIN * whole.error**2 * len(chosen) else None
 
 
-class _Cut(NamedTuple):
-    """A place to split at, the points and the plane of both sides, and the squared error that is left over."""
-
-    place: tuple[int, float, float]
-    sides: list[tuple[Rows, _Plane]]
-    cost: float
-
-
-def _cut(x: Rows, y: Sequence[float], axis: int, gap: tuple[float, float]) -> _Cut | None:
-    """Split at a gap; None where a side has less than twice as many points as a plane has numbers: few fit anyway."""
-    sides = _sides(x, y, axis, gap[0])
-    if min(len(values) for _, values in sides) < 2 * (len(x[0]) + 1):
-        return None
-    planes = [(points, _plane(points, values)) for points, values in sides]
-    return _Cut((axis, *gap), planes, sum(plane.error**2 * len(points) for points, plane in planes))
+def _unexplained(along_axis: Sequence[float], residuals: Sequence[float]) -> float:
+    """Squared error that a straight line leaves over."""
+    x, y = statistics.fmean(along_axis), statistics.fmean(residuals)
+    across = [each - x for each in along_axis]
+    up = [each - y for each in residuals]
+    width = sumprod(across, across)
+    return sumprod(up, up) - (sumprod(across, up) ** 2 / width if width else 0.0)
 
 
-class _Plane(NamedTuple):
-    """A least-squares plane, what it leaves over, and what it leaves over of a point that it was not made from."""
-
-    plane: tuple[float, ...]
-    residuals: list[float]
-    left_out: list[float]
-    projected: list[list[float]]
-    error: float
+def _sum(space: _Space, chosen: Sequence[int], y: Sequence[float]) -> Sum:
+    """Fit the terms of some points to their times, log2."""
+    return fit_sum(
+        [terms(space.powers, space.high, space.x[index]) for index in chosen], [y[index] for index in chosen]
+    )
 
 
-def _plane(x: Rows, y: Sequence[float]) -> _Plane:
-    """Fit a plane. In plain Python: torch's threads do not survive a fork, and there are few points."""
-    rows = [(1.0, *point) for point in x]
-    size = len(rows[0])
-    gram = [
-        [sum(row[i] * row[j] for row in rows) + (_RIDGE if i == j else 0.0) for j in range(size)] for i in range(size)
-    ]
-    inverse = _inverse(gram)
-    target = [sum(row[i] * value for row, value in zip(rows, y, strict=True)) for i in range(size)]
-    plane = [sumprod(line, target) for line in inverse]
-    residuals = [value - sumprod(plane, row) for row, value in zip(rows, y, strict=True)]
-    projected = [[sumprod(line, row) for line in inverse] for row in rows]
-    left_out = [
-        residual / max(1 - sumprod(row, image), 1e-3)
-        for residual, row, image in zip(residuals, rows, projected, strict=True)
-    ]
-    return _Plane(tuple(plane), residuals, left_out, projected, _mean_square(left_out))
-
-
-def _leaf(x: Rows, fitted: _Plane) -> Leaf:
-    """Judge a plane and its bent form by leaving each point out."""
-    dims = len(x[0])
-    bent_errors, reach = [], 0.0
-    for number, point in enumerate(x):
-        near = nsmallest(
-            2 * dims,
-            [(apart(point, other), index) for index, other in enumerate(x) if index != number],
-        )
+def _leaf(space: _Space, chosen: Sequence[int], fitted: Sum) -> Leaf:
+    """Judge a sum and its bent form by leaving each point out."""
+    x = [space.x[index] for index in chosen]
+    plain, bent, reach = [], [], 0.0
+    for number, follows in enumerate(fitted.follows):
+        left_out = fitted.residuals[number] / max(1 - follows[number], 1e-3)
+        near = _neighbours(x, number)
         reach += near[0][0] / len(x)
-        left_out, image = fitted.left_out[number], fitted.projected[number]
-        others = [  # residuals of the neighbours by the plane that was made without this point
-            (distance, fitted.residuals[index] + sumprod((1.0, *x[index]), image) * left_out)
-            for distance, index in near
-        ]
-        bent_errors.append(left_out - nearby(others))
-    bent_error = _mean_square(bent_errors)
+        # residuals of the neighbours by the sum that was made without this point
+        others = [(away, fitted.residuals[index] + follows[index] * left_out) for away, index in near]
+        plain.append(left_out)
+        bent.append(left_out - nearby(others))
+    errors = _mean_square(plain), _mean_square(bent)
     return Leaf(
-        plane=fitted.plane,
+        shares=fitted.shares,
         points=tuple(x),
         residuals=tuple(fitted.residuals),
-        bent=bent_error < fitted.error,
-        error=min(fitted.error, bent_error),
+        bent=errors[1] < errors[0],
+        error=min(errors),
         reach=max(reach, MIN_REACH),
     )
 
@@ -280,22 +314,6 @@ def _spread(times: Sequence[float], from_us: float) -> float:
 
 def _mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sumprod(values, values) / len(values))
-
-
-def _inverse(matrix: list[list[float]]) -> list[list[float]]:
-    """Gauss-Jordan on a small positive definite matrix."""
-    size = len(matrix)
-    work = [[*row, *(1.0 if i == j else 0.0 for j in range(size))] for i, row in enumerate(matrix)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda row: abs(work[row][column]))
-        work[column], work[pivot] = work[pivot], work[column]
-        scale = work[column][column]
-        work[column] = [value / scale for value in work[column]]
-        for row in range(size):
-            if row != column and work[row][column]:
-                factor = work[row][column]
-                work[row] = [value - factor * lead for value, lead in zip(work[row], work[column], strict=True)]
-    return [row[size:] for row in work]
 
 
 class HeldOut(msgspec.Struct, frozen=True):

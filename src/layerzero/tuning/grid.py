@@ -1,8 +1,10 @@
 """The calls that ``lz.tune()`` measures where nobody says which: sizes between which times can be predicted.
 
 Batches and contexts go in steps of four over what models do, lengths of prefill in steps of two, where kernels overtake
-each other; for the head counts of common models. Norms go by rows and hidden size. On a GPU of an H200's speed all of
-it takes under five minutes, compiling apart; a CPU gets smaller sizes.
+each other; for the head counts of common models. On a GPU, every other length of prefill and the contexts of the middle
+batches lie between powers of two, each batch at other places: there it shows what a kernel pays for tiles that it
+cannot fill, and users' lengths are like that. Norms go by rows and hidden size. On a GPU of an H200's speed all of it
+takes under five minutes, compiling apart; a CPU gets smaller sizes.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from layerzero.core.operation import Case
 from layerzero.tuning.jobs import Job
@@ -45,6 +47,7 @@ class Extent:
         max_tokens: largest product of both.
         decode_batches, contexts, max_context: the same of decoding.
         rows, hidden, max_elements: of norms.
+        off: by batch, what lengths and contexts that need not be powers of two are multiplied by.
     """
 
     heads: tuple[Heads, ...]
@@ -57,6 +60,18 @@ class Extent:
     rows: tuple[int, ...]
     hidden: tuple[int, ...]
     max_elements: int
+    off: Mapping[int, float] = field(default_factory=dict)
+
+    def lengths_of(self, batch: int, *, rare: bool) -> Iterator[int]:
+        """Lengths of prefill: every other one off the powers of two; of what models rarely do, every other one."""
+        for number, length in enumerate(self.lengths):
+            if not rare or number % 2 == self.batches.index(batch) % 2:
+                yield round(length * self.off.get(batch, 1.0)) if number % 2 else length
+
+    def contexts_of(self, batch: int) -> Iterator[int]:
+        """Contexts of decoding: those of the middle batches off the powers of two."""
+        off = self.off.get(batch, 1.0) if batch in self.decode_batches[1:-1] else 1.0
+        yield from (round(context * off) for context in self.contexts)
 
 
 GPU = Extent(
@@ -67,7 +82,7 @@ GPU = Extent(
         Heads(24, 24, 128, (False,)),
     ),
     batches=(1, 4, 16, 64),
-    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 32768),
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     max_tokens=32768,
     decode_batches=(1, 4, 16, 64),
     contexts=(128, 512, 2048, 8192, 32768),
@@ -75,6 +90,7 @@ GPU = Extent(
     rows=(1, 4, 16, 64, 256, 1024, 4096, 16384),
     hidden=(1024, 2048, 4096, 8192),
     max_elements=2**27,
+    off={1: 1.19, 4: 0.79, 16: 1.37, 64: 1.17},
 )
 CPU = Extent(
     heads=(Heads(32, 8, 128), Heads(16, 16, 64, (True, False))),
@@ -147,17 +163,16 @@ def cases_of(extent: Extent) -> Iterator[tuple[str, Case]]:
     for heads in extent.heads:
         for batch in extent.batches:
             for causal in heads.causal:
-                # what models do less with these heads gets every other length
-                for length in extent.lengths[:: 1 if causal == heads.causal[0] else 2]:
+                for length in extent.lengths_of(batch, rare=causal != heads.causal[0]):
                     if batch * length <= extent.max_tokens:
                         yield prefill_case(heads, batch, length, causal=causal)
         for batch in extent.decode_batches:
-            for context in extent.contexts:
+            for context in extent.contexts_of(batch):
                 if batch * context <= extent.max_context:
                     yield decode_case(heads, batch, context)
     for heads in extent.heads:
         for batch in extent.decode_batches:
-            for context in extent.contexts:
+            for context in extent.contexts_of(batch):
                 if batch * context <= extent.max_context and context <= MAX_PAGED:
                     yield paged_case(heads, batch, context)
     for heads in extent.heads[:2]:

@@ -82,14 +82,10 @@ class TimeStore:
         worth = 1.0
         waits = any(time.waits for time in times)
         if waits or len({row[0] for row in rows}) < len(kernels):
-            known = database.read(learning.MODELS, (work.family, graph, learning.MODEL_FORMAT))
+            known = self._models(work.family, graph)
         if not rows and not known:
             other = in_other_layout(work)
-            known = (
-                database.read(learning.MODELS, (other.family, graph, learning.MODEL_FORMAT))
-                if other is not None
-                else known
-            )
+            known = known if other is None else self._models(other.family, graph)
             worth = OTHER_LAYOUT
         if not rows and not known:
             return {}
@@ -114,6 +110,15 @@ class TimeStore:
                     confidence = worth * estimate.confidence
                     found[kernel_id] = Evidence(estimate.time_us, Provenance.PREDICTED, confidence, estimate.noise)
         return found
+
+    def _models(self, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
+        """What is known about a family; what an earlier version learnt about it is learnt anew first."""
+        database = self.database
+        found = database.read(learning.MODELS, (family, graph))
+        if any(row[4] < learning.MODEL_FORMAT for row in found):
+            database.write(lambda connection: learning.relearn(connection, family))
+            found = database.read(learning.MODELS, (family, graph))
+        return [row[:4] for row in found if row[4] == learning.MODEL_FORMAT]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""

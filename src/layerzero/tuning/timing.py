@@ -226,6 +226,20 @@ class Runner:
         told = [each.host_us for each in self.taken if each.host_us]
         return quantile(told, HOST_QUANTILE) if told else None
 
+    @property
+    def noise(self) -> float:
+        """Relative difference between what every other sample and what the rest says; of the parts, if there are."""
+        if len(self.taken) < 2 or self.device_us is None:
+            return differing(self.samples)
+        halves = [_by_parts(each) for each in (self.taken[::2], self.taken[1::2])]
+        return abs(halves[0] - halves[1]) / _by_parts(self.taken)
+
+
+def _by_parts(taken: Sequence[Sample]) -> float:
+    """The longer of device and host, each by its own statistic."""
+    half = Runner(lambda: None, taken=list(taken))
+    return max(half.device_us or 0.0, half.host_us or 0.0) or statistics.median(half.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -266,7 +280,7 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
         calmer = clock.calmer() if effort.steady else None
         for _ in range(2):
             contenders = _contenders(runners)
-            if calmer is None or all(noise(runner.samples) <= effort.steady for runner in contenders.values()):
+            if calmer is None or all(differing(runner.samples) <= effort.steady for runner in contenders.values()):
                 break
             for runner in contenders.values():
                 runner.taken = []
@@ -329,6 +343,7 @@ def measurement(
     *,
     device_us: float | None = None,
     host_us: float | None = None,
+    noise: float | None = None,
     first_call_us: float | None = None,
     graph: bool = False,
     condition: str = "",
@@ -336,7 +351,7 @@ def measurement(
 ) -> Measurement:
     """What is kept of samples; there is at least one, and they are in the order in which they were taken.
 
-    ``device_us`` and ``host_us`` are those of :class:`Runner`.
+    ``device_us``, ``host_us`` and ``noise`` are those of :class:`Runner`; without them, noise is that of the samples.
     """
     median_us = statistics.median(samples)
     return Measurement(
@@ -344,7 +359,7 @@ def measurement(
         p95_us=quantile(samples, 0.95),
         variance_us2=statistics.pvariance(samples),
         samples=len(samples),
-        noise=noise(samples),
+        noise=differing(samples) if noise is None else noise,
         first_call_us=first_call_us,
         graph=graph,
         condition=condition,
@@ -354,7 +369,7 @@ def measurement(
     )
 
 
-def noise(samples: Sequence[float]) -> float:
+def differing(samples: Sequence[float]) -> float:
     """Relative difference between the medians of every other sample and of the rest; 0.03 where one is all there is."""
     if len(samples) < 2:
         return 0.03
