@@ -132,7 +132,7 @@ def test_a_new_operation_needs_one_block():
     assert lz.list_kernels("test.double") == []  # has_fallback is false: not even a reference
     facts = lz.FactsBuilder(operation).build(torch.zeros(3))
     with pytest.raises(lz.NoKernelFoundError):
-        from layerzero.engine.dispatch import require
+        from layerzero.engine.pick import require
 
         require(lz.explain(facts))
 

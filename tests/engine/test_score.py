@@ -23,6 +23,9 @@ class KnownTimes(MemoryLedger):
         super().__init__()
         self.known = {}
 
+    def untimed(self, facts):
+        return not self.known
+
     def evidence(self, kernels, facts):
         return {each.id: self.known[each.id] for each in kernels if each.id in self.known}
 

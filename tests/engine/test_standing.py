@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.core import limits
+from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import failing
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.reference import fake_call
+from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
 from layerzero.testing.compare import as_tuple
 from layerzero.testing.generate import FUNCTIONS
@@ -84,6 +86,34 @@ def test_a_changed_setting_and_a_new_kernel_are_seen(noop_call):
     finally:
         lz.unregister_kernel("user.late")
     assert "user.late" not in {each.kernel.id for each in asked_again()[0].candidates}
+
+
+def test_what_cannot_win_is_judged_when_somebody_looks_as_it_was_when_the_choice_was_made():
+    lz.register_kernel("attention.standard.prefill", "user.best", priority=100)(noop)
+    lz.register_kernel("attention.standard.prefill", "user.suspect", priority=90)(noop)
+    try:
+        facts = asked_again()[0].facts
+        ENGINE.ledger.suspect(REGISTRY.kernel("user.suspect"), facts, "planted")
+        report, judged = asked_again()
+        assert report.kernel_id == "user.best"
+        assert callable(report.ranked)
+        assert not any(each.legal for each in judged[1:])
+        ENGINE.ledger = MemoryLedger()
+        ENGINE.health.failed(REGISTRY.kernel("torch.sdpa.math"), facts.operation.name, RuntimeError("later"))
+        assert report.reasons("user.suspect")[0].got == "planted"
+        assert report.reasons("torch.sdpa.math") == ()
+        assert report.candidates[0] is report.chosen
+        assert isinstance(report.ranked, tuple)
+    finally:
+        lz.unregister_kernel("user.best")
+        lz.unregister_kernel("user.suspect")
+
+
+@pytest.mark.parametrize("settings", [{"prefer_sources": ["torch"]}, {"avoid_sources": ["user"]}])
+def test_nothing_is_left_for_later_where_policy_bends_priority(settings):
+    assert callable(asked_again()[0].ranked)
+    with lz.scope(**settings):
+        assert isinstance(asked_again()[0].ranked, tuple)
 
 
 def asked_again():

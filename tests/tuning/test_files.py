@@ -59,7 +59,10 @@ def test_every_kind_of_record_is_read_by_another_process(tmp_path, kernel):
     second = FileLedger(tmp_path)
     assert second.suspicion(kernel, facts()) == "because"
     assert second.suspicion(kernel, facts(500)) is None
+    assert kernel.id in second.on_record([kernel])
     assert second.verdict(kernel, facts(500)) is Verdict.HUNG
+    assert list(second.on_record([kernel])) == [kernel.id]
+    assert FileLedger(tmp_path / "empty").on_record([kernel]) == ()
     assert second.failures() == {("mine.rms_norm", "norm.rms"): ("RuntimeError: one", "RuntimeError: two")}
     assert second.begin(kernel, facts(9000)) is None
     assert [str(suspect) for suspect in second.suspects()] == [

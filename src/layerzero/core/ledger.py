@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -105,6 +105,12 @@ class Ledger(Protocol):
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
         """The times that are known of these kernels for a call, by kernel id."""
 
+    def untimed(self, facts: Facts) -> bool:
+        """Whether no kernel has a time for a call, as far as that can be told at once; where not, evidence tells."""
+
+    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
+        """Ids of those kernels that a verdict or a suspicion is kept about, for whatever class; asked once a miss."""
+
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """What vetting said about this kernel and class of calls, None where it was not vetted."""
 
@@ -167,6 +173,17 @@ class MemoryLedger:
         """Times recorded for exactly this work."""
         times = self._times.get(call_work(facts)) if self._times else None
         return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
+
+    def untimed(self, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
+        """Whether nothing was recorded yet."""
+        return not self._times
+
+    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:  # noqa: ARG002  # the protocol's names
+        """All that anything was recorded about."""
+        if not self._verdicts and not self._suspects:
+            return ()
+        with self._lock:
+            return {*self._verdicts, *(kernel_id for kernel_id, _ in self._suspects)}
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """The verdict that decides about this class of calls."""

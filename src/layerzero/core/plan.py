@@ -101,8 +101,7 @@ class Report:
     Attributes:
         operation: the routed operation.
         facts: what was known about the call.
-        candidates: every candidate, the chosen first, then by score, then the refused. ``lz.explain`` gives every
-            reason; the report of a plan that runs has one for each refused kernel.
+        ranked: the candidates, or what judges those that could not win, once somebody looks.
         chosen: the winner, None if nothing is legal.
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
@@ -111,11 +110,23 @@ class Report:
 
     operation: str
     facts: Facts
-    candidates: tuple[Candidate, ...]
+    ranked: tuple[Candidate, ...] | Callable[[], tuple[Candidate, ...]]
     chosen: Candidate | None
     locked: str = ""
     notes: tuple[str, ...] = ()
     varies: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every candidate, the chosen first, then by score, then the refused.
+
+        ``lz.explain`` gives every reason; the report of a plan that runs has one for each refused kernel.
+        """
+        ranked = self.ranked
+        if not isinstance(ranked, tuple):
+            ranked = ranked()
+            object.__setattr__(self, "ranked", ranked)
+        return ranked
 
     @property
     def kernel_id(self) -> str | None:

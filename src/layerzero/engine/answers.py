@@ -17,16 +17,17 @@ from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.ledger import Suspect
-from layerzero.core.operation import Operation
+from layerzero.core.operation import Operation, Routed
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import accelerator, compatibility, legality, probe, score
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.descriptors import DESCRIPTORS
-from layerzero.engine.dispatch import ENGINE, Dispatcher, pick
+from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Counts
 from layerzero.engine.how_to_vet import awaits_vetting
+from layerzero.engine.pick import NO_TIMES, pick
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
@@ -137,13 +138,11 @@ def facts(operation: str, *args: Any, device: Device | str | None = None, **kwar
 
 
 def _explain_facts(call: Facts, machine: Machine) -> Report:
-    from layerzero.core.operation import Routed
-
     policy = current_policy()
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     frozen = ENGINE.frozen
-    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else frozen.NO_TIMES)
+    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else NO_TIMES)
     report = pick(ranked, Routed(call.operation, {}, call.layout), call, REGISTRY.lock_for(policy, call))
     return report if frozen is None else frozen.held(report, policy)
 

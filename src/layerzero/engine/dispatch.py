@@ -27,11 +27,12 @@ from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.frozen import Frozen
 from layerzero.engine.health import Health
-from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.pick import NO_TIMES, finished_later, pick, priority_decides, require
+from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.engine.registry import REGISTRY, Registry
-from layerzero.engine.standing import Standings
+from layerzero.engine.standing import Later, Standings
 
 log = logging.getLogger("layerzero")
 
@@ -134,12 +135,19 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
-        health, ledger = self.engine.health, self.engine.ledger
-        judge = legality.judge if complete else self.engine.standings.judge
-        judged = judge(kernels, facts, policy, machine, health, ledger, failed=failed)
-        frozen = self.engine.frozen
-        ranked = score.rank(judged, facts, policy, ledger if frozen is None else frozen.NO_TIMES)
+        health, ledger, frozen = self.engine.health, self.engine.ledger, self.engine.frozen
+        later: Later | None = None
+        if complete:
+            judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
+        else:
+            alone = frozen is None and not failed and priority_decides(facts, policy, ledger)
+            judged, later = self.engine.standings.judge_first(
+                kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
+            )
+        ranked = score.rank(judged, facts, policy, ledger if frozen is None and later is None else NO_TIMES)
         report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
+        if later is not None:
+            report = finished_later(report, policy, later)
         return report if frozen is None else frozen.held(report, policy), ranked
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
@@ -319,59 +327,3 @@ def _on_meta(arguments: dict[str, Any]) -> bool:
 
 def _adapts(plan: Plan) -> str:
     return f" ({'; '.join(plan.transforms)})" if plan.transforms else ""
-
-
-def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | None) -> Report:
-    """Take the best legal candidate, or the one that a lock names."""
-    legal = [candidate for candidate in ranked if candidate.legal]
-    chosen = legal[0] if legal else None
-    notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
-    locked = ""
-    if lock is not None:
-        locked = f"lock {lock.operation} = {lock.kernel}"
-        held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)
-        if held is not None and chosen is not None:
-            notes += _cost_of_lock(held, chosen)
-            chosen = held
-        elif lock.otherwise == "select":
-            notes.append(f"{locked} is not legal here and lets selection go on")
-        else:
-            reason = Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "another kernel")
-            ranked = [
-                _refused(each, reason) if each.legal and not names_kernel(lock.kernel, each.kernel) else each
-                for each in ranked
-            ]
-            chosen = None
-    if chosen is not None:
-        ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
-    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes), routed.varies)
-
-
-def _refused(candidate: Candidate, reason: Reason) -> Candidate:
-    return Candidate(candidate.kernel, (*candidate.reasons, reason), candidate.adaptations)
-
-
-def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:
-    if held is best:
-        return ["the lock costs nothing: it names the best kernel"]
-    if held.time_us is not None and best.time_us is not None:
-        factor = held.time_us / best.time_us
-        return [f"the lock costs a factor of {factor:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
-    return [f"the lock costs {best.score - held.score:.1f} points: {best.kernel.id} would be chosen without it"]
-
-
-def require(report: Report) -> Candidate:
-    """The chosen candidate, or the error that tells why there is none."""
-    if report.chosen is not None:
-        return report.chosen
-    if report.facts["capturing"]:
-        unsafe = [
-            kernel_id
-            for kernel_id, reasons in report.failures.items()
-            if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
-        ]
-        raise CudaGraphUnsafeError(report.operation, unsafe)
-    hint = ""
-    if report.locked:
-        hint = f"the {report.locked} allows nothing else; unlock it or lock with otherwise='select'"
-    raise NoKernelFoundError(report.operation, report.failures, hint)

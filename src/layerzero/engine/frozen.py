@@ -12,7 +12,6 @@ import msgspec
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.facts import Facts, plain
-from layerzero.core.ledger import MemoryLedger
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
@@ -57,9 +56,6 @@ class Frozen:
         departures: classes whose kernel was refused or failed, by name, the latest of each.
     """
 
-    NO_TIMES = MemoryLedger()
-    """What scoring asks in place of the ledger: times that another process writes meanwhile decide nothing."""
-
     def __init__(self, choices: Mapping[str, Choice]) -> None:
         self._lock = threading.Lock()
         self.choices = dict(choices)
@@ -80,7 +76,7 @@ class Frozen:
         found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
         if found is not None and found.legal:
             others = (each for each in report.candidates if each is not found)
-            changed = replace(report, chosen=found, candidates=(found, *others))
+            changed = replace(report, chosen=found, ranked=(found, *others))
             return _noted(changed, f"frozen: {choice.kernel}")
         report = _noted(report, f"frozen: {choice.kernel} cannot run: {_why(found)}")
         return report if policy.fallback_enabled else replace(report, chosen=None)

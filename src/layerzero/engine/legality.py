@@ -45,6 +45,7 @@ def judge(
             seen[layout] = facts.seen_in(layout)
         reasons = policy_reasons(kernel, facts, policy)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
+        reasons += workspace_reasons(kernel, facts, policy)
         adaptations = adaptations_for(kernel, facts)
         reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
         if kernel.id in failed:
@@ -101,7 +102,7 @@ def trust_reasons(
     ledger: Ledger,
     lock: Lock | None,
 ) -> list[Reason]:
-    """Whether the library is there, the kernel is healthy, built, small enough, and vetted where that is required.
+    """Whether the library is there, the kernel is healthy, built, and vetted where that is required.
 
     Without a machine the library is known to be there.
     """
@@ -127,8 +128,14 @@ def trust_reasons(
     if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
+    return reasons
+
+
+def workspace_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
+    """Whether what the kernel needs beside its results is more than policy allows."""
     if kernel.workspace_bytes is None:
-        return reasons
+        return []
+    reasons: list[Reason] = []
     try:
         workspace = int(kernel.workspace_bytes(facts))
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
@@ -139,6 +146,11 @@ def trust_reasons(
         limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
         reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
     return reasons
+
+
+def changes(kernel: Kernel, policy: Policy) -> bool:
+    """Whether trust in a healthy kernel that nothing was recorded about depends on more than the policy."""
+    return (policy.require_vetting and kernel.trust is Trust.PLUGIN) or (kernel.jit and not policy.allow_jit_compile)
 
 
 def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verdict | None) -> Reason | None:

@@ -7,7 +7,8 @@ never uses this: :func:`layerzero.engine.legality.judge` lists every reason anew
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from layerzero.core import limit_kinds, limit_launch
@@ -20,7 +21,7 @@ from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason
 from layerzero.engine import legality, split
 from layerzero.engine.health import Health
-from layerzero.engine.policy import Lock, Policy
+from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 
 MAX_KEPT = 256
@@ -40,6 +41,7 @@ class Standing(NamedTuple):
         kernel: the kernel.
         refused: its candidate where the sizes do not matter, None where it may be legal.
         untested: whether a verdict decides about its library, too.
+        changing: whether more than the facts of a call decide: a verdict, or what was compiled.
         adaptations: what its plan does because of its layout.
         steps: in the order in which they are declared, the limits that read sizes or memory, or say not what they
             read, and what the others found that a plan makes good.
@@ -48,15 +50,49 @@ class Standing(NamedTuple):
     kernel: Kernel
     refused: Candidate | None
     untested: bool = False
+    changing: bool = True
     adaptations: tuple[Adaptation, ...] = ()
     steps: tuple[Limit | Findings, ...] = ()
 
 
 class _Kept(NamedTuple):
+    """The standings of a kind of calls, those that may be legal by priority."""
+
     kernels: tuple[Kernel, ...]
     device: Device
     machine: Machine
+    refused: tuple[Candidate, ...]
     standings: tuple[Standing, ...]
+
+
+class _Asked(NamedTuple):
+    """A call that kernels are judged for.
+
+    Attributes:
+        facts, policy: of the call.
+        odd: whether a tensor is empty or negated.
+        seen: the facts as kernels of each layout see them.
+    """
+
+    facts: Facts
+    policy: Policy
+    odd: bool
+    seen: dict[str | None, Facts]
+
+    @staticmethod
+    def about(facts: Facts, policy: Policy) -> _Asked:
+        odd = any(tensor.negated or 0 in tensor.shape for tensor in facts.tensors.values())
+        return _Asked(facts, policy, odd, {None: facts, facts.layout: facts})
+
+    def seen_in(self, layout: str | None) -> Facts:
+        found = self.seen.get(layout)
+        if found is None:
+            found = self.seen[layout] = self.facts.seen_in(layout)
+        return found
+
+
+Later = Callable[[], list[Candidate]]
+"""Judges the kernels that were left out."""
 
 
 class Standings:
@@ -81,38 +117,79 @@ class Standings:
         failed: Collection[str] = (),
     ) -> list[Candidate]:
         """Judge every kernel for one call, with no more than the first reason that was found for a refused one."""
-        lock = policy.lock_for(facts)
-        seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
-        odd = any(tensor.negated or 0 in tensor.shape for tensor in facts.tensors.values())
-        judged = []
-        for standing in self._of(kernels, facts, policy, machine):
-            if standing.refused is not None:
-                judged.append(standing.refused)
-                continue
-            layout = standing.kernel.layout
-            if layout not in seen:
-                seen[layout] = facts.seen_in(layout)
-            reasons, adaptations = _judged(
-                standing, facts, seen[layout], policy, machine, health, ledger, lock, odd=odd
-            )
-            if standing.kernel.id in failed:
-                reasons.append(legality.JUST_FAILED)
-            judged.append(Candidate(standing.kernel, tuple(reasons), adaptations))
-        return split.last_resort(judged, facts, policy, lock, legality.limit_findings)
+        judged, _ = self.judge_first(kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=False)
+        return judged
 
-    def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> tuple[Standing, ...]:
+    def judge_first(
+        self,
+        kernels: Sequence[Kernel],
+        facts: Facts,
+        policy: Policy,
+        machine: Machine,
+        health: Health,
+        ledger: Ledger,
+        *,
+        failed: Collection[str] = (),
+        by_priority: bool = True,
+    ) -> tuple[list[Candidate], Later | None]:
+        """Judge as :meth:`judge` does; where priority alone decides, only the kernels that may win.
+
+        Those of a lower priority than a legal one that moves no data are left for later, and what judges them is
+        returned beside the others. What verdicts, health or other changing things decide about is never left.
+        """
+        kept = self._of(kernels, facts, policy, machine)
+        asked, lock = _Asked.about(facts, policy), policy.lock_for(facts)
+        operation = facts.operation.name
+        on_record = ledger.on_record(kernels)
+        judged: list[Candidate] = []
+        left: list[Standing] = []
+        best = -1
+        for standing in kept.standings:
+            kernel = standing.kernel
+            reasons = health.reasons(kernel, operation)
+            if standing.changing or reasons or kernel.id in on_record:
+                where = machine if standing.untested else None
+                reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
+            elif kernel.priority < best:
+                left.append(standing)
+                continue
+            candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)
+            judged.append(candidate)
+            if by_priority and not candidate.reasons and not kernel.is_reference and not _moves(candidate):
+                best = max(best, kernel.priority)
+        if left:
+            return judged, functools.partial(_judge_left, kept.refused, left, asked)
+        judged += kept.refused
+        return split.last_resort(judged, facts, policy, lock, legality.limit_findings), None
+
+    def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
         these, keeping = tuple(kernels), self._kept
         key = (facts.operation.name, facts.layout, policy, id(facts.device), facts.sizeless())
         try:
             kept = keeping.get(key)
         except TypeError:  # an argument without a hash
-            return tuple(_standing(kernel, facts, policy, machine) for kernel in these)
+            return _kept(these, facts, policy, machine)
         if kept is None or kept.machine is not machine or kept.kernels != these:
             if len(keeping) >= MAX_KEPT:
                 keeping.clear()
-            found = tuple(_standing(kernel, facts, policy, machine) for kernel in these)
-            kept = keeping[key] = _Kept(these, facts.device, machine, found)
-        return kept.standings
+            kept = keeping[key] = _kept(these, facts, policy, machine)
+        return kept
+
+
+def _kept(kernels: tuple[Kernel, ...], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
+    found = sorted(
+        (_standing(kernel, facts, policy, machine) for kernel in kernels), key=lambda each: -each.kernel.priority
+    )
+    refused = tuple(each.refused for each in found if each.refused is not None)
+    return _Kept(kernels, facts.device, machine, refused, tuple(each for each in found if each.refused is None))
+
+
+def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:
+    return [*(_judged(standing, asked, []) for standing in left), *refused]
+
+
+def _moves(candidate: Candidate) -> bool:
+    return any(adaptation.moves_data for adaptation in candidate.adaptations)
 
 
 def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) -> Standing:
@@ -125,8 +202,9 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     denied = [] if policy.rules else legality.policy_reasons(kernel, facts, policy)  # rules may read sizes
     if denied:
         return Standing(kernel, Candidate(kernel, tuple(denied)))
+    changing = state.untested or legality.changes(kernel, policy)
     if kernel.revision is not None:  # what a descriptor says is told beside what the kernel itself says
-        return Standing(kernel, None, state.untested)
+        return Standing(kernel, None, state.untested, changing, tuple(legality.adaptations_for(kernel, facts)))
     seen = facts.seen_in(kernel.layout)
     fixed = facts.operation.schema.sizeless
     steps: list[Limit | Findings] = [
@@ -139,7 +217,8 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     refused = legality.repair(kernel, found, facts, policy, adaptations)
     if refused:
         return Standing(kernel, Candidate(kernel, tuple(refused), tuple(adaptations)))
-    return Standing(kernel, None, state.untested, view, tuple(step for step in steps if step != NOTHING))
+    left = tuple(step for step in steps if step != NOTHING)
+    return Standing(kernel, None, state.untested, changing, view, left)
 
 
 def _reads_no_size(limit: Limit, fixed: Collection[str]) -> bool:
@@ -148,36 +227,26 @@ def _reads_no_size(limit: Limit, fixed: Collection[str]) -> bool:
     return type(limit) in _SIZELESS
 
 
-def _judged(
-    standing: Standing,
-    facts: Facts,
-    seen: Facts,
-    policy: Policy,
-    machine: Machine,
-    health: Health,
-    ledger: Ledger,
-    lock: Lock | None,
-    *,
-    odd: bool,
-) -> tuple[list[Reason], tuple[Adaptation, ...]]:
-    """What is still to be asked of a kernel for this very call; ``odd`` if a tensor is empty or negated."""
-    kernel = standing.kernel
-    reasons = legality.policy_reasons(kernel, facts, policy) if policy.rules else []
-    where = machine if standing.untested else None
-    reasons += legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
-    if reasons:
-        return reasons, standing.adaptations
-    if kernel.revision is not None:
-        adaptations = legality.adaptations_for(kernel, facts)
-        findings = legality.limit_findings(kernel, seen)
-        return legality.repair(kernel, findings, facts, policy, adaptations), tuple(adaptations)
-    findings = _findings(standing, seen)
-    if odd:
-        findings += legality.memory_findings(kernel, seen)
-    if not findings:
-        return reasons, standing.adaptations
-    adaptations = list(standing.adaptations)
-    return legality.repair(kernel, findings, facts, policy, adaptations), tuple(adaptations)
+def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_failed: bool = False) -> Candidate:
+    """Ask what is still to be asked of a kernel for this very call; ``reasons`` say that it is not trusted."""
+    kernel, facts, policy = standing.kernel, asked.facts, asked.policy
+    if kernel.workspace_bytes is not None:
+        reasons = [*reasons, *legality.workspace_reasons(kernel, facts, policy)]
+    if policy.rules:
+        reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
+    adaptations = standing.adaptations
+    if not reasons:
+        seen = asked.seen_in(kernel.layout)
+        findings = _findings(standing, seen) if kernel.revision is None else legality.limit_findings(kernel, seen)
+        if asked.odd and kernel.revision is None:
+            findings += legality.memory_findings(kernel, seen)
+        if findings:
+            made_good = list(adaptations)
+            reasons = legality.repair(kernel, findings, facts, policy, made_good)
+            adaptations = tuple(made_good)
+    if just_failed:
+        reasons = [*reasons, legality.JUST_FAILED]
+    return Candidate(kernel, tuple(reasons), adaptations)
 
 
 def _findings(standing: Standing, seen: Facts) -> list[Finding]:

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +101,14 @@ class FileLedger(MemoryLedger):
             wrong = self._wrong[slug] = [each for each in known if each.verdict is Verdict.WRONG]
         elsewhere = next((each for each in wrong if each.kernel == kernel.id and each.versions == versions), None)
         return deciding(_judgement(own), _judgement(elsewhere))
+
+    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
+        """Those that any process wrote a verdict or a suspicion about, at whatever versions."""
+        if not self.files.writable:
+            return super().on_record(kernels)
+        self._refresh()
+        slugs = self.files.slugs(VERDICT, SUSPECT)
+        return [each.id for each in kernels if records.slug_of(each.id) in slugs] if slugs else ()
 
     def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why this kernel and class are suspected, at these versions."""

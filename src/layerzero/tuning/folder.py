@@ -41,18 +41,26 @@ class RecordFolder:
         self.path = path
         self.writable = True
         self._lock = threading.RLock()
-        self._names: dict[tuple[str, str], set[Name]] = {}
+        self._names: dict[str, dict[str, set[Name]]] = {}  # by kind, then by the slug of the kernel
         self._read: dict[Name, Record] = {}
         self._seen_ns = -1
 
     def has(self, slug: str, kind: str) -> bool:
         """Whether a kernel has any record of a kind: the quick answer, since most have none."""
-        return bool(self._names.get((slug, kind)))
+        return bool(self._of(kind).get(slug))
+
+    def slugs(self, *kinds: str) -> set[str]:
+        """Kernels that may have a record of one of these kinds."""
+        with self._lock:
+            return {slug for kind in kinds for slug in self._of(kind)}
+
+    def _of(self, kind: str) -> dict[str, set[Name]]:
+        return self._names.get(kind, {})
 
     def load(self, name: Name) -> Record | None:
         """Read a record once; None if there is none, or none that can be trusted."""
         with self._lock:
-            names = self._names.get((name.slug, name.kind), set())
+            names = self._of(name.kind).get(name.slug, set())
             if name not in self._read and name in names:
                 try:
                     record = self._trusted(self.path / name.file(), name)
@@ -67,8 +75,7 @@ class RecordFolder:
     def all(self, *kinds: str) -> Iterator[tuple[Name, Record]]:
         """Every record of these kinds."""
         with self._lock:
-            each_kind = [names for (_, kind), names in self._names.items() if kind in kinds]
-            names = sorted((name for names in each_kind for name in names), key=Name.file)
+            names = sorted((name for kind in kinds for each in self._of(kind).values() for name in each), key=Name.file)
         for name in names:
             record = self.load(name)
             if record is not None:
@@ -84,13 +91,13 @@ class RecordFolder:
     def of(self, slug: str, kind: str) -> list[Record]:
         """Every record of a kernel and kind."""
         with self._lock:
-            names = sorted(self._names.get((slug, kind), ()), key=Name.file)
+            names = sorted(self._of(kind).get(slug, ()), key=Name.file)
         return [record for name in names if (record := self.load(name)) is not None]
 
     def names(self, *kinds: str) -> frozenset[Name]:
         """What is known to be there of these kinds."""
         with self._lock:
-            return frozenset(name for (_, kind), names in self._names.items() if kind in kinds for name in names)
+            return frozenset(name for kind in kinds for each in self._of(kind).values() for name in each)
 
     def scan(self) -> list[tuple[Path, Record]]:
         """List the folder anew; return the markers that dead processes left, and what they say.
@@ -121,7 +128,7 @@ class RecordFolder:
         for entry in self._entries():
             name = records.name_of(entry.name)
             if name is not None and name.kind != RUNNING:
-                self._names.setdefault((name.slug, name.kind), set()).add(name)
+                self._names.setdefault(name.kind, {}).setdefault(name.slug, set()).add(name)
             elif name is not None:
                 try:
                     record = self._left_behind(entry, name)
@@ -215,7 +222,7 @@ class RecordFolder:
     def known(self, name: Name, record: Record | None = None) -> None:
         """Take note of a record that was written."""
         with self._lock:
-            self._names.setdefault((name.slug, name.kind), set()).add(name)
+            self._names.setdefault(name.kind, {}).setdefault(name.slug, set()).add(name)
             self._read.pop(name, None)
             if record is not None:
                 self._read[name] = record
@@ -223,7 +230,7 @@ class RecordFolder:
     def remove(self, name: Name) -> None:
         """Remove a record."""
         with self._lock:
-            self._names.get((name.slug, name.kind), set()).discard(name)
+            self._of(name.kind).get(name.slug, set()).discard(name)
             self._read.pop(name, None)
             self.move(self.path / name.file(), None)
 

@@ -157,12 +157,17 @@ class StoreLedger:
         self.failures = markers.failures
         self.unproved, self.begin = markers.unproved, markers.begin
         self.accept, self.withdraw = markers.accept, markers.withdraw
+        self.on_record = markers.on_record
         self.suspicion, self.suspect = markers.suspicion, markers.suspect
         self.suspects, self.settle = markers.suspects, markers.settle
 
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
         """Times of these kernels for a call, by kernel id."""
         return self.times.evidence(kernels, facts)
+
+    def untimed(self, facts: Facts) -> bool:
+        """Whether nobody has written a time, and none ships for this device."""
+        return self.times.database.is_absent() and not priors_of(facts.device.name)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time for this and every later process."""

@@ -1,0 +1,100 @@
+"""The choice among judged kernels, and the report that tells it.
+
+Where nothing was measured, priority decides, and kernels of a lower one than a legal kernel's cannot win. They are not
+judged on a miss, but when somebody reads the report; what they are judged by is the facts of the call and the policy
+that it was made under, which do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
+from layerzero.core.facts import Facts
+from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.operation import Routed
+from layerzero.core.plan import Candidate, Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import score
+from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.standing import Later
+
+NO_TIMES = MemoryLedger()
+"""What scoring asks where times decide nothing, whatever another process writes meanwhile."""
+
+
+def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | None) -> Report:
+    """Take the best legal candidate, or the one that a lock names."""
+    legal = [candidate for candidate in ranked if candidate.legal]
+    chosen = legal[0] if legal else None
+    notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
+    locked = ""
+    if lock is not None:
+        locked = f"lock {lock.operation} = {lock.kernel}"
+        held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)
+        if held is not None and chosen is not None:
+            notes += _cost_of_lock(held, chosen)
+            chosen = held
+        elif lock.otherwise == "select":
+            notes.append(f"{locked} is not legal here and lets selection go on")
+        else:
+            reason = Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "another kernel")
+            ranked = [
+                _refused(each, reason) if each.legal and not names_kernel(lock.kernel, each.kernel) else each
+                for each in ranked
+            ]
+            chosen = None
+    if chosen is not None:
+        ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
+    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes), routed.varies)
+
+
+def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
+    """Whether no kernel scores more than its priority, and a legal one that moves no data scores just that.
+
+    Under capture limits may ask what was made before, which changes; nothing is left for later there.
+    """
+    bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources
+    return not bent and not facts["capturing"] and ledger.untimed(facts)
+
+
+def finished_later(report: Report, policy: Policy, later: Later) -> Report:
+    """The report with the kernels that were left out, judged and ranked once somebody looks."""
+    return replace(report, ranked=functools.partial(_finished, report, policy, later))
+
+
+def _finished(report: Report, policy: Policy, later: Later) -> tuple[Candidate, ...]:
+    chosen = report.chosen
+    ranked = score.rank([*report.candidates, *later()], report.facts, policy, NO_TIMES)
+    return tuple(ranked) if chosen is None else (chosen, *[each for each in ranked if each.kernel is not chosen.kernel])
+
+
+def _refused(candidate: Candidate, reason: Reason) -> Candidate:
+    return Candidate(candidate.kernel, (*candidate.reasons, reason), candidate.adaptations)
+
+
+def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:
+    if held is best:
+        return ["the lock costs nothing: it names the best kernel"]
+    if held.time_us is not None and best.time_us is not None:
+        factor = held.time_us / best.time_us
+        return [f"the lock costs a factor of {factor:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
+    return [f"the lock costs {best.score - held.score:.1f} points: {best.kernel.id} would be chosen without it"]
+
+
+def require(report: Report) -> Candidate:
+    """The chosen candidate, or the error that tells why there is none."""
+    if report.chosen is not None:
+        return report.chosen
+    if report.facts["capturing"]:
+        unsafe = [
+            kernel_id
+            for kernel_id, reasons in report.failures.items()
+            if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
+        ]
+        raise CudaGraphUnsafeError(report.operation, unsafe)
+    hint = ""
+    if report.locked:
+        hint = f"the {report.locked} allows nothing else; unlock it or lock with otherwise='select'"
+    raise NoKernelFoundError(report.operation, report.failures, hint)
