@@ -107,7 +107,7 @@ def judge(
         others.get(AGAIN), others.get(THROUGH), others.get(TORCH),
         {entry.kernel.id: f"{entry.status}: {entry.detail}" for entry in found.entries if not entry.samples},
         _first_choices(found),
-        {each.kernel.id: (each.measurement.device_us, each.measurement.host_us) for each in found.entries if each.measurement},
+        {each.id: (measured.device_us, measured.host_us) for each, measured in found.times.items()},
     )  # fmt: skip
 
 

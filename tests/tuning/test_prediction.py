@@ -146,9 +146,6 @@ def test_even_lengths_and_few_others_tell_no_tiles():
     ]
     model = fit([*even, Point(sizes(1, 641), 99.0), Point(sizes(2, 641), 99.0)])
     assert (model.tile, model.uneven) == (1, 0.0)
-    model = fit(even, (128, 0.25))
-    assert (model.tile, model.uneven) == (128, 0.25), "what is known already is taken over"
-    assert predict(model, sizes(4, 600)).time_us == pytest.approx(2**0.25 * predict(model, sizes(4, 640)).time_us)
 
 
 @given(

@@ -74,11 +74,10 @@ class _Space(NamedTuple):
     powers: tuple[tuple[int, ...], ...]
 
 
-def fit(points: Sequence[Point], tiled: tuple[int, float] | None = None) -> Model | None:
+def fit(points: Sequence[Point]) -> Model | None:
     """Learn from points of one kernel and family; None where they are too few to tell what they are worth.
 
-    Where most points tell device and host apart, the rest does not count. ``tiled`` is what another fit found out about
-    tiles (``tile`` and ``uneven``); None finds it out.
+    Where most points tell device and host apart, the rest does not count.
     """
     points = [each for each in points[:MAX_POINTS] if all(size > 0 for size in each.sizes.values())]
     told = [(each, each.device_us) for each in points if each.device_us is not None]
@@ -89,7 +88,7 @@ def fit(points: Sequence[Point], tiled: tuple[int, float] | None = None) -> Mode
     if len(points) < 3:
         return None
     uneven = [is_uneven(each.sizes) for each in points]
-    tile, more = _tiles(points, times, uneven) if tiled is None else tiled
+    tile, more = _tiles(points, times, uneven)
     space = _space(points, tile)
     if not space.axes or len(points) < len(space.axes) + 2:
         return None

@@ -17,9 +17,6 @@ from layerzero.tuning.rows import Row, Work
 MODEL_FORMAT = 3
 """Changes with the meaning of a stored model; older ones are learnt anew, newer ones are as if there were none."""
 
-TILES_EVERY = 5
-"""Points after which tiles are looked for again: that takes five times as long as the rest."""
-
 MAX_READ = 512
 """Times of a family that are looked at; works lie in the order of their hashes, so these are a fair sample."""
 
@@ -42,8 +39,6 @@ _POINTS = """SELECT works.key, works.facts, median_us, device_us, host_us, writt
 _MODEL = """INSERT OR REPLACE INTO models (family, graph, kernel, environment, adapts, format, model)
     VALUES (?, ?, ?, ?, ?, ?, ?)"""
 _UNLEARN = "DELETE FROM models WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
-_LEARNT = """SELECT model FROM models
-    WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ? AND format = ?"""
 _OLD = "SELECT family, graph, kernel, environment, adapts FROM models WHERE family = ? AND format < ?"
 _FAMILIES = """SELECT DISTINCT works.family, graph, kernel, environment, adapts FROM times
     JOIN works ON works.key = times.work"""
@@ -108,10 +103,7 @@ def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
 
 def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] = ()) -> None:
     """Fit one model anew; ``new`` are rows that count even where a family has more than are looked at."""
-    points = list(_points(connection, subject, new))
-    before = connection.execute(_LEARNT, (*subject, MODEL_FORMAT)).fetchone() if len(points) % TILES_EVERY else None
-    tiled = None if before is None else decode_tiles(before[0])
-    model = fitting.fit(points, None if tiled is None else (tiled.tile, tiled.uneven))
+    model = fitting.fit(list(_points(connection, subject, new)))
     if model is None:
         connection.execute(_UNLEARN, subject)
     else:
@@ -156,14 +148,5 @@ class _Host(msgspec.Struct, frozen=True):
 
     host_us: float = 0.0
 
-
-class _Tiles(msgspec.Struct, frozen=True):
-    """The part of a model that is about tiles."""
-
-    tile: int = 1
-    uneven: float = 0.0
-
-
-decode_tiles = msgspec.json.Decoder(_Tiles).decode
 
 decode_host = msgspec.json.Decoder(_Host).decode

@@ -30,9 +30,6 @@ OTHER_LAYOUT = 0.9
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
 
-MAX_NOISE = 0.01
-"""A wider claim of a prediction lowers its confidence and makes no ties: the estimate is the better guess in one."""
-
 
 class Time(msgspec.Struct, frozen=True):
     """One measured time that holds here."""
@@ -123,14 +120,19 @@ def _spread(time: Time) -> float:
 
 
 def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """The same times; what is slower for sure is as certain as the best, since a set has its lowest confidence."""
+    """The same times; what is slower for sure is as certain as the best, since a set has its lowest confidence.
+
+    What a prediction may be off by lowers its confidence and makes no ties: the estimate is the better guess in one.
+    Over three judgements of 80 calls of an H200 each, choices took 1.010 to 1.013 times the best so, 1.016 with ties
+    within 1 % (2026-11-22).
+    """
     best = min(found.values(), key=lambda each: each.time_us)
     bound = DECIDED * best.time_us * (1 + best.noise)
     weighed = {}
     for kernel, each in found.items():
         decided = each.time_us / (1 + each.noise) > bound
         confidence = max(each.confidence, best.confidence) if decided else each.confidence
-        noise = min(each.noise, MAX_NOISE) if each.provenance is Provenance.PREDICTED else each.noise
+        noise = 0.0 if each.provenance is Provenance.PREDICTED else each.noise
         same = confidence == each.confidence and noise == each.noise
         weighed[kernel] = each if same else replace(each, confidence=confidence, noise=noise)
     return weighed
