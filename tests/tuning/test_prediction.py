@@ -224,13 +224,18 @@ def on_device(library, batch, seq):
     return least + 8 * batch * seq * 4096 / bandwidth / 1e6 + 2 * batch * 4096 * seq * seq / rate / 1e6
 
 
-def waited_for(library, batch, seq):
-    return max(LIBRARIES[library][0], on_device(library, batch, seq))
+def waited_for(library, batch, seq, pace):
+    return max(LIBRARIES[library][0] * pace, on_device(library, batch, seq))
+
+
+def drawn_pace(draw, share):
+    """How many times slower than when calm the host is: in a share of all cases by 1.4 to 2."""
+    return draw.uniform(1.4, 2.0) if draw.random() < share else 1.0
 
 
 def on_a_drifting_host(draw, share):
-    """A coarse grid of times, of which a share met a host that was slow by 1.4 to 2."""
-    slow = {place: draw.uniform(1.4, 2.0) if draw.random() < share else 1.0 for place in COARSE}
+    """A coarse grid of times, of which a share met a slow host."""
+    slow = {place: drawn_pace(draw, share) for place in COARSE}
     found = {}
     for library, (host_us, *_) in LIBRARIES.items():
         found[library] = []
@@ -244,7 +249,7 @@ def on_a_drifting_host(draw, share):
 
 
 def chosen_on_a_drifting_host(share, apart):
-    """Median error, and geometric mean of what the choice takes of the best."""
+    """Median error, and geometric mean of what the choice takes of the best, where the host goes on drifting."""
     errors, ratios = [], []
     for seed in range(8):
         draw = random.Random(seed)
@@ -255,7 +260,8 @@ def chosen_on_a_drifting_host(share, apart):
         }
         for _ in range(50):
             batch, seq = int(2 ** draw.uniform(0, 6)), int(2 ** draw.uniform(7, 13))
-            times = {library: waited_for(library, batch, seq) for library in LIBRARIES}
+            pace = drawn_pace(draw, share)
+            times = {library: waited_for(library, batch, seq, pace) for library in LIBRARIES}
             found = {library: predict(model, sizes(batch, seq)) for library, model in models.items()}
             errors += [abs(math.log2(found[library].time_us / times[library])) for library in LIBRARIES]
             chosen = min(found, key=lambda library: found[library].time_us)
@@ -268,8 +274,8 @@ def test_a_drifting_host_spoils_no_choice_where_it_is_told_apart(share):
     error, ratio = chosen_on_a_drifting_host(share, apart=True)
     error_before, ratio_before = chosen_on_a_drifting_host(share, apart=False)
     assert error < 0.75 * error_before
-    assert ratio - 1 < 0.6 * (ratio_before - 1)
-    assert ratio < 1.015
+    assert ratio - 1 < 0.9 * (ratio_before - 1)
+    assert ratio < 1.02, "a pace that nobody can foresee is most of it"
 
 
 def test_what_waits_for_the_host_takes_what_the_host_takes():
