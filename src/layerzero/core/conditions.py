@@ -150,6 +150,16 @@ _TOLD = frozenset({
 })  # fmt: skip
 """Kinds of limits without conditions."""
 
+_NAMES_NO_SIZE = _TOLD | {
+    *(limit_kinds.Dim, limit_kinds.Equal, limit_kinds.SameHeads, limit_kinds.SquareCausal, limit_kinds.OneOf),
+    *(limit_kinds.Positive, limit_kinds.Contiguous, limit_kinds.Custom),
+}
+
+
+def names_no_size(limit: Limit) -> bool:
+    """Whether calls that differ in sizes only get the same conditions; unknown kinds may look at the sizes."""
+    return type(limit) in _NAMES_NO_SIZE
+
 
 @conditions.register
 def _dim(limit: limit_kinds.Dim, call: SizedCall) -> Iterable[Condition] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,8 +31,7 @@ FACT_ALIASES = {
 """The specification's names for facts, accepted wherever a fact is named."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallState:
+class CallState(msgspec.Struct, frozen=True, gc=False):
     """Eager state outside the arguments that changes what is legal.
 
     Attributes:
@@ -272,22 +270,22 @@ class FactsBuilder:
         tensors: dict[str, TensorFacts] = {}
         values: dict[str, object] = {"operation": schema.operation}
         first: torch.Tensor | None = None
-        for tensor_schema in schema.inputs:
-            value = arguments.get(tensor_schema.name)
+        for tensor_schema, axes in schema.axes_in(layout):
+            name = tensor_schema.name
+            value = arguments.get(name)
             if value is None:
-                values[tensor_schema.name] = "none"
+                values[name] = "none"
                 continue
             first = value if first is None else first
-            facts = tensors[tensor_schema.name] = TensorFacts.of(value)
+            facts = tensors[name] = TensorFacts.of(value)
             if not tensor_schema.required:
-                values[tensor_schema.name] = "bool" if facts.dtype is torch.bool else "given"
+                values[name] = "bool" if facts.dtype is torch.bool else "given"
                 if facts.dtype.is_floating_point:
-                    values[tensor_schema.name] = "float"
-            axes = tensor_schema.axes_in(layout)
+                    values[name] = "float"
             named = axes[1:] if axes and axes[0] == "..." else axes
             values.update(zip(named, facts.shape[len(facts.shape) - len(named) :], strict=True))
         for name in schema.params:
-            values[name] = arguments.get(name, schema.neutral.get(name))
+            values[name] = arguments[name] if name in arguments else schema.neutral.get(name)
         for name in schema.bounds:
             bound = arguments.get(name)
             values[name] = None if bound is None else 1 << (bound - 1).bit_length()

@@ -94,8 +94,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Why a kernel was, or would be, selected.
 
     Attributes:
@@ -125,7 +124,7 @@ class Report:
         ranked = self.ranked
         if not isinstance(ranked, tuple):
             ranked = ranked()
-            object.__setattr__(self, "ranked", ranked)
+            msgspec.structs.force_setattr(self, "ranked", ranked)
         return ranked
 
     @property

@@ -77,6 +77,7 @@ class OperationSchema:
         passed: arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles.
         arguments, known: every argument, tensors first, and the same as a set.
         sizeless: the facts of a call that are no sizes and do not follow from them.
+        kinds: of each parameter, the types that it may have, and those, None among them, that need no closer look.
     """
 
     operation: str
@@ -93,6 +94,10 @@ class OperationSchema:
     arguments: tuple[str, ...] = field(init=False, repr=False, compare=False)
     known: frozenset[str] = field(init=False, repr=False, compare=False)
     sizeless: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    kinds: tuple[tuple[str, tuple[type, ...], frozenset[type]], ...] = field(init=False, repr=False, compare=False)
+    _axes: dict[str | None, tuple[tuple[TensorSchema, tuple[str, ...]], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("params", "neutral", "handles"):
@@ -107,8 +112,16 @@ class OperationSchema:
         derived |= {"passed": passed, "arguments": arguments, "known": frozenset(arguments)}
         optional = (tensor.name for tensor in self.inputs if not tensor.required)
         derived["sizeless"] = (*optional, *self.params, *passed, *_OF_THE_STATE)
+        derived["kinds"] = tuple(_kinds(name, kind, self.neutral) for name, kind in self.params.items())
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def axes_in(self, layout: str | None) -> tuple[tuple[TensorSchema, tuple[str, ...]], ...]:
+        """The tensors, each with the names of its axes in the order of a layout."""
+        found = self._axes.get(layout)
+        if found is None:
+            found = self._axes[layout] = tuple((tensor, tensor.axes_in(layout)) for tensor in self.inputs)
+        return found
 
     def validate(self, *args: object, layout: str | None = None, **kwargs: object) -> list[str]:
         """List what is wrong with a call, with wanted and got; an empty list means nothing.
@@ -116,10 +129,13 @@ class OperationSchema:
         Checks missing and unknown arguments, types, ranks, dtypes, one device for all tensors, and that equal axis
         names have equal sizes. Tensors may come by position (in schema order) or by name.
         """
-        names = [tensor.name for tensor in self.inputs]
-        if len(args) > len(names):
-            return [f"wanted at most {len(names)} tensors ({', '.join(names)}), got {len(args)} positional arguments"]
-        values = dict(zip(names, args, strict=False)) | kwargs
+        values = kwargs
+        if args:
+            names = [tensor.name for tensor in self.inputs]
+            if len(args) > len(names):
+                wanted = f"wanted at most {len(names)} tensors ({', '.join(names)})"
+                return [f"{wanted}, got {len(args)} positional arguments"]
+            values = dict(zip(names, args, strict=False)) | kwargs
         problems = [
             f"unknown argument {name!r}; this operation takes {', '.join(self.arguments)}"
             for name in values
@@ -133,7 +149,7 @@ class OperationSchema:
         problems: list[str] = []
         sizes: dict[str, tuple[int, str]] = {}
         first: torch.Tensor | None = None
-        for schema in self.inputs:
+        for schema, axes in self.axes_in(layout):
             value = values.get(schema.name)
             if value is None:
                 if schema.required:
@@ -143,16 +159,15 @@ class OperationSchema:
                 problems.append(f"{schema.name}: wanted a tensor, got {type(value).__name__}")
                 continue
             first = value if first is None else first
-            problems += _tensor_problem(schema, value, first, sizes, layout)
+            problems += _tensor_problem(schema, axes, value, first, sizes)
         return problems
 
     def _param_problems(self, values: Mapping[str, object]) -> list[str]:
         problems = []
-        for name, kind in self.params.items():
+        for name, kinds, plain in self.kinds:
             value = values.get(name, self.neutral.get(name))
-            if value is None and self.neutral.get(name, ...) is None:
+            if type(value) in plain:
                 continue
-            kinds = kind if isinstance(kind, tuple) else (kind,)
             accepted = (*kinds, int) if float in kinds else kinds
             if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join(each.__name__ for each in kinds)
@@ -168,16 +183,25 @@ class OperationSchema:
         return problems
 
 
+def _kinds(
+    name: str, kind: type | tuple[type, ...], neutral: Mapping[str, object]
+) -> tuple[str, tuple[type, ...], frozenset[type]]:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    plain = {*kinds, int} if float in kinds else {*kinds}
+    if neutral.get(name, ...) is None:
+        plain.add(type(None))
+    return name, kinds, frozenset(plain)
+
+
 def _tensor_problem(
     schema: TensorSchema,
+    axes: tuple[str, ...],
     value: torch.Tensor,
     first: torch.Tensor,
     sizes: dict[str, tuple[int, str]],
-    layout: str | None,
 ) -> list[str]:
     problems = []
     shape = tuple(value.shape)
-    axes = schema.axes_in(layout)
     if axes and not _rank_fits(axes, shape):
         wanted = f"a {len(axes)}D tensor" if axes[0] != "..." else f"at least a {len(axes) - 1}D tensor"
         return [f"{schema.name}: wanted {wanted} ({', '.join(axes)}), got {value.ndim}D {shape}"]
@@ -188,7 +212,7 @@ def _tensor_problem(
     elif schema.same_dtype and value.dtype != first.dtype:
         wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
         problems.append(f"{schema.name}: wanted dtype {wanted} like the first tensor, got {got}")
-    if value.device != first.device:
+    if value is not first and value.device != first.device:
         problems.append(f"{schema.name}: wanted device {first.device} like the first tensor, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
     for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):

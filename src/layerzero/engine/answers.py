@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from layerzero.core.device import Device
@@ -143,16 +144,15 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     frozen = ENGINE.frozen
     ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else NO_TIMES)
-    report = pick(ranked, Routed(call.operation, {}, call.layout), call, REGISTRY.lock_for(policy, call))
+    report = pick(ranked, Routed(call.operation, {}, call.layout), call, policy, REGISTRY.lock_for(policy, call))
     return report if frozen is None else frozen.held(report, policy)
 
 
 def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:
-    from dataclasses import replace
-
     from layerzero.engine.state import call_state
 
-    return replace(call_state(arguments.values(), policy, dispatcher.function.state), capturing=capturing)
+    state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state)
+    return msgspec.structs.replace(state, capturing=capturing)
 
 
 def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:

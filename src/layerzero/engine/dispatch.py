@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.frozen import Frozen
 from layerzero.engine.health import Health
-from layerzero.engine.pick import NO_TIMES, finished_later, pick, priority_decides, require
+from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call, reference_call
@@ -112,6 +112,14 @@ class Dispatcher:
         self.cache.publish(CONFIGURATION.policy)
         engine.caches.append(self.cache)
 
+    def tensors(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of the function's parameters."""
+        return [value for name in self.order if isinstance(value := arguments[name], torch.Tensor)]
+
+    def _on_meta(self, arguments: dict[str, Any]) -> bool:
+        """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
+        return any(tensor.is_meta for tensor in self.tensors(arguments))
+
     def explain(
         self,
         arguments: dict[str, Any],
@@ -127,7 +135,7 @@ class Dispatcher:
         Unless ``complete``, a refused kernel has one reason where it may have more.
         """
         machine = machine or probe.this_machine()
-        call_state = call_state or state.call_state(arguments.values(), policy, self.function.state)
+        call_state = call_state or state.call_state(self.tensors(arguments), policy, self.function.state)
 
         routed = self.function.route(dict(arguments), policy.layout)
         self._check_layout(routed, policy)
@@ -145,9 +153,7 @@ class Dispatcher:
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
         ranked = score.rank(judged, facts, policy, ledger if frozen is None and later is None else NO_TIMES)
-        report = pick(ranked, routed, facts, self.engine.registry.lock_for(policy, facts))
-        if later is not None:
-            report = finished_later(report, policy, later)
+        report = pick(ranked, routed, facts, policy, self.engine.registry.lock_for(policy, facts), later)
         return report if frozen is None else frozen.held(report, policy), ranked
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
@@ -181,7 +187,7 @@ class Dispatcher:
 
     def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
-        if _on_meta(arguments):
+        if self._on_meta(arguments):
             return fake_call(self.function.route(dict(arguments), current_policy().layout))
         return self.run(self.plan_for(key, arguments, current_policy()), arguments)
 
@@ -196,13 +202,13 @@ class Dispatcher:
                 self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
             return plan
 
-        if state.capturing(arguments.values()):  # a capture waits for nobody
+        if state.capturing(self.tensors(arguments)):  # a capture waits for nobody
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
-        if _on_meta(arguments):
+        if self._on_meta(arguments):
             return fake_call(self.function.route(dict(arguments), current_policy().layout))
         return self.run(self.choose(arguments, current_policy()), arguments)
 
@@ -318,11 +324,6 @@ class Dispatcher:
             from layerzero import _assembly
 
             _assembly.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)
-
-
-def _on_meta(arguments: dict[str, Any]) -> bool:
-    """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
-    return any(value.is_meta for value in arguments.values() if isinstance(value, torch.Tensor))
 
 
 def _adapts(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -28,8 +28,10 @@ def marked(kernel: Kernel) -> bool:
     return kernel.source not in ("torch", "reference")
 
 
-@contextmanager
-def first_run(plan: Plan, ledger: Ledger) -> Iterator[None]:
+_UNMARKED = nullcontext()
+
+
+def first_run(plan: Plan, ledger: Ledger) -> AbstractContextManager[None]:
     """Mark what runs inside, until it ended in a result or in an exception.
 
     On a GPU the stream is synchronised before the marker goes, so that a fault shows itself here. A CUDA graph capture
@@ -37,9 +39,11 @@ def first_run(plan: Plan, ledger: Ledger) -> Iterator[None]:
     """
     facts = plan.report.facts
     marker = ledger.begin(plan.kernel, facts) if marked(plan.kernel) and not facts["capturing"] else None
-    if marker is None:
-        yield
-        return
+    return _UNMARKED if marker is None else _until_accepted(marker, facts, ledger)
+
+
+@contextmanager
+def _until_accepted(marker: object, facts: Facts, ledger: Ledger) -> Iterator[None]:
     try:
         yield
         if facts.device.torch_type == "cuda":

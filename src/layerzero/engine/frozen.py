@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 
 import msgspec
 
@@ -76,10 +75,10 @@ class Frozen:
         found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
         if found is not None and found.legal:
             others = (each for each in report.candidates if each is not found)
-            changed = replace(report, chosen=found, ranked=(found, *others))
+            changed = msgspec.structs.replace(report, chosen=found, ranked=(found, *others))
             return _noted(changed, f"frozen: {choice.kernel}")
         report = _noted(report, f"frozen: {choice.kernel} cannot run: {_why(found)}")
-        return report if policy.fallback_enabled else replace(report, chosen=None)
+        return report if policy.fallback_enabled else msgspec.structs.replace(report, chosen=None)
 
     def chose(self, plan: Plan, policy: Policy) -> str | None:
         """Keep what a class got first; return what to tell if it departs from what is frozen."""
@@ -110,7 +109,7 @@ class Frozen:
 
 
 def _noted(report: Report, note: str) -> Report:
-    return replace(report, notes=(*report.notes, note))
+    return msgspec.structs.replace(report, notes=(*report.notes, note))
 
 
 def _why(candidate: Candidate | None) -> str:

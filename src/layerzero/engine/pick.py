@@ -8,7 +8,7 @@ that it was made under, which do not change.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
 
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
 from layerzero.core.facts import Facts
@@ -24,8 +24,15 @@ NO_TIMES = MemoryLedger()
 """What scoring asks where times decide nothing, whatever another process writes meanwhile."""
 
 
-def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | None) -> Report:
-    """Take the best legal candidate, or the one that a lock names."""
+def pick(
+    ranked: list[Candidate],
+    routed: Routed,
+    facts: Facts,
+    policy: Policy,
+    lock: Lock | None,
+    later: Later | None = None,
+) -> Report:
+    """Take the best legal candidate, or the one that a lock names; ``later`` judges those that cannot win."""
     legal = [candidate for candidate in ranked if candidate.legal]
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
@@ -45,9 +52,10 @@ def pick(ranked: list[Candidate], routed: Routed, facts: Facts, lock: Lock | Non
                 for each in ranked
             ]
             chosen = None
-    if chosen is not None:
+    if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
-    return Report(routed.operation.name, facts, tuple(ranked), chosen, locked, tuple(notes), routed.varies)
+    told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
+    return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies)
 
 
 def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
@@ -59,15 +67,10 @@ def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
     return not bent and not facts["capturing"] and ledger.untimed(facts)
 
 
-def finished_later(report: Report, policy: Policy, later: Later) -> Report:
-    """The report with the kernels that were left out, judged and ranked once somebody looks."""
-    return replace(report, ranked=functools.partial(_finished, report, policy, later))
-
-
-def _finished(report: Report, policy: Policy, later: Later) -> tuple[Candidate, ...]:
-    chosen = report.chosen
-    ranked = score.rank([*report.candidates, *later()], report.facts, policy, NO_TIMES)
-    return tuple(ranked) if chosen is None else (chosen, *[each for each in ranked if each.kernel is not chosen.kernel])
+def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy: Policy) -> tuple[Candidate, ...]:
+    """The candidates of a call whose first one won, with those that were left out."""
+    chosen, *others = ranked
+    return (chosen, *score.rank([*others, *later()], facts, policy, NO_TIMES))
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:

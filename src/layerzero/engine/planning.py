@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,12 +37,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
     target = split.load(kernel, facts, chunk) if chunk else kernel.load(facts.seen_in(kernel.layout))
-    names = tuple([parameter.name for parameter in function.parameters])
-    lines = _adapting(candidate, facts)
-    adapting = [*lines, "return " + _dict_of(function, facts)]
-    passed = _passed(candidate, facts)
-    running = [*_guards(kernel, facts), *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
-    source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
+    text = _text_of(function, candidate, facts, policy)
     namespace: dict[str, Any] = {
         **_NAMES,
         "kernel": target,
@@ -52,10 +47,61 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
     }
-    exec(_compiled(source), namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
+    exec(text.code, namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
+    direct = accelerator.direct(target, text.names, text.passed) if text.only_calls else None
+    return Plan(kernel, report, text.source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
+
+
+class _Text(NamedTuple):
+    """What a plan consists of beside the kernel itself.
+
+    Attributes:
+        source, code: its text, and what that compiles to.
+        names: the function's parameters.
+        passed: what the kernel is called with.
+        only_calls: whether it does nothing but call the kernel.
+    """
+
+    source: str
+    code: types.CodeType
+    names: tuple[str, ...]
+    passed: tuple[Passed, ...]
+    only_calls: bool
+
+
+_MAX_TEXTS = 1024
+_TEXTS: dict[Hashable, _Text] = {}
+"""Texts that name no size, by everything that they were made of."""
+
+
+def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Policy) -> _Text:
+    """Write a plan, or take the text of a call that differed in sizes only."""
+    guards = _guards(candidate.kernel, facts)
+    if any(adaptation.kind in ("expand", "split") for adaptation in candidate.adaptations):
+        return _written(function, candidate, facts, policy, guards)
+    named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
+    state = facts.sizeless(), facts.get("mask_ndim"), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
+    key = named, state
+    try:
+        text = _TEXTS.get(key)
+    except TypeError:  # an argument without a hash
+        return _written(function, candidate, facts, policy, guards)
+    if text is None:
+        if len(_TEXTS) >= _MAX_TEXTS:
+            _TEXTS.clear()
+        text = _TEXTS[key] = _written(function, candidate, facts, policy, guards)
+    return text
+
+
+def _written(function: Function, candidate: Candidate, facts: Facts, policy: Policy, guards: Sequence[str]) -> _Text:
+    names = tuple([parameter.name for parameter in function.parameters])
+    lines = _adapting(candidate, facts)
+    adapting = [*lines, "return " + _dict_of(function, facts)]
+    passed = _passed(candidate, facts)
+    running = [*guards, *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
+    source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     only_calls = running == [_call_text(passed), "return output"]
-    direct = accelerator.direct(target, names, passed) if only_calls else None
-    return Plan(kernel, report, source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
+    return _Text(source, _compiled(source), names, tuple(passed), only_calls)
 
 
 def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:
@@ -228,7 +274,7 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
         lines = [split.calling(list(map(_text, passed)), split.split_tensors(facts), facts.size("batch"), chunk)]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
-    if facts.device.torch_type == "cuda" and not kernel.device_guard and torch.cuda.device_count() > 1:
+    if _on_device(kernel, facts):
         lines = ["with on_device():", *(f"    {line}" for line in lines)]
     if policy.debug and facts.device.torch_type == "cuda":
         lines.append("synchronize()")
@@ -238,6 +284,11 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     if facts.get("return_lse"):
         return [*lines, f"return output[0]{move}, output[1]"]
     return [*lines, f"return output{move}"]
+
+
+def _on_device(kernel: Kernel, facts: Facts) -> bool:
+    """Whether the plan has to make the tensors' device the current one."""
+    return facts.device.torch_type == "cuda" and not kernel.device_guard and torch.cuda.device_count() > 1
 
 
 def adapted_tensors(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,16 +6,51 @@ legality not: what limits demand of sizes and strides is tested on the arguments
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from layerzero.core.conditions import CLASS, SAME, WITHIN, Condition, Conditions, SizedCall, all_conditions
+from layerzero.core.conditions import (
+    CLASS,
+    SAME,
+    WITHIN,
+    Condition,
+    Conditions,
+    SizedCall,
+    all_conditions,
+    names_no_size,
+)
 from layerzero.core.facts import FACT_ALIASES, Facts
+from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Plan
 from layerzero.engine.policy import Policy
+
+
+class _Outline(NamedTuple):
+    """What the conditions of calls that differ in sizes only have in common.
+
+    Attributes:
+        varying: axes that may vary.
+        exact: operands of the sizes that stay as they are.
+        classes: operands of the sizes whose product stays in its class.
+        fixed: the conditions that name no size of the call.
+        asked: limits whose conditions may follow from the sizes.
+    """
+
+    varying: frozenset[str]
+    exact: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+    fixed: Conditions
+    asked: tuple[Limit, ...]
+
+
+_MAX_OUTLINES = 1024
+_OUTLINES: dict[Hashable, tuple[_Outline | None]] = {}
+"""By kernel, policy, and what a call has beside its sizes; None where only exact calls may run a plan."""
 
 
 def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditions | None:
@@ -28,16 +63,55 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
         return None  # a copy's strides and alignment follow from sizes in ways that no condition here says
     if kernel.build_key is not None or kernel.prebuilt is not None:
         return None  # what is compiled for one size of a class may not be for another
-    read = [*kernel.sizes_bound, *(condition.fact for rule in policy.rules for condition in rule.conditions)]
+    outline = _outline(plan, policy, order)
+    if outline is None:
+        return None
+    demanded: list[Condition] = []
+    if outline.asked or kernel.workspace_bytes is not None:
+        call = SizedCall(facts, kernel.layout, order, outline.varying)
+        asked = all_conditions(outline.asked, call)
+        if asked is None or not _fits_in_memory(plan, policy, call):
+            return None
+        demanded = asked
+    shapes = [facts.tensors[name].shape if name in facts.tensors else () for name in order]
+    exact = [(WITHIN, (each,), (size := shapes[each >> 8][each >> 1 & 0x7F], size)) for each in outline.exact]
+    classes = []
+    for operands in outline.classes:
+        product = math.prod([shapes[each >> 8][each >> 1 & 0x7F] for each in operands])
+        classes.append((CLASS, operands, (product.bit_length(),)))
+    return (*exact, *classes, *outline.fixed, *demanded)
+
+
+def _outline(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:
+    """The outline for a plan's call, kept; None where only the exact call may run the plan."""
+    kernel, facts, varies = plan.kernel, plan.report.facts, plan.report.varies
+    ranks = tuple([len(tensor.shape) for tensor in facts.tensors.values()])
+    key = kernel, policy, order, varies, facts.operation.name, facts.layout, ranks, facts.sizeless()
+    try:
+        kept = _OUTLINES.get(key)
+    except TypeError:  # an argument without a hash
+        return _outlined(plan, policy, order)
+    if kept is None:
+        if len(_OUTLINES) >= _MAX_OUTLINES:
+            _OUTLINES.clear()
+        kept = _OUTLINES[key] = (_outlined(plan, policy, order),)
+    return kept[0]
+
+
+def _outlined(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:
+    kernel, facts = plan.kernel, plan.report.facts
+    read = [*(kernel.sizes_bound or ()), *(condition.fact for rule in policy.rules for condition in rule.conditions)]
     read += [name for limit in kernel.limits if isinstance(limit, Custom) for name in limit.reads]
     varying = frozenset(plan.report.varies).difference(*(_axes_behind(facts.operation, name) for name in read))
     if not varying:
         return None
     call = SizedCall(facts, kernel.layout, order, varying)
-    demanded = all_conditions(kernel.limits, call)
-    if demanded is None or not _fits_in_memory(plan, policy, call):
+    demanded = all_conditions([limit for limit in kernel.limits if names_no_size(limit)], call)
+    if demanded is None:
         return None
-    return (*_axes(call), *_classes(call), *demanded)
+    exact, same = _axes(call)
+    asked = tuple(limit for limit in kernel.limits if not names_no_size(limit))
+    return _Outline(varying, tuple(exact), tuple(_classes(call)), (*same, *demanded), asked)
 
 
 def _axes_behind(operation: Operation, name: str) -> Iterable[str]:
@@ -48,22 +122,24 @@ def _axes_behind(operation: Operation, name: str) -> Iterable[str]:
     return operation.derived_from.get(name, (*operation.facts, "..."))
 
 
-def _axes(call: SizedCall) -> Iterable[Condition]:
-    """Equal names stay equal, and what may not vary stays as it is."""
+def _axes(call: SizedCall) -> tuple[list[int], list[Condition]]:
+    """The sizes that stay as they are, and the conditions by which those of equal names stay equal."""
+    exact: list[int] = []
+    same: list[Condition] = []
     first: dict[tuple[str, int], int] = {}
-    for tensor, fact in call.facts.tensors.items():
-        start, varying = call.operand(tensor, 0), call.varying
-        for place, (axis, size) in enumerate(zip(call.axes(tensor), fact.shape, strict=True)):
-            operand = start | place << 1
-            if axis not in varying:
-                yield WITHIN, (operand,), (size, size)
+    for tensor in call.facts.tensors:
+        for place, axis in enumerate(call.axes(tensor)):
+            operand = call.operand(tensor, place)
+            if axis not in call.varying:
+                exact.append(operand)
                 continue
             known = first.setdefault((axis, place if axis == "..." else 0), operand)
             if known != operand:
-                yield SAME, (known, operand), ()
+                same.append((SAME, (known, operand), ()))
+    return exact, same
 
 
-def _classes(call: SizedCall) -> Iterable[Condition]:
+def _classes(call: SizedCall) -> Iterable[tuple[int, ...]]:
     """Sizes derived of several axes stay in their class, too: verdicts and built artefacts belong to classes."""
     operation = call.facts.operation
     for name in operation.derived:
@@ -72,15 +148,8 @@ def _classes(call: SizedCall) -> Iterable[Condition]:
             operands = [
                 operand for axis in axes for operand in (call.sizes(axis) if axis == "..." else [call.size(axis)])
             ]
-            product = 1
-            for operand in operands:
-                product *= _size_at(call, operand)
             if operands:
-                yield CLASS, tuple(operands), (product.bit_length(),)
-
-
-def _size_at(call: SizedCall, operand: int) -> int:
-    return call.facts.tensors[call.order[operand >> 8]].shape[operand >> 1 & 0x7F]
+                yield tuple(operands)
 
 
 def _fits_in_memory(plan: Plan, policy: Policy, call: SizedCall) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -11,34 +10,31 @@ from torch.autograd import forward_ad
 from layerzero.core.facts import CallState
 from layerzero.engine.policy import Policy
 
-_SDPA: dict[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-}
+_SDPA: tuple[tuple[str, Callable[[], bool]], ...] = (
+    ("flash", torch._C._get_flash_sdp_enabled),
+    ("efficient", torch._C._get_mem_efficient_sdp_enabled),
+    ("math", torch._C._get_math_sdp_enabled),
+    ("cudnn", torch._C._get_cudnn_sdp_enabled),
+)
+"""Asked without the Python around them, as the hit path does."""
 
 
 def sdpa_disabled() -> frozenset[str]:
     """Backends that ``torch.nn.attention.sdpa_kernel`` or its switches have turned off here."""
-    return frozenset([name for name, enabled in _SDPA.items() if not enabled()])
+    return frozenset([name for name, enabled in _SDPA if not enabled()])
 
 
-def capturing(values: Iterable[Any]) -> bool:
+def capturing(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the call is made inside a CUDA graph capture."""
-    on_gpu = any(value.is_cuda for value in values if isinstance(value, torch.Tensor))
-    return on_gpu and torch.cuda.is_current_stream_capturing()
+    return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def call_state(values: Iterable[Any], policy: Policy, reads: frozenset[str]) -> CallState:
-    """Read what matters for a call with these argument values; ``reads`` names the function's further state."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    first = tensors[0] if tensors else None
-    on_gpu = first is not None and first.is_cuda
+def call_state(tensors: Sequence[torch.Tensor], policy: Policy, reads: frozenset[str]) -> CallState:
+    """Read what matters for a call with these tensors; ``reads`` names the function's further state."""
     return CallState(
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
-        deterministic=policy.deterministic or torch.are_deterministic_algorithms_enabled(),
-        capturing=on_gpu and torch.cuda.is_current_stream_capturing(),
+        deterministic=policy.deterministic or torch._C._get_deterministic_algorithms(),
+        capturing=capturing(tensors),
         autocast=torch._C._is_any_autocast_enabled(),
         sdpa_disabled=sdpa_disabled() if "sdpa" in reads else frozenset(),
     )

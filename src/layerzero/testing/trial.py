@@ -112,7 +112,9 @@ def attempt(kernel: Kernel, operation: Operation, call: RandomCall) -> Trial | N
         return None
     if routed.operation.name != operation.name:
         return None
-    state = call_state(call.arguments.values(), policy, function.state)
+    state = call_state(
+        [each for each in call.arguments.values() if isinstance(each, torch.Tensor)], policy, function.state
+    )
     facts = FactsBuilder(routed.operation).of_valid(routed.arguments, layout=routed.layout, state=state)
     return Trial(kernel, call, function, routed, facts, judged(kernel, facts))
 
