@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.core import limits
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import failing
+from layerzero.engine import failing, planning, reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
@@ -70,6 +72,40 @@ def test_the_schema_tells_results_as_the_fake_function_does(called):
     if told and on_cpu:
         for wrong in (torch.empty(1, *on_cpu[0].shape), on_cpu[0].to(torch.int8), on_cpu[0].to("meta"), None):
             assert not failing._as_declared((wrong,), report.facts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CALLED)
+def test_texts_and_conditions_that_are_kept_are_those_that_would_be_written_anew(called):
+    dispatcher, arguments = asked(*called)
+    policy = current_policy()
+    kept = dispatcher.choose(arguments, policy)
+    conditions = reuse.conditions_of(kept, policy, dispatcher.order)
+    others = planning.TEXTS, reuse.OUTLINES
+    before = [each._kept for each in others]
+    try:
+        for each in others:
+            each.forget()
+        anew = dispatcher.choose(arguments, policy)
+        assert anew.source == kept.source
+        assert (anew.direct is None) is (kept.direct is None)
+        assert reuse.conditions_of(anew, policy, dispatcher.order) == conditions
+    finally:
+        for each, values in zip(others, before, strict=True):
+            each._kept = values
+
+
+def test_no_kernel_outlives_its_epoch():
+    kernel = lz.register_kernel("attention.standard.prefill", "user.gone", priority=100)(
+        lambda query, key, value: query
+    )
+    gone = weakref.ref(kernel)
+    tensors = [torch.randn(1, 4, 2, 8) for _ in range(3)]
+    assert lz.attention(*tensors, causal=False, layout="BSHD") is tensors[0]
+    lz.unregister_kernel("user.gone")
+    del kernel
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_changed_setting_and_a_new_kernel_are_seen(noop_call):

@@ -75,7 +75,8 @@ class Engine:
         with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
             self.epoch += 1
             policy = CONFIGURATION.policy
-            self.standings.forget()
+            for kept in (self.standings, planning.TEXTS, reuse.OUTLINES):
+                kept.forget()
             for cache in self.caches:
                 cache.publish(policy)
 

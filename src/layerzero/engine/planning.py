@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, split
 from layerzero.engine.accelerator import Passed
+from layerzero.engine.kept import Kept
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.ops.attention_math import FOLDABLE
@@ -69,8 +70,7 @@ class _Text(NamedTuple):
     only_calls: bool
 
 
-_MAX_TEXTS = 1024
-_TEXTS: dict[Hashable, _Text] = {}
+TEXTS: Kept[_Text] = Kept()
 """Texts that name no size, by everything that they were made of."""
 
 
@@ -81,16 +81,7 @@ def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Pol
         return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
     state = facts.sizeless(), facts.get("mask_ndim"), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
-    key = named, state
-    try:
-        text = _TEXTS.get(key)
-    except TypeError:  # an argument without a hash
-        return _written(function, candidate, facts, policy, guards)
-    if text is None:
-        if len(_TEXTS) >= _MAX_TEXTS:
-            _TEXTS.clear()
-        text = _TEXTS[key] = _written(function, candidate, facts, policy, guards)
-    return text
+    return TEXTS.get((named, state), lambda: _written(function, candidate, facts, policy, guards))
 
 
 def _written(function: Function, candidate: Candidate, facts: Facts, policy: Policy, guards: Sequence[str]) -> _Text:

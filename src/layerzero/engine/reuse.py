@@ -7,7 +7,7 @@ legality not: what limits demand of sizes and strides is tested on the arguments
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Plan
+from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 
 
@@ -48,8 +49,7 @@ class _Outline(NamedTuple):
     asked: tuple[Limit, ...]
 
 
-_MAX_OUTLINES = 1024
-_OUTLINES: dict[Hashable, tuple[_Outline | None]] = {}
+OUTLINES: Kept[_Outline | None] = Kept()
 """By kernel, policy, and what a call has beside its sizes; None where only exact calls may run a plan."""
 
 
@@ -83,19 +83,11 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
 
 
 def _outline(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:
-    """The outline for a plan's call, kept; None where only the exact call may run the plan."""
+    """The outline for a plan's call; None where only the exact call may run the plan."""
     kernel, facts, varies = plan.kernel, plan.report.facts, plan.report.varies
     ranks = tuple([len(tensor.shape) for tensor in facts.tensors.values()])
     key = kernel, policy, order, varies, facts.operation.name, facts.layout, ranks, facts.sizeless()
-    try:
-        kept = _OUTLINES.get(key)
-    except TypeError:  # an argument without a hash
-        return _outlined(plan, policy, order)
-    if kept is None:
-        if len(_OUTLINES) >= _MAX_OUTLINES:
-            _OUTLINES.clear()
-        kept = _OUTLINES[key] = (_outlined(plan, policy, order),)
-    return kept[0]
+    return OUTLINES.get(key, lambda: _outlined(plan, policy, order))
 
 
 def _outlined(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:

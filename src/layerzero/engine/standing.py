@@ -8,7 +8,7 @@ never uses this: :func:`layerzero.engine.legality.judge` lists every reason anew
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from layerzero.core import limit_kinds, limit_launch
@@ -21,11 +21,9 @@ from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason
 from layerzero.engine import legality, split
 from layerzero.engine.health import Health
+from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-
-MAX_KEPT = 256
-"""Kinds of calls that are remembered; scales and dropout rates that are new each time must not fill memory."""
 
 _SIZELESS = frozenset({
     *(limit_kinds.Platform, limit_kinds.Arch, limit_kinds.Instruction, limit_kinds.Dtype),
@@ -56,13 +54,14 @@ class Standing(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The standings of a kind of calls, those that may be legal by priority."""
+    """The standings of a kind of calls: who is refused, and who may be legal, by priority.
 
-    kernels: tuple[Kernel, ...]
-    device: Device
-    machine: Machine
+    ``of`` are the kernels, the device and the machine that they are about.
+    """
+
     refused: tuple[Candidate, ...]
     standings: tuple[Standing, ...]
+    of: tuple[tuple[Kernel, ...], Device, Machine]
 
 
 class _Asked(NamedTuple):
@@ -99,11 +98,11 @@ class Standings:
     """The standings of one epoch, by what a call has beside its sizes."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Kept] = {}
+        self._kept: Kept[_Kept] = Kept()
 
     def forget(self) -> None:
         """Start a new epoch. Who is deciding now writes into what is let go of here."""
-        self._kept = {}
+        self._kept.forget()
 
     def judge(
         self,
@@ -163,25 +162,18 @@ class Standings:
         return split.last_resort(judged, facts, policy, lock, legality.limit_findings), None
 
     def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
-        these, keeping = tuple(kernels), self._kept
-        key = (facts.operation.name, facts.layout, policy, id(facts.device), facts.sizeless())
-        try:
-            kept = keeping.get(key)
-        except TypeError:  # an argument without a hash
-            return _kept(these, facts, policy, machine)
-        if kept is None or kept.machine is not machine or kept.kernels != these:
-            if len(keeping) >= MAX_KEPT:
-                keeping.clear()
-            kept = keeping[key] = _kept(these, facts, policy, machine)
-        return kept
+        here = id(facts.device), id(machine), tuple(map(id, kernels))  # what is kept holds them
+        key = facts.operation.name, facts.layout, policy, here, facts.sizeless()
+        return self._kept.get(key, lambda: _kept(kernels, facts, policy, machine))
 
 
-def _kept(kernels: tuple[Kernel, ...], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
+def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
     found = sorted(
         (_standing(kernel, facts, policy, machine) for kernel in kernels), key=lambda each: -each.kernel.priority
     )
     refused = tuple(each.refused for each in found if each.refused is not None)
-    return _Kept(kernels, facts.device, machine, refused, tuple(each for each in found if each.refused is None))
+    open_ones = tuple(each for each in found if each.refused is None)
+    return _Kept(refused, open_ones, (tuple(kernels), facts.device, machine))
 
 
 def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:
