@@ -1,4 +1,4 @@
-"""PyTorch's three fused attention kernels on NVIDIA GPUs: flash, cuDNN and memory-efficient, called as aten operators.
+"""PyTorch's three fused attention kernels on NVIDIA GPUs: flash, cuDNN and memory-efficient, called as its operators.
 
 The operators check less than ``F.scaled_dot_product_attention`` does: cuDNN's is wrong in silence for float32, and once
 killed the process. Limits were found on an H200 with torch 2.11.0+cu130 and cuDNN 9.19 (2026-11-21): 360 combinations
@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from layerzero.backends.torch_attention import FOLDED, SDPA_ARGUMENTS, TORCH
+from layerzero.backends.torch_attention import FOLDED, SDPA_ARGUMENTS, TORCH, sdpa_operator
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -31,7 +30,7 @@ from layerzero.ops.attention_math import lse_of_hidden_rows
 
 
 def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    operator = sdpa_operator("flash_attention")
 
     def flash(
         query: Tensor,
@@ -52,7 +51,7 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    operator = sdpa_operator("efficient_attention")
 
     def efficient(
         query: Tensor,
@@ -83,7 +82,7 @@ def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    operator = sdpa_operator("cudnn_attention")
 
     def cudnn(
         query: Tensor,
