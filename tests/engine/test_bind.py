@@ -315,10 +315,11 @@ def test_a_kernel_is_called_with_its_constants_in_place():
     def kernel(*args, **kwargs):
         return args, kwargs
 
-    direct = accelerator.direct(kernel, ("a", "b", "c"), [
+    passed = [
         accelerator.Passed("", "c"), accelerator.Passed("", "", 1.5), accelerator.Passed("first", "a"),
         accelerator.Passed("flag", "", True),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    direct = accelerator.direct(kernel, accelerator.places(("a", "b", "c"), passed))
     assert direct(1, 2, 3) == ((3, 1.5), {"first": 1, "flag": True})
     for args, kwargs in (((1, 2), {}), ((1, 2, 3), {"a": 1})):
         with pytest.raises(TypeError, match="wanted 3 values"):

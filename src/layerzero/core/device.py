@@ -106,7 +106,7 @@ class Device:
 
         Raises: RuntimeError (from torch) if the device does not exist here.
         """
-        target = torch.device(device)
+        target = device if isinstance(device, torch.device) else torch.device(device)
         if target.type == "cuda" and str(target) == "cuda":
             return _detect("cuda", torch.cuda.current_device())
         return _detect(target.type, target.index or 0)

@@ -140,14 +140,27 @@ if HOT is not None:
             return _owner, (self.builtin().__name__,)
 
 
-def direct(target: Callable[..., Any], names: Sequence[str], passed: Sequence[Passed]) -> Callable[..., Any] | None:
-    """A kernel with its constants in place, called with the values of ``names``; None where there is no C path."""
+class Places(NamedTuple):
+    """Where the arguments of a kernel come from: how many values there are, and what ``HOT.Direct`` takes of them."""
+
+    values: int
+    places: tuple[int, ...]
+    constants: tuple[object, ...]
+    keywords: tuple[str, ...]
+
+
+def places(names: Sequence[str], passed: Sequence[Passed]) -> Places:
+    """Where a kernel finds what it is passed among the values of ``names``."""
+    found = tuple(names.index(each.parameter) if each.parameter else -1 for each in passed)
+    keywords = tuple(each.keyword for each in passed if each.keyword)
+    return Places(len(names), found, tuple(each.constant for each in passed), keywords)
+
+
+def direct(target: Callable[..., Any], places: Places) -> Callable[..., Any] | None:
+    """A kernel with its constants in place, called with the values of all names; None where there is no C path."""
     if HOT is None:
         return None
-    places = tuple(names.index(each.parameter) if each.parameter else -1 for each in passed)
-    constants = tuple(each.constant for each in passed)
-    keywords = tuple(each.keyword for each in passed if each.keyword)
-    made: Callable[..., Any] = HOT.Direct(target, len(names), places, constants, keywords)
+    made: Callable[..., Any] = HOT.Direct(target, *places)
     return made
 
 

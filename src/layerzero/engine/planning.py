@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, split
-from layerzero.engine.accelerator import Passed
+from layerzero.engine.accelerator import Passed, Places
 from layerzero.engine.kept import Kept
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
@@ -49,7 +49,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
     }
     exec(text.code, namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
-    direct = accelerator.direct(target, text.names, text.passed) if text.only_calls else None
+    direct = None if text.places is None else accelerator.direct(target, text.places)
     return Plan(kernel, report, text.source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
 
 
@@ -58,16 +58,12 @@ class _Text(NamedTuple):
 
     Attributes:
         source, code: its text, and what that compiles to.
-        names: the function's parameters.
-        passed: what the kernel is called with.
-        only_calls: whether it does nothing but call the kernel.
+        places: where the kernel's arguments come from, if all it does is call the kernel.
     """
 
     source: str
     code: types.CodeType
-    names: tuple[str, ...]
-    passed: tuple[Passed, ...]
-    only_calls: bool
+    places: Places | None
 
 
 TEXTS: Kept[_Text] = Kept()
@@ -92,7 +88,7 @@ def _written(function: Function, candidate: Candidate, facts: Facts, policy: Pol
     running = [*guards, *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
     source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     only_calls = running == [_call_text(passed), "return output"]
-    return _Text(source, _compiled(source), names, tuple(passed), only_calls)
+    return _Text(source, _compiled(source), accelerator.places(names, passed) if only_calls else None)
 
 
 def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:

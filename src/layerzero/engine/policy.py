@@ -144,6 +144,8 @@ class Policy:
 
     def lock_for(self, facts: Facts) -> Lock | None:
         """The lock that covers this call, the most specific pattern first, then the latest."""
+        if not self.locks:
+            return None
         covering = [lock for lock in self.locks if covers(lock.operation, facts)]
         exact = [lock for lock in covering if lock.operation == facts["operation"]]
         return next(iter(exact or covering), None)
