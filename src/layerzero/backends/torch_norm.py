@@ -38,7 +38,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     """The operator that ``torch.rms_norm`` calls where it has nothing to decide.
 
     It checks what was checked before, and takes another way for channels-last memory. Hit and 1 x 64 on one thread of a
-    CPU, in units of ``torch.nn.functional.rms_norm``: this 0.92, ``torch.rms_norm`` 1.03 (torch 2.13, 2026-11-22).
+    CPU, in units of ``torch.nn.functional.rms_norm``: this 0.93, ``torch.rms_norm`` 1.03 (torch 2.13, 2026-11-22).
     """
     shape = (facts.size("hidden"),)
     fused = getattr(torch, "_fused_rms_norm", None)
