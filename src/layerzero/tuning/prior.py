@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from layerzero.engine import probe
 from layerzero.tuning.fitting import fit
 from layerzero.tuning.prediction import DERIVED, Model, Point, predict
 from layerzero.tuning.rows import SCALING, Row, Work, is_plain, work_of
+from layerzero.tuning.weighing import Time, weighed
 
 FORMAT = 1
 KIND = "layerzero priors"
@@ -233,7 +235,10 @@ def _major(version: str) -> tuple[int, ...]:
 
 
 def table_of(found: Iterable[Row], script: str) -> Table:
-    """Make a table of measured rows. Raises: ValueError unless they are of one device, driver, torch and versions."""
+    """Make a table of measured rows: what calls take while the host runs at its usual pace, three digits of it.
+
+    Raises: ValueError unless they are of one device, driver, torch and versions.
+    """
     times: dict[tuple[frozenset[tuple[str, str]], bool], dict[tuple[tuple[str, int], ...], dict[str, Row]]] = {}
     rows = [row for row in found if not row.source and is_plain(row.facts.get("memory", ""))]
     rows = [row for row in rows if row.facts.get("row_alignment") == "16"]
@@ -251,12 +256,27 @@ def table_of(found: Iterable[Row], script: str) -> Table:
         raise ValueError(f"a table of priors: {wanted}, got {got}")
     (device, driver, torch), *_ = about
     families = [
-        Family(dict(sorted(facts)), [_case(sizes, cases[sizes]) for sizes in sorted(cases)], graph)
+        Family(dict(sorted(facts)), list(_cases(cases)), graph)
         for (facts, graph), cases in sorted(times.items(), key=lambda each: (sorted(each[0][0]), each[0][1]))
     ]
     day = max(row.written_at for row in rows)[:10]
     return Table(FORMAT, KIND, device, driver, torch, dict(sorted(versions)), day, script, families)
 
 
-def _case(sizes: tuple[tuple[str, int], ...], measured: Mapping[str, Row]) -> Case:
-    return Case(dict(sizes), {name: round(row.median_us, 3) for name, row in sorted(measured.items())})
+def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) -> Iterator[Case]:
+    """The cases of a family."""
+    times = {sizes: [_time(row) for row in rows.values()] for sizes, rows in measured.items()}
+    waited: dict[tuple[str, str], list[float]] = {}
+    for time in (each for several in times.values() for each in several):
+        if time.waits and time.host_us is not None:
+            waited.setdefault((time.kernel, time.adapts), []).append(time.host_us)
+    hosts = {about: statistics.median_low(each) for about, each in waited.items()}
+    for sizes in sorted(times):
+        found = weighed(times[sizes], hosts)
+        yield Case(dict(sizes), {name: float(f"{found[name].time_us:.3g}") for name in sorted(found)})
+
+
+def _time(row: Row) -> Time:
+    numbers = (row.median_us, row.noise, row.samples, row.variance_us2)
+    about = (row.kernel, row.environment.key, row.condition, row.source)
+    return Time(*about, *numbers, row.written_at, row.adapts, row.device_us, row.host_us)
