@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.core import limits
+from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import failing, planning, reuse
 from layerzero.engine.config import current_policy
@@ -152,6 +154,12 @@ def test_nothing_is_left_for_later_where_policy_bends_priority(settings):
         assert isinstance(asked_again()[0].ranked, tuple)
 
 
+def test_nothing_is_left_for_later_where_a_time_is_known():
+    facts = asked_again()[0].facts
+    ENGINE.ledger.record_time(REGISTRY.kernel("torch.sdpa.math"), facts, Measurement(10.0, 12.0, 0.01, 20))
+    assert isinstance(asked_again()[0].ranked, tuple)
+
+
 def asked_again():
     tensors = {name: torch.randn(1, 4, 2, 8) for name in ("query", "key", "value")}
     dispatcher = CALLS["attention"].dispatcher
@@ -188,3 +196,14 @@ def test_memory_does_not_grow_with_values_that_are_new_each_time():
         arguments = dispatcher.function.bind((), {**tensors, "layout": "BSHD", "scale": 1.0 + step})
         dispatcher.explain(arguments, current_policy(), complete=False)
     assert len(ENGINE.standings._kept) <= 256
+
+
+def test_masks_of_other_ranks_get_plans_of_their_own():
+    query, key = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 5, 16)
+    mask = torch.randn(3, 5)
+    told = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lz.LayerZeroWarning)  # a plan that fails is told before the next one runs
+        for each in (mask, mask.expand(2, 1, 3, 5).contiguous(), mask):
+            told[each.ndim] = lz.attention(query, key, key, attn_mask=each, causal=False, layout="BHSD")
+    assert torch.equal(told[2], told[4])

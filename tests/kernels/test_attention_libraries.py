@@ -12,6 +12,7 @@ import torch
 from layerzero.backends import flash_attn_cute, flashinfer, flashinfer_modules, vllm_flash_attn, xformers
 from layerzero.backends.flashinfer_plan import Plan
 from layerzero.backends.prepared import Prepared
+from layerzero.backends.torch_attention import sdpa_operator
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
@@ -347,3 +348,14 @@ def test_xformers_beside_flash_attention_4_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
     with pytest.raises(ImportError, match=r"xformers.ops does not import: .* \(flash-attn-4"):
         xformers._operators()
+
+
+@pytest.mark.parametrize("name", ["flash_attention_for_cpu", "attention_math"])
+def test_torchs_operators_are_the_same_where_no_binding_is_generated_for_them(name, monkeypatch):
+    tensors = [torch.randn(1, 2, 5, 16) for _ in range(3)]
+    bound = sdpa_operator(name)
+    monkeypatch.delattr(torch, f"_scaled_dot_product_{name}")
+    plain = sdpa_operator(name)
+    assert plain is getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    assert plain is not bound
+    assert torch.equal(bound(*tensors)[0], plain(*tensors)[0])

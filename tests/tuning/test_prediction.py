@@ -317,12 +317,6 @@ def test_nothing_is_quicker_than_its_host(parts, asked):
     assert model.host_us == 0 if not waited else model.host_us <= statistics.median_high(waited)
 
 
-def test_a_model_of_before_has_no_host():
-    text = msgspec.json.decode(msgspec.json.encode(fit(measured())))
-    old = {name: value for name, value in text.items() if not name.startswith("host")}
-    assert predict(learning.decode(msgspec.json.encode(old)), sizes(2, 700)) == predict(fit(measured()), sizes(2, 700))
-
-
 # in the database
 
 
@@ -436,6 +430,52 @@ def test_calls_that_met_a_slow_host_all_at_once_count_as_on_a_calm_one(store, ke
     assert found["user.b"].time_us == pytest.approx(33.0 * HOST_MARGIN), "what it took more than the others is its own"
     assert found["user.a"].confidence > 0.95
     assert TimeStore().evidence(kernels, facts(16))["user.a"].confidence > 0.95
+
+
+def test_a_pace_is_that_of_one_run(store, kernels, monkeypatch):
+    told_apart(store, kernels[0], 20.0)
+    told_apart(store, kernels[1], 30.0)
+    lz.register_kernel("norm.rms", "user.c", priority=40)(lambda input, weight, *, eps=1e-6: input)
+    third = REGISTRY.kernel("user.c")
+    told_apart(store, third, 25.0)
+    monkeypatch.setattr("layerzero.tuning.rows.now", lambda: "2100-01-01T00:00:00.000Z")
+    for kernel, host_us in zip(kernels, (40.0, 60.0), strict=True):  # these two met a slow host, much later
+        store.record(kernel, facts(8), replace(TIME, median_us=host_us, device_us=3.0, host_us=host_us))
+    found = TimeStore().evidence([*kernels, third], facts(8))
+    times = {name: each.time_us / HOST_MARGIN for name, each in found.items()}
+    assert times == pytest.approx({"user.a": 20.0, "user.b": 30.0, "user.c": 25.0})
+    assert found["user.a"].median_us == 40.0
+
+
+def test_times_without_parts_are_compared_as_they_are(store, kernels):
+    store.record(kernels[0], facts(8), replace(TIME, median_us=20.0))
+    store.record(kernels[1], facts(8), replace(TIME, median_us=18.0, device_us=3.0, host_us=18.0))
+    found = TimeStore().evidence(kernels, facts(8))
+    assert {name: each.time_us for name, each in found.items()} == {"user.a": 20.0, "user.b": 18.0}
+
+
+def test_a_device_that_is_not_waited_for_counts_alone(store, kernels):
+    store.record(kernels[0], facts(8), replace(TIME, median_us=23.0, device_us=22.0, host_us=23.0))
+    assert TimeStore().evidence(kernels[:1], facts(8))["user.a"].time_us == 22.0
+
+
+def test_predictions_make_no_ties(store, kernels):
+    lz.register_kernel("norm.rms", "user.fast", priority=10)(lambda input, weight, *, eps=1e-6: input)
+    fast = REGISTRY.kernel("user.fast")
+    draw = random.Random(5)
+    for kernel, factor in ((kernels[0], 1.03), (fast, 1.0)):
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+            noisy_us = factor * (5 + rows) * math.exp(draw.gauss(0, 0.05))
+            store.record(kernel, facts(rows), replace(TIME, median_us=noisy_us))
+    found = store.evidence([kernels[0], fast], facts(48))
+    assert {each.noise for each in found.values()} == {0.0}
+
+
+def test_a_calm_time_after_a_noisy_one_teaches(store, kernels):
+    for noise in (2.0, 0.02):
+        for rows in (1, 2, 4, 8, 16):
+            store.record(kernels[0], facts(rows), replace(TIME, median_us=5.0 + rows, noise=noise))
+    assert TimeStore().evidence(kernels, facts(6))["user.a"].time_us == pytest.approx(11.0, rel=0.05)
 
 
 def test_one_kernel_that_needs_more_of_its_host_at_some_sizes_is_believed(store, kernels):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,15 @@ from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning import contest, rehearsal, tune
+from layerzero.tuning import contest, grid, rehearsal, tune
 from layerzero.tuning.asked import asked_jobs
 from layerzero.tuning.contest import Status
 from layerzero.tuning.files import FileLedger
+from layerzero.tuning.fitting import fit
 from layerzero.tuning.folder import RecordFolder
 from layerzero.tuning.grid import Heads, append_case, norm_case
 from layerzero.tuning.jobs import Job
+from layerzero.tuning.prediction import Point, is_uneven
 from layerzero.tuning.store import StoreLedger
 
 LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
@@ -148,6 +151,35 @@ def test_shapes_find_their_operations():
     (job,) = asked_jobs("attention", [(1, 4, 8, 16)], ["float32"], "cpu", layout="BHSD")
     assert job.make("cpu").arguments["query"].shape == (1, 4, 8, 16)
     assert job.case.sizes["heads"] == 4
+
+
+def test_every_kind_of_prefill_of_the_grid_tells_tiles():
+    kinds = defaultdict(list)
+    for operation, case in grid.cases_of(grid.GPU):
+        if operation.endswith("prefill"):
+            heads = tuple(case.sizes[name] for name in ("heads", "kv_heads", "head_dim"))
+            kinds[heads, case.params["causal"]].append(case.sizes)
+    assert len(kinds) == 7
+    for sizes in kinds.values():
+        uneven = [is_uneven(each) for each in sizes]
+        assert sum(uneven) >= 3
+        assert sum(not each for each in uneven) >= 3
+        points = [Point(each, in_tiles(each["batch"], each["seq_q"])) for each in sizes]
+        assert fit(points).tile == 128
+
+
+def in_tiles(batch, seq):
+    whole = -(-seq // 128) * 128
+    return 5 + batch * whole / 200 + batch * whole * whole / 1e5
+
+
+def test_decoding_of_the_grid_lies_off_the_powers_of_two_for_the_middle_batches():
+    contexts = defaultdict(set)
+    for operation, case in grid.cases_of(grid.GPU):
+        if operation == "attention.gqa.decode":
+            contexts[case.sizes["batch"]].add(case.sizes["seq_k"])
+    powers = {2**each for each in range(20)}
+    assert {batch: found <= powers for batch, found in contexts.items()} == {1: True, 4: False, 16: False, 64: True}
 
 
 def test_cases_grid_and_parts_of_the_grid():

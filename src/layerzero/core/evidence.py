@@ -24,16 +24,18 @@ class Evidence:
     """A time for one kernel and one call.
 
     Attributes:
-        time_us: median time of a call.
+        time_us: what a call is expected to take; kernels are compared by it.
         provenance: where it comes from.
         confidence: 0 to 1, how much it may decide.
         noise: relative spread between repeated measurements; differences below it do not count.
+        median_us: the median that was measured, whatever the host's pace was; None of an estimate.
     """
 
     time_us: float
     provenance: Provenance = Provenance.MEASURED
     confidence: float = 1.0
     noise: float = 0.03
+    median_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

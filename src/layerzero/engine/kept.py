@@ -12,7 +12,10 @@ MAX_KEPT = 256
 
 
 class Kept(Generic[Value]):
-    """Values by key, at most :data:`MAX_KEPT`; nothing of a kernel outlives the epoch in which it goes."""
+    """Values by key, at most :data:`MAX_KEPT`.
+
+    Nothing of a kernel outlives the epoch in which it goes, but for what a decision that was under way still writes.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Value]] = {}

@@ -37,8 +37,6 @@ MAX_TERMS = 12
 _GAIN = 1 / 3
 """A split leaves at most so much of the squared error of left-out points: half of it splits the noise of a grid."""
 
-_RIDGE = 1e-9
-
 MIN_REACH = 1 / 8
 """Doublings; points that lie closer say no more about their neighbours, and the same sizes again nothing at all."""
 
@@ -56,7 +54,13 @@ _UNEVEN_POINTS = 3
 """Lengths between multiples that are needed to tell tiles."""
 
 _TILE_GAIN = 0.9
-"""Tiles leave at most so much of the error that is there without them."""
+"""What is tried next leaves at most so much of the error of the best before it: more tiles fit noise, too."""
+
+MAX_UNEVEN = 0.5
+"""log2: ends that are masked add 41 % at most; what looks like more is another regime."""
+
+_UNEVEN_WEIGHT = 1.0
+"""Squared differences in evenness between points and their neighbours that a share for uneven lengths is told from."""
 
 Rows = Sequence[tuple[float, ...]]
 """Coordinates of points: log2 of the sizes that vary."""
@@ -208,7 +212,8 @@ def _tiles(points: Sequence[Point], times: Sequence[float], uneven: Sequence[boo
             float(own) - nearby([(away, float(uneven[index])) for away, index in each])
             for own, each in zip(uneven, near, strict=True)
         ]
-        more = max(sumprod(off, ends) / max(sumprod(ends, ends), _RIDGE), 0.0)
+        weight = sumprod(ends, ends)
+        more = min(max(sumprod(off, ends) / weight, 0.0), MAX_UNEVEN) if weight >= _UNEVEN_WEIGHT else 0.0
         for added in (0.0, more):
             error = _mean_square([each - added * end for each, end in zip(off, ends, strict=True)])
             if error < least * _TILE_GAIN:

@@ -25,7 +25,7 @@ MAX_NOISE = 0.5
 
 _WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
 _ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
-_KNOWN = """SELECT median_us, adapts, written_at, device_us, host_us FROM times
+_KNOWN = """SELECT median_us, adapts, written_at, noise, device_us, host_us FROM times
     WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND origin = ? AND source = ?"""
 _TIME = """INSERT OR REPLACE INTO times (work, graph, kernel, environment, condition, origin, source, median_us,
     p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero, written_at)
@@ -65,7 +65,8 @@ def write(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
         if known is not None and known[2] > row.written_at:
             continue
         _insert(connection, row, identity)
-        if known is not None and known[1] == row.adapts and _teaches_nothing(row, known[0], *known[3:]):
+        learnt = known is not None and known[1] == row.adapts and _teaches(known[3], known[4])
+        if learnt and _teaches(row.noise, row.device_us) and _says_the_same(row, known[0], *known[4:]):
             continue
         touched.setdefault(subject_of(row), []).append(row)
         if known is not None and known[1] != row.adapts:
@@ -74,7 +75,12 @@ def write(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
         learn(connection, subject, new)
 
 
-def _teaches_nothing(row: Row, *known: float | None) -> bool:
+def _teaches(noise: float, device_us: float | None) -> bool:
+    """Whether a time is looked at when models are fitted."""
+    return noise <= MAX_NOISE or device_us is not None
+
+
+def _says_the_same(row: Row, *known: float | None) -> bool:
     """Whether median, device's and host's time are within the noise of what was learnt."""
     pairs = zip((row.median_us, row.device_us, row.host_us), known, strict=True)
     return all(new == old if new is None or old is None else abs(new / old - 1) <= row.noise for new, old in pairs)
@@ -119,7 +125,7 @@ def relearn(connection: sqlite3.Connection, family: bytes) -> None:
 def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]) -> Iterator[Point]:
     """One point for each work, the latest that tells device and host apart, or the latest; first those that are new."""
     latest: dict[bytes, tuple[tuple[bool, str], Point]] = {}
-    told = [row for row in new if row.noise <= MAX_NOISE or row.device_us is not None]
+    told = [row for row in new if _teaches(row.noise, row.device_us)]
     for row in told[-fitting.MAX_POINTS // 2 :]:
         point = Point(row.work.sizes, row.median_us, row.device_us, row.host_us)
         latest[row.work.key] = (row.device_us is not None, row.written_at), point
@@ -146,7 +152,7 @@ decode = msgspec.json.Decoder(Model).decode
 class _Host(msgspec.Struct, frozen=True):
     """The part of a model that is about the host."""
 
-    host_us: float = 0.0
+    host_us: float
 
 
 decode_host = msgspec.json.Decoder(_Host).decode

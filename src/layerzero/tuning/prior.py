@@ -139,7 +139,7 @@ class Learnt:
         found = None if model is None else predict(model, sizes)
         if found is None:
             return None
-        return Evidence(found.time_us, Provenance.PRIOR, CONFIDENCE * found.confidence, max(NOISE, found.noise))
+        return Evidence(found.time_us, Provenance.PRIOR, CONFIDENCE * found.confidence, NOISE)
 
 
 class Priors:

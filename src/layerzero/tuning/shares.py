@@ -56,7 +56,7 @@ def _gram(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[lis
 def _nonnegative(rows: Sequence[Sequence[float]], target: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Weighted least squares without negative shares: the active-set method of Lawson and Hanson (1974)."""
     gram = _gram(rows, weights)
-    scale = [math.sqrt(line[number]) for number, line in enumerate(gram)]
+    scale = [math.sqrt(line[number]) or 1.0 for number, line in enumerate(gram)]  # 0 where products are too small
     size = range(len(scale))
     gram = [[gram[i][j] / scale[i] / scale[j] for j in size] for i in size]
     heavy = [value * weight for value, weight in zip(target, weights, strict=True)]

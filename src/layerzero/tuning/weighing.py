@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 
 import msgspec
 
@@ -26,6 +27,9 @@ FROM_ELSEWHERE = 0.9
 
 OTHER_LAYOUT = 0.9
 """What a prediction counts that was learnt from tensors with their axes in another order: a view or a copy apart."""
+
+TOGETHER_S = 10.0
+"""Times of one contest are written within a second of each other."""
 
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
@@ -74,8 +78,34 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     for time in times:
         if time.kernel not in best or rank(time) > rank(best[time.kernel]):
             best[time.kernel] = time
-    pace = _pace(best.values(), hosts or {})
-    return {kernel: _evidence(time, alike=time.condition == shared, pace=pace) for kernel, time in best.items()}
+    known = hosts or {}
+    apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
+    paces = {time.kernel: pace for run in _runs(best.values()) for pace in (_pace(run, known),) for time in run}
+    return {
+        kernel: _evidence(
+            time, alike=time.condition == shared, pace=paces[kernel], margin=HOST_MARGIN if apart else 1.0
+        )
+        for kernel, time in best.items()
+    }
+
+
+def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:
+    """The times that were measured side by side: of one contest, written one after another."""
+    run: list[Time] = []
+    for time in sorted(times, key=lambda each: (each.source, each.written_at)):
+        if run and (time.source != run[-1].source or not _together(run[-1].written_at, time.written_at)):
+            yield run
+            run = []
+        run.append(time)
+    if run:
+        yield run
+
+
+def _together(one: str, other: str) -> bool:
+    try:
+        return abs((datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds()) <= TOGETHER_S
+    except ValueError:  # a file from elsewhere may say anything
+        return one == other
 
 
 def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> float:
@@ -92,19 +122,19 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
     return statistics.median_low(factors) if len(factors) > 1 else 1.0
 
 
-def _evidence(time: Time, *, alike: bool, pace: float) -> Evidence:
+def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidence:
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
     confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
     provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
-    return Evidence(_expected_us(time, pace), provenance, confidence, time.noise)
+    return Evidence(_expected_us(time, pace, margin), provenance, confidence, time.noise, time.median_us)
 
 
-def _expected_us(time: Time, pace: float) -> float:
+def _expected_us(time: Time, pace: float, margin: float) -> float:
     """What a call takes while the host runs at its usual pace."""
     if time.device_us is None:
         return time.median_us
     if time.waits and time.host_us is not None:
-        return max(time.device_us, HOST_MARGIN * time.host_us / pace)
+        return max(time.device_us, margin * time.host_us / pace)
     return time.device_us
 
 
