@@ -23,6 +23,7 @@ from layerzero.tuning.store import TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
+WITHIN = st.integers(0, 10).map(lambda exponent: 2**exponent)
 
 
 def roofline(batch, seq, noise=None):
@@ -151,16 +152,16 @@ def test_even_lengths_and_few_others_tell_no_tiles():
 @given(
     offset=st.floats(0, 10),
     slopes=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    asked=st.tuples(POWERS, POWERS),
+    asked=st.tuples(WITHIN, WITHIN),
 )
-def test_a_power_law_is_found(offset, slopes, asked):
+def test_a_power_law_is_found_between_its_points(offset, slopes, asked):
     def law(a, b):
         return 2 ** (offset + slopes[0] * math.log2(a) + slopes[1] * math.log2(b))
 
     model = fit([Point({"rows": 4**a, "hidden": 4**b}, law(4**a, 4**b)) for a in range(6) for b in range(6)])
     found = predict(model, {"rows": asked[0], "hidden": asked[1]})
     assume(found is not None)
-    assert abs(math.log2(found.time_us / law(*asked))) <= 0.6 + 2 * found.error, "level ground looks like a floor"
+    assert abs(math.log2(found.time_us / law(*asked))) <= 0.2 + 2 * found.error
     assert found.confidence > 0.8
 
 
