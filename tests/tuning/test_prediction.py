@@ -161,7 +161,7 @@ def test_a_power_law_is_found_between_its_points(offset, slopes, asked):
     model = fit([Point({"rows": 4**a, "hidden": 4**b}, law(4**a, 4**b)) for a in range(6) for b in range(6)])
     found = predict(model, {"rows": asked[0], "hidden": asked[1]})
     assume(found is not None)
-    assert abs(math.log2(found.time_us / law(*asked))) <= 0.2 + 2 * found.error
+    assert abs(math.log2(found.time_us / law(*asked))) <= 0.3 + 2 * found.error
     assert found.confidence > 0.8
 
 
