@@ -20,6 +20,7 @@ from layerzero.tuning import archive, learning
 from layerzero.tuning.fitting import fit, held_out_error
 from layerzero.tuning.prediction import HOST_MARGIN, MAX_DISTANCE, MIN_CONFIDENCE, Model, Point, predict
 from layerzero.tuning.store import TimeStore
+from layerzero.tuning.weighing import Time, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
@@ -500,3 +501,12 @@ def test_the_error_of_a_database_is_known(store, kernels):
     assert found.points == 14
     assert found.predicted >= 8
     assert found.median_error < 0.2
+
+
+def test_dates_of_any_kind_can_stand_beside_each_other():
+    dates = ("2026-11-22T00:00:00.000Z", "2026-11-22T00:00:01", "yesterday", "")
+    times = [
+        Time(f"k{number}", b"", "", "", 20.0, 0.01, 20, 0.1, date, "", 3.0, 20.0) for number, date in enumerate(dates)
+    ]
+    found = weighed(times, {(time.kernel, ""): 10.0 for time in times})
+    assert {each.time_us for each in found.values()} == {20.0 * HOST_MARGIN}, "no two of them are of one run"

@@ -78,19 +78,18 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     for time in times:
         if time.kernel not in best or rank(time) > rank(best[time.kernel]):
             best[time.kernel] = time
-    known = hosts or {}
     apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
-    paces = {time.kernel: pace for run in _runs(best.values()) for pace in (_pace(run, known),) for time in run}
+    margin = HOST_MARGIN if apart else 1.0
+    waiting = [time for time in best.values() if time.waits]
+    paces = {time.kernel: pace for run in _runs(waiting) for pace in (_pace(run, hosts or {}),) for time in run}
     return {
-        kernel: _evidence(
-            time, alike=time.condition == shared, pace=paces[kernel], margin=HOST_MARGIN if apart else 1.0
-        )
+        kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
         for kernel, time in best.items()
     }
 
 
 def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:
-    """The times that were measured side by side: of one contest, written one after another."""
+    """Times that were measured side by side: of one contest, written one after another."""
     run: list[Time] = []
     for time in sorted(times, key=lambda each: (each.source, each.written_at)):
         if run and (time.source != run[-1].source or not _together(run[-1].written_at, time.written_at)):
@@ -104,7 +103,7 @@ def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:
 def _together(one: str, other: str) -> bool:
     try:
         return abs((datetime.fromisoformat(other) - datetime.fromisoformat(one)).total_seconds()) <= TOGETHER_S
-    except ValueError:  # a file from elsewhere may say anything
+    except (ValueError, TypeError):  # a file from elsewhere may say anything, with a time zone or without
         return one == other
 
 
@@ -117,7 +116,7 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
     factors = [
         time.host_us / hosts[time.kernel, time.adapts]
         for time in times
-        if time.waits and time.host_us is not None and hosts.get((time.kernel, time.adapts))
+        if time.host_us is not None and hosts.get((time.kernel, time.adapts))
     ]
     return statistics.median_low(factors) if len(factors) > 1 else 1.0
 
