@@ -1,4 +1,5 @@
-/* The callable of a function: bind the arguments, make the key, find the plan, run it. */
+/* The callable of a function: bind the arguments, make the key, find the plan, run it. One file although it is long,
+ * since it is the way of one hit from end to end. */
 #include "hot.h"
 
 static int bind(Function *self, PyObject *const *args, Py_ssize_t given, PyObject *names, PyObject **values)

@@ -150,7 +150,7 @@ class Dispatcher:
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = frozen is None and not failed and priority_decides(facts, policy, ledger)
-            judged, later = self.engine.standings.judge_first(
+            judged, later = self.engine.standings.judge(
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
         ranked = score.rank(judged, facts, policy, ledger if frozen is None and later is None else NO_TIMES)

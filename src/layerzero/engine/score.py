@@ -35,19 +35,16 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
-    anchor = max([each.kernel.priority for each in legal if each.kernel.id in evidence], default=0)
-    quickest = min(
-        (each.kernel for each in legal if each.kernel.id in evidence),
-        key=lambda kernel: evidence[kernel.id].time_us,
-        default=None,
-    )
-    best = None if quickest is None else evidence[quickest.id]
+    known = [each.kernel for each in legal if each.kernel.id in evidence]
+    anchor = max([kernel.priority for kernel in known], default=0)
+    quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
         found = evidence.get(candidate.kernel.id)
         bonus = _policy_terms(candidate, facts, policy)
-        if found is not None and best is not None and quickest is not None:
+        if found is not None and quickest is not None:
+            best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
             slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
             priority = min(candidate.kernel.priority, quickest.priority) if slower else candidate.kernel.priority

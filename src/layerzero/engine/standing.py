@@ -114,27 +114,13 @@ class Standings:
         ledger: Ledger,
         *,
         failed: Collection[str] = (),
-    ) -> list[Candidate]:
-        """Judge every kernel for one call, with no more than the first reason that was found for a refused one."""
-        judged, _ = self.judge_first(kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=False)
-        return judged
-
-    def judge_first(
-        self,
-        kernels: Sequence[Kernel],
-        facts: Facts,
-        policy: Policy,
-        machine: Machine,
-        health: Health,
-        ledger: Ledger,
-        *,
-        failed: Collection[str] = (),
-        by_priority: bool = True,
+        by_priority: bool,
     ) -> tuple[list[Candidate], Later | None]:
-        """Judge as :meth:`judge` does; where priority alone decides, only the kernels that may win.
+        """Judge the kernels for one call, with no more than the first reason that was found for a refused one.
 
-        Those of a lower priority than a legal one that moves no data are left for later, and what judges them is
-        returned beside the others. What verdicts, health or other changing things decide about is never left.
+        Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
+        priority than a legal one that moves no data are left for later, and what judges them is returned beside the
+        others. What verdicts, health or other changing things decide about is never left.
         """
         kept = self._of(kernels, facts, policy, machine)
         asked, lock = _Asked.about(facts, policy), policy.lock_for(facts)

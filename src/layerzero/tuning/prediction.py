@@ -52,8 +52,8 @@ TILED = ("seq_q", "seq_k")
 HOST_MARGIN = 1.2
 """A host's typical time counts so many times: it is slower for seconds more often than it is quicker.
 
-Over three judgements of 80 calls of an H200 each, choices took 1.009 to 1.010 times the best at 1.2, 1.010 to 1.014 at
-1 and 1.011 to 1.014 at 1.3 (2026-11-22).
+Choices recomputed from an H200's stored times took 1.009 to 1.010 times the best of three judgements of 80 calls at
+1.2, 1.010 to 1.014 at 1 and 1.011 to 1.014 at 1.3 (2026-11-22).
 """
 
 WAITS = 1.1

@@ -218,13 +218,12 @@ class Runner:
     @property
     def device_us(self) -> float | None:
         """Median of the device's time, None where it was not told apart."""
-        return statistics.median(told) if (told := [each.device_us for each in self.taken if each.device_us]) else None
+        return _device_us(self.taken)
 
     @property
     def host_us(self) -> float | None:
         """A low quantile of the burst times, None where there were none."""
-        told = [each.host_us for each in self.taken if each.host_us]
-        return quantile(told, HOST_QUANTILE) if told else None
+        return _host_us(self.taken)
 
     @property
     def noise(self) -> float:
@@ -235,10 +234,19 @@ class Runner:
         return abs(halves[0] - halves[1]) / _by_parts(self.taken)
 
 
+def _device_us(taken: Sequence[Sample]) -> float | None:
+    told = [each.device_us for each in taken if each.device_us]
+    return statistics.median(told) if told else None
+
+
+def _host_us(taken: Sequence[Sample]) -> float | None:
+    told = [each.host_us for each in taken if each.host_us]
+    return quantile(told, HOST_QUANTILE) if told else None
+
+
 def _by_parts(taken: Sequence[Sample]) -> float:
     """The longer of device and host, each by its own statistic."""
-    half = Runner(lambda: None, taken=list(taken))
-    return max(half.device_us or 0.0, half.host_us or 0.0) or statistics.median(half.samples)
+    return max(_device_us(taken) or 0.0, _host_us(taken) or 0.0) or statistics.median([each.time_us for each in taken])
 
 
 @dataclass(frozen=True, slots=True)

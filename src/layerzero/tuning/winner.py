@@ -54,7 +54,8 @@ def _winner(facts: Facts) -> tuple[str | None, Mapping[str, Evidence]]:
     policy, ledger = CONFIGURATION.policy, ENGINE.ledger
     kernels = ENGINE.registry.candidates(str(facts["operation"]))
     # what is not legal wins nothing, however fast it was in a tuning run that may compile
-    judged = ENGINE.standings.judge(kernels, facts, policy, probe.this_machine(), ENGINE.health, ledger)
+    machine = probe.this_machine()
+    judged, _ = ENGINE.standings.judge(kernels, facts, policy, machine, ENGINE.health, ledger, by_priority=False)
     ranked = score.rank(judged, facts, policy, ledger)
     legal = [each for each in ranked if each.legal]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
