@@ -31,10 +31,10 @@ from judge_report import line, page
 from judged import judged_jobs
 
 import layerzero as lz
-from layerzero.tuning.grid import default_grid
-from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import CpuClock, Effort, clock_of
-from layerzero.tuning.tune import Step, run_jobs
+from layerzero.tuning.measuring.grid import default_grid
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.timing import CpuClock, Effort, clock_of
+from layerzero.tuning.measuring.tune import Step, run_jobs
 
 STEPS = ("tune", "judge", "host")
 

@@ -19,10 +19,10 @@ from entries import own_entry
 import layerzero as lz
 from layerzero.engine.functions import CALLS
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.contest import bound_plan, window
-from layerzero.tuning.grid import Heads, decode_case, norm_case, prefill_case
-from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import quantile
+from layerzero.tuning.measuring.contest import bound_plan, window
+from layerzero.tuning.measuring.grid import Heads, decode_case, norm_case, prefill_case
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.timing import quantile
 
 CALLS_A_ROUND, ROUNDS = 50, 40
 

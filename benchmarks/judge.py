@@ -21,10 +21,10 @@ import layerzero as lz
 from layerzero.core.plan import Report
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.baseline import torch_default
-from layerzero.tuning.contest import Contest, bound_plan, contest
-from layerzero.tuning.jobs import Job
-from layerzero.tuning.timing import Clock, Effort, quantile
+from layerzero.tuning.measuring.baseline import torch_default
+from layerzero.tuning.measuring.contest import Contest, bound_plan, contest
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.timing import Clock, Effort, quantile
 
 AGAIN, THROUGH, TORCH = "again", "through lz", "torch default"
 

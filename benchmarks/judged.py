@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from layerzero.tuning.grid import Heads, decode_case, norm_case, paged_case, prefill_case
-from layerzero.tuning.jobs import Job
+from layerzero.tuning.measuring.grid import Heads, decode_case, norm_case, paged_case, prefill_case
+from layerzero.tuning.measuring.jobs import Job
 
 LLAMA, WIDE, GEMMA = Heads(32, 8, 128), Heads(16, 16, 64), Heads(16, 4, 256)
 DIFFUSION, UNET = Heads(24, 24, 128), Heads(10, 10, 64)

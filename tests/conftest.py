@@ -7,10 +7,10 @@ import os
 import pytest
 
 import layerzero as lz
+from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.core import layouts
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, failing, probe
-from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY

@@ -14,7 +14,7 @@ from layerzero.engine import operators as _operators
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "layerzero.engine.answers": (
+    "layerzero.asking.answers": (
         "doctor",
         "explain",
         "facts",
@@ -23,9 +23,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "validate",
         "which",
     ),
-    "layerzero.engine.bind": ("bind",),
-    "layerzero.engine.freeze": ("freeze", "frozen", "thaw"),
-    "layerzero.engine.control": (
+    "layerzero.asking.bind": ("bind",),
+    "layerzero.asking.freeze": ("freeze", "frozen", "thaw"),
+    "layerzero.asking.control": (
         "avoid",
         "configure",
         "deterministic",
@@ -40,19 +40,19 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unlock",
         "unregister_kernel",
     ),
-    "layerzero.engine.descriptors": (
+    "layerzero.asking.descriptors": (
         "descriptor",
         "kernels_from_descriptor",
         "load_descriptor",
         "unload_descriptor",
     ),
-    "layerzero.engine.warmup": ("warmup",),
+    "layerzero.serving.warmup": ("warmup",),
     "layerzero.engine.probe": ("Machine",),
-    "layerzero.tuning.confirm": ("confirm_suspects",),
-    "layerzero.tuning.record": ("record",),
-    "layerzero.tuning.tune": ("tune",),
-    "layerzero.tuning.online": ("sampled",),
-    "layerzero.tuning.vetting": ("vet",),
+    "layerzero.tuning.proving.confirm": ("confirm_suspects",),
+    "layerzero.tuning.measuring.record": ("record",),
+    "layerzero.tuning.measuring.tune": ("tune",),
+    "layerzero.tuning.measuring.online": ("sampled",),
+    "layerzero.tuning.proving.vetting": ("vet",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
@@ -61,7 +61,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.schema": ("OperationSchema", "TensorSchema"),
     "layerzero.core.plan": ("Plan", "Report"),
     "layerzero.core.reasons": ("Reason", "ReasonCode"),
-    "layerzero.core.step": ("StepMetadata",),
+    "layerzero.ops.paged.step": ("StepMetadata",),
     "layerzero.core.errors": (
         "CudaGraphUnsafeError",
         "DescriptorError",

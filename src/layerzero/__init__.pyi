@@ -5,6 +5,25 @@ from typing import Literal, overload
 from torch import Tensor
 
 from layerzero import testing
+from layerzero.asking.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
+from layerzero.asking.bind import bind
+from layerzero.asking.control import (
+    avoid,
+    configure,
+    deterministic,
+    disabled,
+    load_config,
+    lock,
+    prefer,
+    register_backend,
+    register_kernel,
+    register_operation,
+    scope,
+    unlock,
+    unregister_kernel,
+)
+from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
+from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.core import limits
 from layerzero.core.device import Device
 from layerzero.core.errors import (
@@ -28,34 +47,15 @@ from layerzero.core.operation import Case, Function, Operation, OpKind, Toleranc
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema, TensorSchema
-from layerzero.core.step import StepMetadata
-from layerzero.engine.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
-from layerzero.engine.bind import bind
-from layerzero.engine.control import (
-    avoid,
-    configure,
-    deterministic,
-    disabled,
-    load_config,
-    lock,
-    prefer,
-    register_backend,
-    register_kernel,
-    register_operation,
-    scope,
-    unlock,
-    unregister_kernel,
-)
-from layerzero.engine.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
-from layerzero.engine.freeze import freeze, frozen, thaw
 from layerzero.engine.probe import Machine
-from layerzero.engine.warmup import warmup
 from layerzero.integrations.transformers import register_with_transformers
-from layerzero.tuning.confirm import confirm_suspects
-from layerzero.tuning.online import sampled
-from layerzero.tuning.record import record
-from layerzero.tuning.tune import tune
-from layerzero.tuning.vetting import vet
+from layerzero.ops.paged.step import StepMetadata
+from layerzero.serving.warmup import warmup
+from layerzero.tuning.measuring.online import sampled
+from layerzero.tuning.measuring.record import record
+from layerzero.tuning.measuring.tune import tune
+from layerzero.tuning.proving.confirm import confirm_suspects
+from layerzero.tuning.proving.vetting import vet
 
 __all__ = [
     "Backend",

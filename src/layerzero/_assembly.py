@@ -13,30 +13,37 @@ from layerzero.core.plan import Plan
 
 def ledger() -> Ledger:
     """The ledger of this process: files in the cache folder, or memory where ``LAYERZERO_CACHE_DIR`` is empty."""
-    from layerzero.tuning.files import FileLedger, cache_folder
-    from layerzero.tuning.store import StoreLedger
+    from layerzero.tuning.keeping.files import FileLedger, cache_folder
+    from layerzero.tuning.keeping.store import StoreLedger
 
     folder = cache_folder()
     return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder))
 
 
+def descriptors_in_force() -> None:
+    """Have the capability descriptors that are configured; they work on the registry, and lie above it."""
+    from layerzero.asking.descriptors import DESCRIPTORS
+
+    DESCRIPTORS.sync()
+
+
 def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:
     """Let kernels prove themselves for the classes of calls, in a child process, as far as one can; for warmup."""
-    from layerzero.tuning.vetting import vet_calls
+    from layerzero.tuning.proving.vetting import vet_calls
 
     vet_calls(calls, go_on=True)
 
 
 def tune(calls: Iterable[Facts]) -> None:
     """Measure every legal kernel on calls; for warmup."""
-    from layerzero.tuning.tune import tune_calls
+    from layerzero.tuning.measuring.tune import tune_calls
 
     tune_calls(calls)
 
 
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """The same in the background, for a call that was just made."""
-    from layerzero.tuning.vet_later import BACKGROUND
+    from layerzero.tuning.proving.vet_later import BACKGROUND
 
     for kernel in kernels:
         BACKGROUND.add(kernel, facts)
@@ -44,6 +51,6 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
 
 def sample(plan: Plan, function: Function, rate: float) -> None:
     """Let a plan time a share of its calls."""
-    from layerzero.tuning.online import attach
+    from layerzero.tuning.measuring.online import attach
 
     attach(plan, function, rate)

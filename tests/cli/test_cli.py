@@ -24,7 +24,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import fuzz
 from layerzero.testing.fuzz import Failure, FuzzReport
-from layerzero.tuning.store import StoreLedger
+from layerzero.tuning.keeping.store import StoreLedger
 
 COMMANDS = dict(walk(typer.main.get_command(main), "layerzero"))
 GQA = "--shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --layout BSHD"
@@ -102,7 +102,7 @@ except SystemExit as done:
     assert done.code == 0
 heavy = {"transformers", "zentorch", "onnxruntime", "flash_attn", "flash_attn_interface", "triton"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not {"layerzero.cli.demo", "layerzero.cli.tables", "layerzero.engine.answers"} & set(sys.modules)
+assert not {"layerzero.cli.demo", "layerzero.cli.tables", "layerzero.asking.answers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 

@@ -15,10 +15,10 @@ from layerzero.cli import charts
 from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
-from layerzero.ops.attention import visible_pairs
-from layerzero.tuning.bench import TORCH
-from layerzero.tuning.ceiling import Ceiling, ceiling
-from layerzero.tuning.jobs import jobs_of_cases
+from layerzero.ops.attention.declare import visible_pairs
+from layerzero.tuning.measuring.bench import TORCH
+from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
+from layerzero.tuning.measuring.jobs import jobs_of_cases
 
 QUICK = "--dtype float32 --samples 3 --without inductor --without onnxruntime --without flex_attention"
 
@@ -35,7 +35,7 @@ def answer(line, code=0):
 
 @pytest.fixture(autouse=True)
 def small_ceiling(monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+    monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
 
 
 def test_bench_compares_everything_with_everything():
@@ -57,7 +57,7 @@ def test_bench_compares_everything_with_everything():
 
 @pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])
 def test_bench_tells_noise_and_when_times_are_rough(state, told, monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.conditions.condition", lambda _: state)
+    monkeypatch.setattr("layerzero.tuning.measuring.machine_state.condition", lambda _: state)
     (found,) = answer(f"bench rms_norm --shapes 8x64 {QUICK}")
     assert found["condition"] == state
     assert all(line["noise"] is not None for line in found["kernels"] if line["median_us"] is not None)

@@ -17,7 +17,7 @@ from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.store import StoreLedger
+from layerzero.tuning.keeping.store import StoreLedger
 
 
 def run(line):
@@ -72,7 +72,7 @@ def test_times_are_shown():
 
 def test_times_of_another_version_are_told_apart(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    from layerzero.tuning import environment
+    from layerzero.tuning.keeping import environment
 
     environment._surroundings.cache_clear()
     try:

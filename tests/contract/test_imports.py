@@ -12,7 +12,9 @@ import pytest
 import layerzero
 
 ROOT = Path(layerzero.__file__).parent
-ORDER = ("_native", "core", "ops", "backends", "engine", "testing", "tuning", "serving", "integrations", "cli")
+ORDER = (
+    *("_native", "core", "ops", "backends", "engine", "asking", "testing", "tuning", "serving", "integrations", "cli"),
+)
 ASSEMBLY = "layerzero._assembly"
 """The one file that the order does not bind; only the engine's entrance asks it."""
 
@@ -57,6 +59,7 @@ def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
     assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == [
         "dispatch.py",
+        "registry.py",
         "warmup.py",
     ]
 

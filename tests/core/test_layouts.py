@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.layouts import resolve
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 
 def layout_of(query, key=None, **call):

@@ -232,7 +232,7 @@ def test_the_caller_is_told_what_was_wanted_and_what_came(name):
 
 
 def none_is_refused():
-    from layerzero.ops.norm import RMS
+    from layerzero.ops.norm.declare import RMS
 
     return bool(RMS.schema.validate(zeros(3, 8), zeros(8), eps=None))
 

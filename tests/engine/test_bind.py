@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import layerzero as lz
 from layerzero.engine import accelerator
 from layerzero.engine.dispatch import ENGINE
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -52,7 +52,7 @@ def test_a_bound_call_is_the_functions_call(call, path):
     assert attend.plan.kernel_id == attend.report.kernel_id
     assert attend.parameters == ("query", "key", "value")
     assert "bound to" in repr(attend)
-    assert type(attend).__module__ == ("layerzero._native.hot" if path == "native" else "layerzero.engine.bind")
+    assert type(attend).__module__ == ("layerzero._native.hot" if path == "native" else "layerzero.asking.bind")
     with pytest.raises(AttributeError):
         attend.nothing  # noqa: B018
 
@@ -230,7 +230,7 @@ def test_gradients_flow_and_grad_mode_is_guarded(call):
 
 def test_a_step_and_a_bound_are_passed(path):
     from layerzero.engine.registry import REGISTRY
-    from layerzero.engine.warmup import case_tensors
+    from layerzero.serving.warmup import case_tensors
 
     operation = REGISTRY.operation("attention.gqa.decode.paged")
     tensors = case_tensors(operation, operation.cases[0], torch.float32, "cpu")

@@ -7,8 +7,9 @@ import importlib.metadata
 import pytest
 
 import layerzero as lz
-from layerzero.engine import compatibility, probe
-from layerzero.engine.compatibility import Status
+from layerzero.asking import compatibility
+from layerzero.asking.compatibility import Status
+from layerzero.engine import probe
 
 LIBRARY = lz.Backend(name="lib", summary="", distribution="lib", versions=">=1,<2", tested=("1.2",), known_bad="==0.9")
 

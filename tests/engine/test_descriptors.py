@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 import layerzero.core
+from layerzero.asking.descriptors import DESCRIPTORS, by_backend, exported
 from layerzero.cli import pages_descriptors
 from layerzero.core import capability, limit_kinds
 from layerzero.core.descriptor import decode, sha256
 from layerzero.core.limit import Limit
 from layerzero.core.limit_data import KINDS, is_data, limit_data, limit_of
 from layerzero.engine import legality
-from layerzero.engine.descriptors import DESCRIPTORS, by_backend, exported
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import attention
+from layerzero.ops.attention import declare as attention
 from layerzero.testing.generate import FUNCTIONS, random_call
 
 CPU_FLASH = "torch.sdpa.cpu_flash"

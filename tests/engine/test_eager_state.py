@@ -20,7 +20,7 @@ def call():
 
 
 def expected(query, key, value, **arguments):
-    from layerzero.ops.attention_math import attention_reference
+    from layerzero.ops.attention.reference import attention_reference
 
     return attention_reference(query, key, value, causal=True, **arguments)
 

@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.core.kernel import Kernel
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 pytestmark = pytest.mark.usefixtures("path")
 

@@ -23,7 +23,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.flight import Flights
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import USER_BACKEND
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 native_only = pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT or "built")
 both = pytest.mark.usefixtures("path")
@@ -187,8 +187,8 @@ def resized(sizes, varies, operation, factor):
                                   "attention.gqa.decode.paged", "norm.rms", "norm.layer", "norm.add_rms"])  # fmt: skip
 def test_a_route_gives_the_same_for_every_size_that_it_says_may_vary(name):
     from layerzero.engine.registry import REGISTRY
-    from layerzero.engine.warmup import case_tensors
     from layerzero.ops import function_of
+    from layerzero.serving.warmup import case_tensors
 
     operation = REGISTRY.operation(name)
     function = function_of(name)

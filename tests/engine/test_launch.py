@@ -15,7 +15,7 @@ from layerzero.core.facts import FactsBuilder
 from layerzero.core.limit_launch import Grid
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 C = lz.ReasonCode
 CASES = [(65536, 1), (65537, 1), (1024, 64), (1024, 65), (32768, 32)]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 import layerzero as lz
-from layerzero.core.conditions import SizedCall
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reuse_conditions import SizedCall
 from layerzero.engine import legality, planning
 from layerzero.engine.cache import InClass
 from layerzero.engine.config import current_policy

@@ -21,7 +21,7 @@ def qkv(dtype=torch.bfloat16, heads=(8, 2), seq=(64, 64), head_dim=64, grad=Fals
 
 
 def reference(query, key, value, **arguments):
-    from layerzero.ops.attention_math import attention_reference
+    from layerzero.ops.attention.reference import attention_reference
 
     return attention_reference(query, key, value, **arguments)
 

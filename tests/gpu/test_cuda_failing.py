@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.tuning import conditions, online
-from layerzero.tuning.online import Sampler
+from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring import online
+from layerzero.tuning.measuring.online import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

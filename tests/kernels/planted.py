@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
-from layerzero.ops.paged import paged_attention_reference
+from layerzero.ops.paged.declare import paged_attention_reference
 
 limit = lz.limits
 

@@ -9,16 +9,20 @@ import types
 import pytest
 import torch
 
-from layerzero.backends import flash_attn_cute, flashinfer, flashinfer_modules, vllm_flash_attn, xformers
-from layerzero.backends.flashinfer_plan import Plan
+from layerzero.backends import xformers
+from layerzero.backends.flash_attn import cute as flash_attn_cute
+from layerzero.backends.flashinfer import attention as flashinfer
+from layerzero.backends.flashinfer import modules as flashinfer_modules
+from layerzero.backends.flashinfer.plan import Plan
 from layerzero.backends.prepared import Prepared
-from layerzero.backends.torch_attention import sdpa_operator
+from layerzero.backends.torch.attention import sdpa_operator
+from layerzero.backends.vllm import flash_attn as vllm_flash_attn
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 
 FA3_SCHEMA = (
     "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import flashinfer_norm, liger, vllm_library, vllm_norm
+from layerzero.backends import liger
+from layerzero.backends.flashinfer import norm as flashinfer_norm
+from layerzero.backends.vllm import library as vllm_library
+from layerzero.backends.vllm import norm as vllm_norm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode

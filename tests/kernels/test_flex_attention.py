@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import flex_attention
+from layerzero.backends.torch import flex_attention
 from layerzero.core.device import Device
-from layerzero.ops.attention_math import attention_reference
+from layerzero.ops.attention.reference import attention_reference
 from layerzero.testing import check
 from layerzero.testing.generate import RandomCall
 

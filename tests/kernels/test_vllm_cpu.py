@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import vllm_cpu
+from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from layerzero.core import layouts
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
-from layerzero.ops import attention
-from layerzero.ops.attention_math import attention_bias, attention_reference
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import attention_bias, attention_reference
 
 INF = math.inf
 

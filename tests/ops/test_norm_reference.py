@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
-from layerzero.ops import norm
+from layerzero.ops.norm import declare as norm
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(7,), (1, 1), (3, 8), (2, 3, 33), (2, 1, 3, 16), (0, 8)]

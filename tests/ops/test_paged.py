@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.ops.paged import append_paged_kv_reference, paged_attention_reference
+from layerzero.ops.paged.declare import append_paged_kv_reference, paged_attention_reference
 from layerzero.testing import case_call, check
 
 PAGE = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import layerzero as lz
-from layerzero.backends import vllm_cpu
+from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 
 CPU = Device.detect("cpu")

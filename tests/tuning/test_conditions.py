@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerzero.core.evidence import Measurement
-from layerzero.tuning import conditions
-from layerzero.tuning.conditions import of_nvml
+from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring.machine_state import of_nvml
 
 
 class NvmlError(Exception):
@@ -78,7 +78,7 @@ def test_without_nvml_nothing_is_said_of_a_gpu(monkeypatch):
 
 def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):
     from layerzero.testing import random_call
-    from layerzero.tuning import contest
+    from layerzero.tuning.measuring import contest
 
     monkeypatch.setattr(conditions, "condition", lambda device: f"planted={device.type}")
     found = contest.contest(random_call(0, 3, function="rms_norm", dtype=torch.float32))

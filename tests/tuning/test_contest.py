@@ -17,13 +17,21 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.testing.compare import expected
 from layerzero.testing.generate import case_call
-from layerzero.tuning import truth
-from layerzero.tuning.baseline import torch_default
-from layerzero.tuning.contest import Status, contest
-from layerzero.tuning.grid import Heads, decode_case, default_grid, norm_case, paged_case, prefill_case, spread
-from layerzero.tuning.jobs import Job, jobs_of_cases
-from layerzero.tuning.rows import work_of
-from layerzero.tuning.timing import Effort
+from layerzero.tuning.keeping.rows import work_of
+from layerzero.tuning.measuring import truth
+from layerzero.tuning.measuring.baseline import torch_default
+from layerzero.tuning.measuring.contest import Status, contest
+from layerzero.tuning.measuring.grid import (
+    Heads,
+    decode_case,
+    default_grid,
+    norm_case,
+    paged_case,
+    prefill_case,
+    spread,
+)
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
+from layerzero.tuning.measuring.timing import Effort
 
 QUICK = Effort(samples=3, budget_s=0.05)
 LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")

@@ -24,8 +24,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
 from layerzero.testing.compare import route
-from layerzero.tuning import child, records
-from layerzero.tuning.files import FileLedger, cache_folder
+from layerzero.tuning.keeping import records
+from layerzero.tuning.keeping.files import FileLedger, cache_folder
+from layerzero.tuning.proving import child
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ from pathlib import Path
 import torch
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.files import FileLedger
+from layerzero.tuning.keeping.files import FileLedger
 lz.register_kernel("norm.rms", "mine.rms_norm")(lambda input, weight: input)
 kernel, me = REGISTRY.kernel("mine.rms_norm"), int(sys.argv[2])
 every = [lz.facts("rms_norm", torch.randn(2 ** n, 64), torch.randn(64)) for n in range(8)]

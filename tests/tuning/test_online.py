@@ -15,10 +15,12 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import online, store, vet_later
-from layerzero.tuning.online import Sampler
-from layerzero.tuning.retune import RECORDED, command_for
-from layerzero.tuning.store import StoreLedger
+from layerzero.tuning.keeping import store
+from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.measuring import online
+from layerzero.tuning.measuring.online import Sampler
+from layerzero.tuning.measuring.retune import RECORDED, command_for
+from layerzero.tuning.proving import vet_later
 
 X, W = torch.randn(4, 64), torch.randn(64)
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import archive, learning
-from layerzero.tuning.fitting import fit, held_out_error
-from layerzero.tuning.prediction import HOST_MARGIN, MAX_DISTANCE, MIN_CONFIDENCE, Model, Point, predict
-from layerzero.tuning.store import TimeStore
-from layerzero.tuning.weighing import Time, weighed
+from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.predicting import learning
+from layerzero.tuning.predicting.fitting import fit, held_out_error
+from layerzero.tuning.predicting.prediction import HOST_MARGIN, MAX_DISTANCE, MIN_CONFIDENCE, Model, Point, predict
+from layerzero.tuning.predicting.weighing import Time, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
@@ -376,7 +377,7 @@ def test_graphs_are_predicted_from_graphs(store, kernels):
 
 def test_what_has_to_be_adapted_is_another_regime(store, kernels, monkeypatch):
     fill(store, kernels[0])
-    monkeypatch.setattr("layerzero.tuning.store.adapted", lambda kernel, facts: "split")
+    monkeypatch.setattr("layerzero.tuning.keeping.store.adapted", lambda kernel, facts: "split")
     assert store.evidence(kernels, facts(48)) == {}
 
 
@@ -440,7 +441,7 @@ def test_a_pace_is_that_of_one_run(store, kernels, monkeypatch):
     lz.register_kernel("norm.rms", "user.c", priority=40)(lambda input, weight, *, eps=1e-6: input)
     third = REGISTRY.kernel("user.c")
     told_apart(store, third, 25.0)
-    monkeypatch.setattr("layerzero.tuning.rows.now", lambda: "2100-01-01T00:00:00.000Z")
+    monkeypatch.setattr("layerzero.tuning.keeping.rows.now", lambda: "2100-01-01T00:00:00.000Z")
     for kernel, host_us in zip(kernels, (40.0, 60.0), strict=True):  # these two met a slow host, much later
         store.record(kernel, facts(8), replace(TIME, median_us=host_us, device_us=3.0, host_us=host_us))
     found = TimeStore().evidence([*kernels, third], facts(8))

@@ -16,10 +16,11 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import archive, environment, prior
-from layerzero.tuning.prior import FOLDER, LOOSE, Priors, read_table, table_of
-from layerzero.tuning.rows import SCALING, work_of
-from layerzero.tuning.store import StoreLedger, TimeStore
+from layerzero.tuning.keeping import archive, environment
+from layerzero.tuning.keeping.rows import SCALING, work_of
+from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.predicting import prior
+from layerzero.tuning.predicting.prior import FOLDER, LOOSE, Priors, read_table, table_of
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 H200 = Device.named("H200")

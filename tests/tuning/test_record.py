@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.manifest import FORMAT, Manifest, Recorded, jobs_of
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of
 
 
 def norm(rows=4, hidden=64):

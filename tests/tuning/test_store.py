@@ -28,11 +28,11 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.tuning import archive, environment, migrations, places
-from layerzero.tuning import rows as rows_module
-from layerzero.tuning.database import Database
-from layerzero.tuning.rows import work_of
-from layerzero.tuning.store import StoreLedger, TimeStore
+from layerzero.tuning.keeping import archive, environment, migrations, places
+from layerzero.tuning.keeping import rows as rows_module
+from layerzero.tuning.keeping.database import Database
+from layerzero.tuning.keeping.rows import work_of
+from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02, first_call_us=900.0)
 
@@ -380,7 +380,7 @@ import os, sys, warnings
 os.umask(0)
 os.chmod({str(folder)!r}, 0o555); os.chmod({str(path)!r}, 0o444)
 import layerzero as lz, torch
-from layerzero.tuning.store import TimeStore
+from layerzero.tuning.keeping.store import TimeStore
 from layerzero.engine.registry import REGISTRY
 from layerzero.core.evidence import Measurement
 kernel = REGISTRY.kernel("torch.rms_norm")
@@ -459,7 +459,7 @@ WRITERS = """
 import os, sys, torch, layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.store import TimeStore
+from layerzero.tuning.keeping.store import TimeStore
 kernel, kernels = REGISTRY.kernel("torch.rms_norm"), REGISTRY.candidates("norm.rms")
 store, (waiting, go) = TimeStore(), os.pipe()
 children = []
@@ -501,7 +501,7 @@ import os, signal, sys
 import layerzero as lz, torch
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.store import TimeStore
+from layerzero.tuning.keeping.store import TimeStore
 kernel = REGISTRY.kernel("torch.rms_norm")
 kernels = REGISTRY.candidates("norm.rms")
 asked = [lz.facts("rms_norm", torch.empty(each + 1, 8), torch.empty(8)) for each in range(5000)]
@@ -554,7 +554,7 @@ def test_a_forked_child_opens_its_own_connections(folder, kernels):
 import os, sys, threading, time, torch, layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.store import TimeStore
+from layerzero.tuning.keeping.store import TimeStore
 store, kernel = TimeStore(), REGISTRY.kernel("torch.rms_norm")
 asked = [lz.facts("rms_norm", torch.empty(each + 1, 8), torch.empty(8)) for each in range(60)]
 def write(numbers):
@@ -703,7 +703,9 @@ def test_a_miss_without_a_database_costs_little(folder, kernels):
 
 
 def test_importing_layerzero_does_not_import_sqlite():
-    script = "import layerzero as lz, sys; lz.list_kernels; assert 'layerzero.tuning.database' not in sys.modules"
+    script = (
+        "import layerzero as lz, sys; lz.list_kernels; assert 'layerzero.tuning.keeping.database' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

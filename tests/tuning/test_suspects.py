@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning.files import FileLedger
+from layerzero.tuning.keeping.files import FileLedger
 
 KERNEL = """
 import ctypes, os, signal, time

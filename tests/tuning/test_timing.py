@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.tuning import timing
-from layerzero.tuning.timing import CpuClock, Effort, Runner, Sample, clock_of, differing, measurement, quantile, race
+from layerzero.tuning.measuring import timing
+from layerzero.tuning.measuring.timing import (
+    CpuClock,
+    Effort,
+    Runner,
+    Sample,
+    clock_of,
+    differing,
+    measurement,
+    quantile,
+    race,
+)
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 

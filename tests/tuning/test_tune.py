@@ -15,16 +15,17 @@ from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning import contest, grid, rehearsal, tune
-from layerzero.tuning.asked import asked_jobs
-from layerzero.tuning.contest import Status
-from layerzero.tuning.files import FileLedger
-from layerzero.tuning.fitting import fit
-from layerzero.tuning.folder import RecordFolder
-from layerzero.tuning.grid import Heads, append_case, norm_case
-from layerzero.tuning.jobs import Job
-from layerzero.tuning.prediction import Point, is_uneven
-from layerzero.tuning.store import StoreLedger
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.folder import RecordFolder
+from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.measuring import contest, grid, tune
+from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.contest import Status
+from layerzero.tuning.measuring.grid import Heads, append_case, norm_case
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.predicting.fitting import fit
+from layerzero.tuning.predicting.prediction import Point, is_uneven
+from layerzero.tuning.proving import rehearsal
 
 LIBRARIES = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
 

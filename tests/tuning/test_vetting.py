@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.backends import zentorch
-from layerzero.backends.vllm_cpu import VLLM_CPU
+from layerzero.backends.vllm_cpu.norm import VLLM_CPU
 from layerzero.cli import tune as command
 from layerzero.cli.app import main
 from layerzero.core.device import Device
@@ -27,10 +27,10 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning import files
-from layerzero.tuning.files import FileLedger
-from layerzero.tuning.vet_later import Background
-from layerzero.tuning.vetting import vet_calls
+from layerzero.tuning.keeping import files
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.proving.vet_later import Background
+from layerzero.tuning.proving.vetting import vet_calls
 
 CALL = torch.randn(4, 64), torch.randn(64)
 PLUGIN = """
@@ -242,7 +242,7 @@ def test_tuning_vets_what_it_is_about_to_measure_and_tells_what_it_found(plugin,
     given = {"dtype": "float32", "device": "cpu", "samples": 3}
     left_out = ("inductor", "flex_attention", "onnxruntime", "zentorch", "vllm")
     with monkeypatch.context() as patched:
-        patched.setattr("layerzero.tuning.tune.vet_calls", vetted)
+        patched.setattr("layerzero.tuning.measuring.tune.vet_calls", vetted)
         lz.tune("norm.rms", [(4, 64)], budget_s=0.0, **given)
         assert asked == [], "no time for it"
         lz.tune("norm.rms", [(4, 64)], leave_out=[*left_out, "plug.*"], **given)
@@ -256,7 +256,7 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
     def dead(self, left, words):
         raise RuntimeError("a vetting process did not get to work: no memory")
 
-    monkeypatch.setattr("layerzero.tuning.vetting._Children._child", dead)
+    monkeypatch.setattr("layerzero.tuning.proving.vetting._Children._child", dead)
     tuned = lz.tune("norm.rms", [(4, 64), (4, 65)], "float32", "cpu", samples=3, leave_out=["inductor", "onnxruntime"])
     assert len(tuned.contests) == 2
     assert {(each.kernel_id, each.verdict) for each in tuned.vetted} == {("plug.rms", None)}
@@ -280,7 +280,7 @@ def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatc
 
 
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
-    from layerzero.tuning import vet_later
+    from layerzero.tuning.proving import vet_later
 
     background = Background()
     monkeypatch.setattr(vet_later, "BACKGROUND", background)
@@ -358,7 +358,7 @@ def test_a_file_that_changed_is_another_version_of_a_kernel_without_a_package(pl
     assert ledger.verdict(kernel, facts) is Verdict.WRONG
     path = tmp_path / "a_plugin.py"
     path.write_text(path.read_text() + "# repaired\n")
-    from layerzero.tuning import records
+    from layerzero.tuning.keeping import records
 
     records.source_of.cache_clear()
     assert ledger.verdict(kernel, facts) is None

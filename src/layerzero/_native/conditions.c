@@ -1,6 +1,6 @@
 /* What a plan demands of the exact arguments beyond its coarse key: limits as data, evaluated on the exact key.
  *
- * layerzero.core.conditions writes the same conditions as tuples (code, operands, numbers), and evaluates them in
+ * layerzero.core.reuse_conditions writes the same conditions as tuples (code, operands, numbers), and evaluates them in
  * Python; an operand is `tensor << 8 | axis << 1 | 1 for its stride`. Here they are resolved once to word numbers: a coarse key
  * has the ranks of all tensors, so an operand is the same word in every exact key that reaches the program.
  */

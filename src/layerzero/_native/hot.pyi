@@ -1,8 +1,8 @@
 from collections.abc import Callable
 from typing import Any, Self
 
-from layerzero.core.conditions import Conditions
 from layerzero.core.plan import Plan
+from layerzero.core.reuse_conditions import Conditions
 
 class Index:
     def remove(self, identities: set[int], /) -> int: ...

@@ -1,36 +1,38 @@
-"""Kernel libraries: one file each, holding ``KERNELS``. Imported on demand; a library itself only when chosen.
+"""Kernel libraries: a folder each, or one file where a library is small; each module below declares ``KERNELS``.
+
+All declarations are read at the first call (10 ms); a library itself is imported when one of its kernels was chosen.
 
 Add a backend: write its file and its line here, in alphabetical order.
 """
 
 from __future__ import annotations
 
-BUILTIN: dict[str, str] = {
-    "aiter": "layerzero.backends.aiter",
-    "apex": "layerzero.backends.apex",
-    "cudnn_frontend": "layerzero.backends.cudnn_frontend",
-    "flash_attn": "layerzero.backends.flash_attn",
-    "flash_attn_cute": "layerzero.backends.flash_attn_cute",
-    "flash_attn_paged": "layerzero.backends.flash_attn_paged",
-    "flashinfer": "layerzero.backends.flashinfer",
-    "flashinfer_norm": "layerzero.backends.flashinfer_norm",
-    "flashinfer_paged": "layerzero.backends.flashinfer_paged",
-    "flex_attention": "layerzero.backends.flex_attention",
-    "habana": "layerzero.backends.habana",
-    "inductor": "layerzero.backends.inductor",
-    "liger": "layerzero.backends.liger",
-    "onnxruntime": "layerzero.backends.onnxruntime",
-    "quack": "layerzero.backends.quack",
-    "torch_attention": "layerzero.backends.torch_attention",
-    "torch_cuda_attention": "layerzero.backends.torch_cuda_attention",
-    "torch_norm": "layerzero.backends.torch_norm",
-    "torch_paged": "layerzero.backends.torch_paged",
-    "vllm_cpu": "layerzero.backends.vllm_cpu",
-    "vllm_cpu_paged": "layerzero.backends.vllm_cpu_paged",
-    "vllm_flash_attn": "layerzero.backends.vllm_flash_attn",
-    "vllm_norm": "layerzero.backends.vllm_norm",
-    "vllm_paged": "layerzero.backends.vllm_paged",
-    "xformers": "layerzero.backends.xformers",
-    "zentorch": "layerzero.backends.zentorch",
-}
-"""A name, sorted, to the module that declares kernels; torch has a file for each family."""
+BUILTIN: tuple[str, ...] = (
+    "aiter",
+    "apex",
+    "cudnn_frontend",
+    "flash_attn.attention",
+    "flash_attn.cute",
+    "flash_attn.paged",
+    "flashinfer.attention",
+    "flashinfer.norm",
+    "flashinfer.paged",
+    "habana",
+    "liger",
+    "onnxruntime",
+    "quack",
+    "torch.attention",
+    "torch.cuda_attention",
+    "torch.flex_attention",
+    "torch.inductor",
+    "torch.norm",
+    "torch.paged",
+    "vllm.flash_attn",
+    "vllm.norm",
+    "vllm.paged",
+    "vllm_cpu.norm",
+    "vllm_cpu.paged",
+    "xformers",
+    "zentorch",
+)
+"""Modules of this package that declare kernels, sorted; torch and other large libraries have one for each family."""

@@ -17,8 +17,8 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops import attention
-from layerzero.ops.attention_math import lse_of_hidden_rows
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import lse_of_hidden_rows
 
 AITER = Backend(
     name="aiter",

@@ -25,7 +25,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops import attention
+from layerzero.ops.attention import declare as attention
 
 CUDNN = Backend(
     name="cudnn",

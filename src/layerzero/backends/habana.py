@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.ops import attention
+from layerzero.ops.attention import declare as attention
 
 HABANA = Backend(
     name="habana",

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch_cuda_attention import padded_mask
+from layerzero.backends.torch.cuda_attention import padded_mask
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.ops import attention
+from layerzero.ops.attention import declare as attention
 
 XFORMERS = Backend(
     name="xformers",

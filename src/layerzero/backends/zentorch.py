@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.core import limits as limit
-from layerzero.core.conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops import attention
-from layerzero.ops.attention_math import attention_reference
+from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import attention_reference
 
 ZENTORCH = Backend(
     name="zentorch",

@@ -118,9 +118,9 @@ def doctor(
 
     Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it.
     """
+    from layerzero.asking.answers import doctor as diagnose
     from layerzero.cli import tables
-    from layerzero.engine.answers import doctor as diagnose
-    from layerzero.tuning.confirm import confirm_suspects
+    from layerzero.tuning.proving.confirm import confirm_suspects
 
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
@@ -163,8 +163,8 @@ def kernels(
 @main.command(**_examples("operations", "operations --json"))
 def operations(json: AsJson = False) -> Answer:
     """List operations and their named cases."""
+    from layerzero.asking.answers import list_operations
     from layerzero.cli import listing, tables
-    from layerzero.engine.answers import list_operations
 
     found = list_operations()
     return Answer([listing.operation_data(each) for each in found], lambda: tables.operations(found))

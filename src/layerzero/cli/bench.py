@@ -15,11 +15,11 @@ from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
-from layerzero.tuning.asked import asked_jobs
-from layerzero.tuning.bench import Benched, Line, bench
-from layerzero.tuning.contest import Status
-from layerzero.tuning.timing import Effort, clock_of
-from layerzero.tuning.tune import dtypes_of
+from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.bench import Benched, Line, bench
+from layerzero.tuning.measuring.contest import Status
+from layerzero.tuning.measuring.timing import Effort, clock_of
+from layerzero.tuning.measuring.tune import dtypes_of
 
 _ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH})
 """A library that is not here, or made for other hardware: one line for all of them."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from layerzero.asking import descriptors
 from layerzero.cli.output import NO, Answer
 from layerzero.core.errors import DescriptorError
 from layerzero.core.kernel import Kernel
-from layerzero.engine import descriptors
 from layerzero.engine.settings import nearest
 
 

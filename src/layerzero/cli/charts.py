@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from layerzero.asking.answers import doctor
 from layerzero.cli.bench import cells, described, refusals
-from layerzero.engine.answers import doctor
-from layerzero.tuning.bench import Benched
+from layerzero.tuning.measuring.bench import Benched
 
 _FORMATS = (".png", ".svg", ".pdf")
 _STYLE = """

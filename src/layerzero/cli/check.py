@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.engine.config import Configuration, read_yaml
-from layerzero.engine.descriptors import DESCRIPTORS
 from layerzero.engine.policy import Policy, names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest

@@ -19,7 +19,8 @@ HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. --
 
 def builtin_kernels() -> list[Kernel]:
     """The kernels that LayerZero declares, by priority; plugins are left out, for they differ by machine."""
-    kernels = [kernel for module in BUILTIN.values() for kernel in importlib.import_module(module).KERNELS]
+    modules = [importlib.import_module(f"layerzero.backends.{module}") for module in BUILTIN]
+    kernels = [kernel for module in modules for kernel in module.KERNELS]
     return sorted(kernels, key=lambda kernel: (-kernel.priority, kernel.id))
 
 

@@ -15,9 +15,9 @@ from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, examples
 
 if TYPE_CHECKING:
-    from layerzero.tuning.database import Database
-    from layerzero.tuning.fitting import HeldOut
-    from layerzero.tuning.rows import Row
+    from layerzero.tuning.keeping.database import Database
+    from layerzero.tuning.keeping.rows import Row
+    from layerzero.tuning.predicting.fitting import HeldOut
 
 perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
@@ -37,7 +37,7 @@ def show(
     json: AsJson = False,
 ) -> Answer:
     """Show measured times, latest first."""
-    from layerzero.tuning import archive
+    from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
     database = _database()
@@ -77,8 +77,8 @@ def export(
     json: AsJson = False,
 ) -> Answer:
     """Write measured times to a file for other machines."""
-    from layerzero.tuning import archive
-    from layerzero.tuning.prior import table_of
+    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.predicting.prior import table_of
 
     import_modules(module or [])
     database = _database()
@@ -107,7 +107,7 @@ def take(
     They are marked as imported, count less than what was measured here, and only on the same device with the same
     versions. Exits with 1 and takes nothing if anything in the file is wrong.
     """
-    from layerzero.tuning import archive
+    from layerzero.tuning.keeping import archive
 
     _exists(file)
     try:
@@ -133,7 +133,7 @@ def merge(
 
     Of two times of the same thing the later stays. The other file is not changed.
     """
-    from layerzero.tuning import archive
+    from layerzero.tuning.keeping import archive
 
     _exists(file)
     found = archive.read_database(file)
@@ -162,7 +162,7 @@ def prune(
     Whether a time is stale can be told of a kernel that is registered: by itself, or by a --module. Times of others are
     kept, and counted, unless --unknown says that they are to go as well.
     """
-    from layerzero.tuning import archive
+    from layerzero.tuning.keeping import archive
 
     if (kernel, operation, older_than, stale, imported) == ("*", "*", None, False, False):
         raise ValueError("prune: wanted an option that says which times to forget, got none")
@@ -196,7 +196,7 @@ def check(json: AsJson = False) -> Answer:
 
     For the last, every fifth time is predicted from the others, in turn. Exits with 1 if something is wrong.
     """
-    from layerzero.tuning import archive
+    from layerzero.tuning.keeping import archive
 
     database = _database()
     problems = list(database.notes())
@@ -230,7 +230,7 @@ def _prediction(found: HeldOut | None) -> list[str]:
 
 def _store() -> Any:
     from layerzero.engine.dispatch import ENGINE
-    from layerzero.tuning.store import StoreLedger, TimeStore
+    from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import yaml
 
+from layerzero.asking.answers import explain
 from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plan import Report
-from layerzero.engine.answers import explain
 from layerzero.engine.config import SCOPES
 from layerzero.engine.settings import ALIASES, SETTINGS, nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, function_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from layerzero.tuning.jobs import Shape
+from layerzero.tuning.measuring.jobs import Shape
 
 _SIZES = re.compile(r"\d+(?:x\d+)*")
 

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from layerzero.asking.answers import Diagnosis
 from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name
@@ -17,10 +18,9 @@ from layerzero.core.facts import Facts
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.answers import Diagnosis
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import Setting
-from layerzero.tuning.rows import Row
+from layerzero.tuning.keeping.rows import Row
 
 
 def _table(*headers: str, **right: str) -> Table:

@@ -15,9 +15,9 @@ from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.ledger import Verdict
-from layerzero.tuning.contest import Contest
-from layerzero.tuning.tune import tune as run
-from layerzero.tuning.tuned import Step, Tuned
+from layerzero.tuning.measuring.contest import Contest
+from layerzero.tuning.measuring.tune import tune as run
+from layerzero.tuning.measuring.tuned import Step, Tuned
 
 
 def answer(

@@ -21,9 +21,9 @@ from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.asked import asked_jobs
-from layerzero.tuning.jobs import Job, Shape
-from layerzero.tuning.vetting import classes, vet_calls
+from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.jobs import Job, Shape
+from layerzero.tuning.proving.vetting import classes, vet_calls
 
 Pair = tuple[Kernel, Facts]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from layerzero.core.conditions import Conditions, holds
 from layerzero.core.plan import Plan
+from layerzero.core.reuse_conditions import Conditions, holds
 from layerzero.engine.policy import Policy
 
 MAX_TABLES = 32

@@ -1,15 +1,11 @@
-"""The command that lets a kernel prove itself for the sizes of one call, and whether one is left to be given."""
+"""The command that lets a kernel prove itself for the sizes of one call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
-from layerzero.engine.config import CONFIGURATION
 
 _SHORT_NDIM = 4
 """A class holds the number of axes as a power of two; a command's shapes make inputs with fewer than these."""
@@ -27,18 +23,6 @@ def how_to_vet(kernel: Kernel, facts: Facts) -> str:
         words.append(f"--module {home}")
     origin = "or lz.warmup with these shapes" if shapes else "with a workload that lz.record wrote"
     return f"Vet it for these sizes: `{' '.join(words)}`, {origin}"
-
-
-def awaits_vetting(kernels: Sequence[Kernel], device: Device) -> bool:
-    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
-    from layerzero.engine.dispatch import ENGINE
-    from layerzero.engine.warmup import example_calls
-
-    if not CONFIGURATION.policy.require_vetting:
-        return False
-    plugins = [kernel for kernel in kernels if kernel.trust is Trust.PLUGIN]
-    calls = ((kernel, call) for kernel in plugins for call in example_calls(kernel, device))
-    return any(ENGINE.ledger.judgement(*pair) is None for pair in calls)
 
 
 def _shapes(facts: Facts) -> str:

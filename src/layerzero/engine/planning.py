@@ -23,7 +23,7 @@ from layerzero.engine.accelerator import Passed, Places
 from layerzero.engine.kept import Kept
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
-from layerzero.ops.attention_math import FOLDABLE
+from layerzero.ops.attention.reference import FOLDABLE
 
 
 class PlanUnusableError(Exception):

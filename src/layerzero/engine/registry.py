@@ -23,7 +23,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation, OpKind
-from layerzero.engine import fitting
+from layerzero.engine import declared as fitting
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
@@ -145,8 +145,8 @@ class Registry:
         if self._loading:  # done, or asked for by a plugin while it is being loaded
             return
         self._loading = True
-        for module in backends.BUILTIN.values():
-            for kernel in importlib.import_module(module).KERNELS:
+        for module in backends.BUILTIN:
+            for kernel in importlib.import_module(f"{backends.__name__}.{module}").KERNELS:
                 self._add(kernel)
         if self._entry_points:
             for entry_point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
@@ -372,9 +372,9 @@ def _sm(version: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _descriptors_in_force() -> None:
-    from layerzero.engine.descriptors import DESCRIPTORS  # it works on this registry
+    from layerzero import _assembly
 
-    DESCRIPTORS.sync()
+    _assembly.descriptors_in_force()
 
 
 REGISTRY = Registry(before_use=_descriptors_in_force)

@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from layerzero.core.conditions import (
+from layerzero.core.facts import FACT_ALIASES, Facts
+from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Custom
+from layerzero.core.operation import Operation
+from layerzero.core.plan import Plan
+from layerzero.core.reuse_conditions import (
     CLASS,
     SAME,
     WITHIN,
@@ -22,11 +27,6 @@ from layerzero.core.conditions import (
     all_conditions,
     names_no_size,
 )
-from layerzero.core.facts import FACT_ALIASES, Facts
-from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import Custom
-from layerzero.core.operation import Operation
-from layerzero.core.plan import Plan
 from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 

@@ -7,8 +7,11 @@ file's ``OPERATIONS``; a new family adds one line to each tuple below.
 from __future__ import annotations
 
 from layerzero.core.operation import Function, Operation
-from layerzero.ops import attention, norm, paged, paged_call
-from layerzero.ops.attention_call import ATTENTION
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.route import ATTENTION
+from layerzero.ops.norm import declare as norm
+from layerzero.ops.paged import declare as paged
+from layerzero.ops.paged import route as paged_call
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation for operation in (*attention.OPERATIONS, *paged.OPERATIONS, *norm.OPERATIONS)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from layerzero.asking.answers import explain
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
-from layerzero.engine.answers import explain
 from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS

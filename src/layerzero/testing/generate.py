@@ -19,12 +19,12 @@ from torch import Tensor
 from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Case, Operation
-from layerzero.core.step import StepMetadata
 from layerzero.ops import function_of
-from layerzero.testing.draw import Draw
-from layerzero.testing.draw_attention import attention
-from layerzero.testing.draw_norm import add_rms_norm, layer_norm, rms_norm
-from layerzero.testing.draw_paged import append_paged_kv, paged_attention
+from layerzero.ops.attention.draw import attention
+from layerzero.ops.draw import Draw
+from layerzero.ops.norm.draw import add_rms_norm, layer_norm, rms_norm
+from layerzero.ops.paged.draw import append_paged_kv, paged_attention
+from layerzero.ops.paged.step import StepMetadata
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_WEIGHTS = (4, 3, 3, 1)

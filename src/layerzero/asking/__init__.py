@@ -1,0 +1,1 @@
+"""Questions and orders above the engine: explain, doctor, control, bind, freeze, descriptors."""

@@ -1,0 +1,173 @@
+"""What an operator does while the process runs: configure, lock, prefer, disable, register."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from layerzero.asking.descriptors import DESCRIPTORS
+from layerzero.core.errors import PolicyError
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.operation import Operation
+from layerzero.engine import config
+from layerzero.engine.policy import names_kernel
+from layerzero.engine.registry import REGISTRY, kernel_of_function
+from layerzero.engine.settings import checked
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def configure(**settings: Any) -> None:
+    """Set process-wide settings (``layerzero config keys`` lists them); None resets a key.
+
+    Takes effect on the next call. Raises: PolicyError for an unknown key or a value that does not fit.
+    """
+    _check_descriptors(settings, "configure")
+    config.CONFIGURATION.configure(**settings)
+    DESCRIPTORS.sync(again="descriptors" in settings)
+
+
+def _check_descriptors(settings: Mapping[str, Any], origin: str) -> None:
+    """Raise for a file that could not be put in force before a setting that names it is."""
+    if settings.get("descriptors"):
+        for path in checked({"descriptors": settings["descriptors"]}, origin)["descriptors"]:
+            DESCRIPTORS.check(path)
+
+
+def load_config(path: str | os.PathLike[str]) -> None:
+    """Load settings from a YAML file; environment variables and ``configure`` stay above it.
+
+    Raises: PolicyError naming the file, the key, what was wanted and what came.
+    """
+    _check_descriptors(config.read_yaml(path), str(path))
+    config.CONFIGURATION.load(path)
+    DESCRIPTORS.sync(again=True)
+
+
+def lock(operation: str, kernel: str, otherwise: str = "error") -> None:
+    """Bind an operation to a kernel: scoring is skipped, legality never.
+
+    Args:
+        operation: an operation, alias (``attention.causal``), function (``rms_norm``), prefix or glob.
+        kernel: a kernel id, alias, library or glob.
+        otherwise: what happens where that kernel is not legal: ``error``, or ``select`` as if it were not locked.
+    Raises: PolicyError if nothing has that name.
+    """
+    kernels = REGISTRY.kernels(operation) if _covers_something(operation) else []
+    if kernels and not any(names_kernel(kernel, each) for each in kernels):
+        known = ", ".join(each.id for each in kernels)
+        raise PolicyError(f"lock: {operation} has no kernel {kernel!r}; it has {known}")
+    config.CONFIGURATION.lock(operation, kernel, otherwise)
+
+
+def _covers_something(operation: str) -> bool:
+    """Whether the pattern names an operation; if not, the configuration says what it could have meant."""
+    try:
+        return bool(REGISTRY.kernels(operation))
+    except KeyError:
+        return False
+
+
+def unlock(operation: str) -> None:
+    """Remove a lock. Raises: PolicyError if ``lock`` did not make one for this name."""
+    config.CONFIGURATION.unlock(operation)
+
+
+def scope(**settings: Any) -> AbstractContextManager[None]:
+    """Let settings hold inside a ``with`` block, in this thread or task only. Lists add to those outside."""
+    return config.SCOPES.scope(settings)
+
+
+def prefer(*sources: str) -> AbstractContextManager[None]:
+    """Prefer libraries or kernels inside a ``with`` block; each earns 20 points."""
+    return scope(prefer_sources=list(sources))
+
+
+def avoid(*sources: str) -> AbstractContextManager[None]:
+    """Avoid libraries or kernels inside a ``with`` block; each loses 50 points."""
+    return scope(avoid_sources=list(sources))
+
+
+def disabled() -> AbstractContextManager[None]:
+    """Run only torch's own kernels and the references inside a ``with`` block."""
+    return scope(enabled=False)
+
+
+def deterministic() -> AbstractContextManager[None]:
+    """Run only deterministic kernels inside a ``with`` block."""
+    return scope(deterministic=True)
+
+
+def register_operation(operation: Operation) -> None:
+    """Add an operation; its reference becomes its last candidate. Raises: RegistrationError if the name is taken."""
+    REGISTRY.register_operation(operation)
+    config.CONFIGURATION.known_operations.append(operation.name)
+
+
+def register_backend(kernels: Iterable[Kernel]) -> None:
+    """Add the kernels of a backend, all or none. Whoever calls this vouches for them; an entry point does not.
+
+    Raises: RegistrationError, and then none of them is registered.
+    """
+    REGISTRY.register_kernels(list(kernels))
+
+
+def unregister_kernel(kernel_id: str) -> None:
+    """Remove a kernel. Raises: KeyError if there is none of that name."""
+    REGISTRY.unregister_kernel(kernel_id)
+
+
+def register_kernel(
+    operation: str,
+    kernel_id: str,
+    *,
+    platform: str | Sequence[str] = "cpu",
+    min_sm: int | tuple[int, int] | None = None,
+    max_sm: int | tuple[int, int] | None = None,
+    supported_dtypes: Iterable[torch.dtype | str] | None = None,
+    max_head_dim: int | None = None,
+    priority: int = 50,
+    limits: Sequence[Limit] = (),
+    **declared: Any,
+) -> Callable[[Decorated], Decorated]:
+    """Register the decorated function as a kernel; it is then a candidate like any other.
+
+    The function gets the operation's required tensors by position, in the layout it declares (``layout=``, BSHD by
+    default), and, by name, exactly those further arguments that it has. What it does not have it is never offered.
+
+    Args:
+        operation: an operation; or ``attention.causal`` and ``attention.full``, which mean equal head counts.
+        platform: ``cuda``, ``rocm``, ``cpu``, ``hpu`` or several.
+        min_sm, max_sm: NVIDIA compute capability, inclusive, as 80 or (8, 0).
+        supported_dtypes: dtypes or their names; any if None.
+        max_head_dim: largest head dim.
+        priority: 0 to 100.
+        limits: further limits from ``lz.limits``.
+        declared: other fields of ``lz.Kernel``: grad, deterministic, graph_safe, layout, workspace_bytes, …
+    Raises: RegistrationError for an unknown operation or argument, or an id that is taken.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        kernel = kernel_of_function(
+            function,
+            operation=operation,
+            kernel_id=kernel_id,
+            platform=platform,
+            min_sm=min_sm,
+            max_sm=max_sm,
+            supported_dtypes=supported_dtypes,
+            max_head_dim=max_head_dim,
+            limits=limits,
+            priority=priority,
+            known=REGISTRY.operations(),
+            **declared,
+        )
+        REGISTRY.register_kernel(kernel)
+        return function
+
+    return decorate

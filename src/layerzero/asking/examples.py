@@ -1,0 +1,37 @@
+"""Small calls of a kernel that its limits accept: to load it without running it, to see whether vetting is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from layerzero.core.device import Device
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.engine import legality
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.calls import case_tensors, derived
+
+
+def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
+    """Facts of small calls that the kernel's limits accept, in its layout; to load it without running it."""
+    for name in kernel.operations:
+        operation = REGISTRY.operation(name)
+        for dtype in operation.tolerance:
+            case = operation.cases[0]
+            tensors = case_tensors(operation, case, dtype, "meta")
+            arguments = {**operation.schema.neutral, **case.params, **derived(operation, case), **tensors}
+            layout = operation.layouts[0] if operation.layouts else None
+            facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
+            if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
+                yield facts
+
+
+def awaits_vetting(kernels: Sequence[Kernel], device: Device) -> bool:
+    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
+    if not CONFIGURATION.policy.require_vetting:
+        return False
+    plugins = [kernel for kernel in kernels if kernel.trust is Trust.PLUGIN]
+    calls = ((kernel, call) for kernel in plugins for call in example_calls(kernel, device))
+    return any(ENGINE.ledger.judgement(*pair) is None for pair in calls)

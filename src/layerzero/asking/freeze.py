@@ -1,0 +1,216 @@
+"""Freeze the choices of this process, write them down, and prove that another process would choose the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero.asking.answers import explain
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.errors import FrozenChoiceError, PolicyError
+from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import probe
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen import Choice, Frozen, choice_of, class_name, digest_of
+from layerzero.engine.registry import REGISTRY
+
+FORMAT = 1
+
+
+class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is frozen, as a document.
+
+    Attributes:
+        format: version of this document.
+        layerzero, torch: versions.
+        device: name of the device that the choices were made on.
+        settings: hash of the effective settings, locks and rules.
+        choices: kernel, library, version and an example call of each class, by its name.
+        hash: SHA-256 of all the rest; equal hashes mean equal choices, whoever made them and when.
+    """
+
+    format: int
+    layerzero: str
+    torch: str
+    device: str
+    settings: str
+    choices: dict[str, Choice]
+    hash: str = ""
+
+    def sealed(self) -> Frost:
+        """The same with its hash."""
+        rest = msgspec.structs.replace(self, hash="", choices=dict(sorted(self.choices.items())))
+        found = hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
+        return msgspec.structs.replace(rest, hash=found)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        temporary.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Frost:
+        """Read one. Raises: FrozenChoiceError for a file that is none, or was changed since it was written."""
+        try:
+            found = msgspec.json.decode(Path(path).read_bytes(), type=Frost)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise FrozenChoiceError(str(path), [f"wanted frozen choices as JSON, got {error}"]) from error
+        if found.format != FORMAT:
+            raise FrozenChoiceError(str(path), [f"format: wanted {FORMAT}, got {found.format}"])
+        if found.sealed().hash != found.hash:
+            raise FrozenChoiceError(
+                str(path), [f"hash: wanted {found.sealed().hash} of what it holds, got {found.hash}"]
+            )
+        return found
+
+
+def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
+    """Let choices stop changing: each class of calls keeps its kernel until :func:`thaw`.
+
+    Without a manifest the choices are those of every call that this process has a plan for, in scopes as outside. With
+    one they are its choices, after this process has shown that it would make each of them itself; those of scopes are
+    left out, since no other process can be asked about their settings.
+
+    While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
+    frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
+    NoKernelFoundError is raised where ``fallback_enabled`` is off. A class that was not seen before is chosen for by
+    priority and id, without times, keeps that kernel, and is listed in ``frozen().added``.
+
+    Returns: the document; ``write`` it for another process. Its hash says what is frozen.
+    Raises: PolicyError if choices are frozen already; FrozenChoiceError for a manifest that was changed, and where this
+        process would choose otherwise, with every difference.
+    """
+    if ENGINE.frozen is not None:
+        raise PolicyError("freeze: choices are frozen already; wanted lz.thaw() first")
+    if manifest is None:
+        held = Frozen({})
+        ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
+        for cache in ENGINE.caches:
+            for policy, plan in cache.plans():
+                held.choices.setdefault(class_name(plan.report.facts, policy), choice_of(plan, policy))
+    else:
+        found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
+        problems = _differences(found)
+        if problems:
+            raise FrozenChoiceError("freeze" if isinstance(manifest, Frost) else str(manifest), problems)
+        ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
+        ENGINE.bump()  # what was chosen for other classes before is chosen as in every process with this manifest
+    return _document(ENGINE.frozen)
+
+
+def thaw() -> Frost:
+    """Let choices change again; returns what was frozen, the classes added since included.
+
+    Raises: PolicyError if nothing is frozen.
+    """
+    held = ENGINE.frozen
+    if held is None:
+        raise PolicyError("thaw: wanted frozen choices, got none; lz.freeze() makes them")
+    ENGINE.frozen = None
+    ENGINE.bump()
+    return _document(held)
+
+
+def frozen() -> Frozen | None:
+    """What is frozen in this process: choices, classes added since, and departures; None if nothing is."""
+    return ENGINE.frozen
+
+
+def _document(held: Frozen) -> Frost:
+    choices = {
+        name: msgspec.structs.replace(each, version=_version(each.kernel)) for name, each in dict(held.choices).items()
+    }
+    return Frost(FORMAT, choices=choices, **_here()).sealed()
+
+
+def _here() -> dict[str, Any]:
+    from layerzero import __version__
+
+    return {
+        "layerzero": __version__,
+        "torch": str(torch.__version__),
+        "device": "; ".join(_devices()),
+        "settings": digest_of(CONFIGURATION.policy),
+    }
+
+
+def _devices() -> list[str]:
+    from layerzero.core.device import Device
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [Device.detect("cpu").name, *sorted({Device.detect(f"cuda:{index}").name for index in range(count)})]
+
+
+def _version(kernel_id: str) -> str:
+    from layerzero.core.device import Device
+
+    try:
+        kernel = REGISTRY.kernel(kernel_id)
+    except KeyError:
+        return "not registered"
+    return probe.this_machine().state(kernel.backend, Device.detect("cpu")).version or ""
+
+
+def _differences(found: Frost) -> list[str]:
+    """What is not here as it is there, and what this process would choose otherwise."""
+    problems = [
+        f"{name}: wanted {getattr(found, name)}, got {here}"
+        for name, here in _here().items()
+        if getattr(found, name) != here
+    ]
+    for name, choice in found.choices.items():
+        if choice.scoped:
+            continue  # made under the settings of a block, which cannot be asked about
+        version = _version(choice.kernel)
+        if version != choice.version:
+            problems.append(f"{name}: wanted {choice.kernel} of {choice.library} {choice.version}, got {version}")
+            continue
+        report = explain(_facts(choice))
+        if report.kernel_id != choice.kernel:
+            reasons = report.failures.get(choice.kernel, ())
+            why = f": {reasons[0]}" if reasons else ""
+            problems.append(f"{name}: wanted {choice.kernel}, this process would choose {report.kernel_id}{why}")
+    return problems
+
+
+def _facts(choice: Choice) -> Facts:
+    """The facts of a written call, without its tensors."""
+    recipe: CallRecipe = choice.call
+    operation = REGISTRY.operation(recipe.operation)
+    params: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in recipe.params.items()
+    }
+    for name in operation.schema.handles:
+        params[name] = None if params[name] == "none" else SimpleNamespace(kind=params[name])
+    tensors = {
+        name: torch.empty_strided(each.shape, each.strides, dtype=dtype_named(each.dtype), device="meta")
+        for name, each in recipe.tensors.items()
+    }
+    state = {**choice.state, "sdpa_disabled": frozenset(choice.state["sdpa_disabled"])}  # type: ignore[arg-type]
+    facts = FactsBuilder(operation).of_valid(
+        {**params, **tensors},
+        device=_device(recipe.device),
+        layout=recipe.layout,
+        state=CallState(requires_grad=recipe.requires_grad, **state),  # type: ignore[arg-type]
+    )
+    aligned = {name: recipe.tensors[name].alignment_bytes for name in facts.tensors}
+    return facts.with_tensors({
+        name: TensorFacts(each.shape, each.strides, each.dtype, aligned[name]) for name, each in facts.tensors.items()
+    })  # fmt: skip
+
+
+def _device(name: str) -> Any:
+    from layerzero.core.device import Device
+
+    return Device.detect(name)

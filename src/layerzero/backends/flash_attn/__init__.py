@@ -1,0 +1,1 @@
+"""FlashAttention 2, 3 and 4, from Dao-AILab and its CuTe build."""

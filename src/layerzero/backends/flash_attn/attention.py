@@ -1,0 +1,191 @@
+"""FlashAttention 2 and 3 through their own Python packages.
+
+Limits follow the packages' documentation and argument checks (flash_attn_interface.py and flash_api.cpp of both, commit
+0251105a of 2026-08-15, read 2026-11-21). Their causal mask is aligned bottom-right, as LayerZero's is. Both have a
+backward pass that nobody has compared with the reference yet, so ``grad`` stays False.
+FlashAttention 3 uses Hopper's wgmma: sm_90 only, refused before and after (it fails to launch on sm_100 and sm_120).
+FlashAttention 2 has code for sm_100 and sm_120 since 2.7.4, which is therefore the oldest version that is accepted.
+On ROCm the package runs Composable Kernel; that half is declared from its sources (MI200 to MI355, RDNA 3 and 4, head
+dimensions up to 256, softcap ignored) and has not been run.
+Library: flash-attn 2.x and flash-attn-3, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import lse_of_hidden_rows
+
+_HOMEPAGE = "https://github.com/Dao-AILab/flash-attention"
+
+FLASH_ATTN_2 = Backend(
+    name="flash_attn",
+    summary="FlashAttention 2: Ampere and newer, AMD through Composable Kernel",
+    import_name="flash_attn_2_cuda",  # its extension: FlashAttention 4 is a flash_attn package, too
+    distribution="flash-attn",
+    versions=">=2.7.4,<3",
+    requires=("cuda>=12.0", "rocm>=6.0"),
+    platforms=("cuda", "rocm"),
+    install="pip install flash-attn --no-build-isolation",
+    homepage=_HOMEPAGE,
+)
+FLASH_ATTN_3 = Backend(
+    name="flash_attn",
+    summary="FlashAttention 3: Hopper",
+    import_name="flash_attn_interface",
+    distribution=("flash-attn-3", "flash_attn_3"),
+    versions=">=3.0.0b1,<4",
+    requires=("cuda>=12.3",),
+    platforms=("cuda",),
+    install="build the hopper folder of flash-attention",
+    homepage=_HOMEPAGE,
+)
+
+
+def _load_v2(facts: Facts) -> Callable[..., Any]:
+    from flash_attn import flash_attn_func
+
+    def v2(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        result = flash_attn_func(
+            query,
+            key,
+            value,
+            dropout_p=dropout_p,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window or (-1, -1),
+            softcap=softcap or 0.0,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
+            return_attn_probs=return_lse,
+        )
+        return _with_lse(*result[:2]) if return_lse else result
+
+    return v2
+
+
+def _load_v3(facts: Facts) -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_func
+
+    splits = 0 if facts.size("seq_q") == 1 else 1  # 0: split the keys of a decode as the library thinks best
+
+    def v3(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        result = flash_attn_func(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window or (-1, -1),
+            softcap=softcap or 0.0,
+            num_splits=splits,
+            return_attn_probs=return_lse,
+        )
+        output, lse = result if isinstance(result, tuple) else (result, None)
+        return _with_lse(output, lse) if return_lse else output
+
+    return v3
+
+
+def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
+
+
+def _shifted_lse(facts: Facts) -> Reason | None:
+    """Under a causal mask it adds slope * column in place of -slope * distance: each row is shifted by a constant."""
+    if facts["alibi_slopes"] == "none" or not facts["return_lse"] or facts.get("causal") is not True:
+        return None
+    return Reason(ReasonCode.LSE_UNSUPPORTED, "return_lse", "False beside alibi_slopes and causal", True)
+
+
+ALIBI_WITHOUT_LSE = limit.Custom(
+    "no log-sum-exp beside alibi_slopes and causal", ("alibi_slopes", "return_lse"), _shifted_lse
+)
+"""What FlashAttention 2 cannot give, in its own package and in others that ship it."""
+
+
+def _rocm_softcap(facts: Facts) -> Reason | None:
+    """Composable Kernel has no softcap."""
+    if facts.device.platform != "rocm" or facts["softcap"] is None:
+        return None
+    return Reason(ReasonCode.SOFTCAP_UNSUPPORTED, "softcap", "None on ROCm", facts["softcap"])
+
+
+_SHAPES = (
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", max=256, multiple=8),
+    limit.equal("value_dim", "head_dim"),
+    limit.positive("scale"),  # as torch's build of it was measured to need
+    limit.last_stride_one("query", "key", "value"),
+    limit.aligned(16, "query", "key", "value"),
+)
+
+KERNELS = (
+    Kernel(
+        id="flash_attn.v3",
+        operations=attention.ALL,
+        backend=FLASH_ATTN_3,
+        load=_load_v3,
+        layout="BSHD",
+        accepts=("causal", "scale", "window", "softcap", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(9, 0), max=(9, 9)),
+            limit.instruction("wgmma"),
+            *_SHAPES,
+        ),
+        graph_safe=True,
+        sizes_bound=(),  # whether seq_q is 1 it does read; that is a size class of its own
+        priority=100,
+        aliases=("flash_attn.v3.causal",),
+    ),
+    Kernel(
+        id="flash_attn.v2",
+        operations=attention.ALL,
+        backend=FLASH_ATTN_2,
+        load=_load_v2,
+        layout="BSHD",
+        accepts=("causal", "scale", "dropout_p", "window", "softcap", "alibi_slopes", "return_lse"),
+        limits=(
+            limit.platform("cuda", "rocm"),
+            limit.arch(min=(8, 0)),
+            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),  # flash_fwd_launch_template.h; issue 1786
+            *_SHAPES,
+            ALIBI_WITHOUT_LSE,
+            limit.Custom("no softcap on ROCm", ("softcap",), _rocm_softcap),
+        ),
+        graph_safe=True,
+        sizes_bound=(),
+        priority=90,
+        aliases=("flash_attn.v2.causal",),
+    ),
+)

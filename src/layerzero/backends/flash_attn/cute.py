@@ -1,0 +1,238 @@
+"""FlashAttention 4: kernels in the CuTe DSL that compile for a configuration on its first call, in 1 to 3 seconds.
+
+Read: flash_attn/cute of flash-attn-4 4.0.0b36 (2026-11-21). Limits are the checks of its interface.py; declared are
+Hopper, and Blackwell's data-centre parts with tcgen05. Its kernels for sm_80 and sm_120 are slower copies of
+FlashAttention 2's and not declared. Values wider than keys are accepted there and not here, where nobody compared them.
+
+The package's own Python takes 78 us a call (H200 host, 2026-11-21): it derives a compile key of 70 entries each time.
+What it derives follows from shapes, strides and arguments, which a plan fixes. So the first call of a plan goes through
+the package, a recorder in place of its table of compiled functions writes down which one it called and with what, and
+later calls call that function with their own tensors. The recorder stands in a copy of the package's function: nothing
+of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two functions.
+The package keeps what it compiled for another process if FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set.
+Library: flash-attn-4 4.0, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+
+FLASH_ATTN_4 = Backend(
+    name="flash_attn",
+    summary="FlashAttention 4: Hopper and Blackwell, compiled on first use",
+    import_name="flash_attn.cute",  # in a namespace that FlashAttention 2 has, too
+    distribution="flash-attn-4",
+    versions=">=4.0.0b36,<4.1",
+    tested=("4.0.0b36",),
+    requires=("cuda>=12.8",),
+    platforms=("cuda",),
+    install="pip install --pre flash-attn-4",
+    homepage="https://github.com/Dao-AILab/flash-attention",
+)
+
+
+class _Recorder:
+    """Stands where the package keeps its compiled functions; remembers the last one called and its arguments."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.function: Callable[..., Any] | None = None
+        self.arguments: tuple[Any, ...] = ()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._compiled
+
+    def __setitem__(self, key: Hashable, function: Any) -> None:
+        self._compiled[key] = function
+
+    def __getitem__(self, key: Hashable) -> Callable[..., Any]:
+        function = self._compiled[key]
+
+        def record(*arguments: Any) -> Any:
+            self.function, self.arguments = function, arguments
+            return function(*arguments)
+
+        return record
+
+
+def _recording(forward: types.FunctionType) -> tuple[Callable[..., Any], _Recorder]:
+    """The package's forward function with a recorder in place of its compiled functions."""
+    recorder = _Recorder(forward.compile_cache)  # type: ignore[attr-defined]  # the package hangs it on the function
+    seen = {**forward.__globals__, forward.__name__: types.SimpleNamespace(compile_cache=recorder)}
+    copy = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy, recorder
+
+
+_Q, _K, _V, _OUT, _LSE, _SINK = 0, 1, 2, 3, 4, 13  # where the compiled function takes what changes between calls
+_CONSTANT_FROM = _LSE + 1
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    forward, recorder = _recording(_flash_attn_fwd)
+    batch, heads, seq_q = facts.size("batch"), facts.size("heads"), facts.size("seq_q")
+    shape, lse_shape = (batch, seq_q, heads, facts.size("value_dim")), (batch, heads, seq_q)
+    compiled: Callable[..., Any] | None = None
+    before: tuple[Any, ...] = ()
+    after: tuple[Any, ...] = ()
+
+    def v4(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        nonlocal compiled, before, after
+        if query.requires_grad or key.requires_grad or value.requires_grad:  # a leaf, in no_grad: no exchange takes it
+            query, key, value = query.detach(), key.detach(), value.detach()
+        if sinks is not None:
+            sinks = sinks.detach()
+        output = query.new_empty(shape)
+        lse = query.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
+        if compiled is not None:
+            compiled(query, key, value, output, lse, *before, sinks, *after)
+            return (output, lse) if return_lse else output
+        left, right = window or (-1, -1)
+        forward(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            softcap=softcap,
+            window_size_left=left if left >= 0 else None,
+            window_size_right=right if right >= 0 else None,
+            learnable_sink=sinks,
+            num_splits=1,
+            return_lse=return_lse,
+            out=output,
+            lse=lse,
+        )
+        arguments = recorder.arguments
+        given = (arguments[_K].shape, arguments[_OUT].data_ptr(), arguments[_LSE], arguments[_SINK])
+        if (*given[:2], given[2] is lse, given[3] is sinks) != (key.shape, output.data_ptr(), True, True):
+            raise RuntimeError("flash_attn.cute calls its compiled function with other arguments than 4.0.0b36 does")
+        before, after = arguments[_CONSTANT_FROM:_SINK], arguments[_SINK + 1 :]
+        compiled = recorder.function
+        return (output, lse) if return_lse else output
+
+    return v4
+
+
+def _build_key(facts: Facts) -> Hashable:
+    """What its compile key reads of a dense call."""
+    device, head_dim, group = facts.device, facts.size("head_dim"), facts.size("group")
+    window: Any = facts["window"]
+    left, right = window or (-1, -1)
+    rows = facts.size("seq_q") * group  # query heads of a kv head are packed into one tile
+    sinks = facts.tensors.get("sinks")
+    broadcast = tuple(stride == 0 for name in ("query", "key", "value") for stride in facts.tensors[name].strides)
+    return (
+        (device.sm, facts["dtype"], head_dim, facts["value_dim"], group),
+        (facts.get("causal"), left >= 0, right >= 0, facts["softcap"], facts["return_lse"], sinks and sinks.dtype),
+        (rows <= 128, rows <= 192, rows <= 256, broadcast),
+        # Blackwell pairs two blocks for wide heads where the grid leaves room
+        (facts["batch"], facts["heads"], facts["seq_q"]) if head_dim == 256 and device.sm != (9, 0) else None,
+    )
+
+
+def _blackwell_dims(facts: Facts) -> Reason | None:
+    """Widths up to 128, or 192 beside 128, or 256."""
+    widths = facts.size("head_dim"), facts.size("value_dim")
+    if max(widths) <= 128 or widths in ((192, 128), (256, 256)):
+        return None
+    wanted = "at most 128, or 192 with a value_dim of 128, or 256"
+    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
+
+
+def _sinks(facts: Facts) -> Reason | None:
+    """Sinks in 16 or 32 bits."""
+    sinks = facts.tensors.get("sinks")
+    if sinks is None or sinks.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    wanted = "float16, bfloat16 or float32"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "sinks.dtype", wanted, str(sinks.dtype).removeprefix("torch."))
+
+
+def _narrow_values(facts: Facts) -> Reason | None:
+    """Values wider than keys compile, and have not been compared with the reference."""
+    if facts.size("value_dim") <= facts.size("head_dim"):
+        return None
+    return Reason(
+        ReasonCode.HEAD_DIM_INVALID, "value_dim", f"at most {facts['head_dim']} like head_dim", facts["value_dim"]
+    )
+
+
+_TENSORS = ("query", "key", "value")
+
+
+def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Limit) -> Kernel:
+    return Kernel(
+        id=kernel_id,
+        operations=attention.ALL,
+        backend=FLASH_ATTN_4,
+        load=_load,
+        layout="BSHD",
+        accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            *limits,
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", min=8, max=256, multiple=8),
+            limit.dim("value_dim", min=8, max=256, multiple=8),
+            limit.Custom("value_dim <= head_dim", ("head_dim", "value_dim"), _narrow_values),
+            limit.positive("scale"),
+            limit.last_stride_one(*_TENSORS),
+            limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
+            limit.contiguous("sinks"),
+            limit.Custom("sinks: float16, bfloat16, float32", ("sinks",), _sinks),
+        ),
+        graph_safe=True,
+        jit=True,
+        build_key=_build_key,
+        priority=priority,
+        aliases=aliases,
+    )
+
+
+KERNELS = (
+    _kernel(
+        "flash_attn.v4",
+        ("flash_attn.v4.causal",),
+        100,  # tcgen05 is what it was written for
+        limit.arch(min=(10, 0), max=(11, 9)),
+        limit.instruction("tcgen05.mma"),
+        limit.Custom(
+            "head_dim: at most 128, or 192 beside a value_dim of 128, or 256",
+            ("head_dim", "value_dim"),
+            _blackwell_dims,
+        ),
+    ),
+    _kernel(
+        "flash_attn.v4.sm90",
+        ("flash_attn.v4", "flash_attn.v4.causal"),  # a lock on either means whichever the device can run
+        70,  # 1.67 times the best over 19 shapes of an H200, with 78 us of host time a call; best of six of them
+        limit.arch(min=(9, 0), max=(9, 9)),
+        limit.instruction("wgmma"),
+    ),
+)

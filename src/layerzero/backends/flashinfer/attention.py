@@ -1,0 +1,333 @@
+"""FlashInfer's attention on dense tensors: FlashAttention 2 and 3 templates on tensor cores, and decode on CUDA cores.
+
+Read: flashinfer-python 0.7.2.post1, prefill.py, decode.py, jit/ and csrc/ (2026-11-21). Each module is compiled for
+dtype, head dims, sliding window and softcap by nvcc, 10 to 80 s, and kept in ~/.cache/flashinfer. A kernel is legal
+once it was built here (``lz.warmup``), or where flashinfer-jit-cache brought the module (flashinfer_modules.py).
+Modules are called directly; FlashInfer's own Python costs 29 us a call (H200 host, 2026-11-21).
+
+A single sequence needs no plan. For more FlashInfer plans where each tile works; as dense lengths follow from the
+shape, a plan is made once for a shape and kept. Its integer workspace is written by planning only and so shared; what a
+call writes is allocated for the call, in its stream. A window bounds keys to the left, only a causal mask those to the
+right. Log-sum-exps come in base 2 as (tokens, heads).
+
+Its other backends are left out: ``cudnn`` is cuDNN, which LayerZero calls itself; ``trtllm-gen`` is for paged keys;
+``cutlass`` (sm_100) writes in front of its output and shares a workspace between streams.
+Library: flashinfer-python 0.7.2, Apache-2.0, arXiv:2501.01005.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.modules import Variant, build_key, compiled_for, planned, prebuilt
+from layerzero.backends.flashinfer.plan import PLANS, Plan, plan_before_capture, plan_key
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts, TensorFacts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+
+FLASHINFER = Backend(
+    name="flashinfer",
+    summary="FlashInfer: attention compiled for each dtype and head dim",
+    import_name="flashinfer",
+    distribution="flashinfer-python",
+    versions=">=0.7.2,<0.8",
+    tested=("0.7.2.post1",),
+    requires=("cuda>=12.0",),
+    platforms=("cuda",),
+    install="pip install flashinfer-python",
+    homepage="https://github.com/flashinfer-ai/flashinfer",
+)
+
+_NHD = 0  # TensorLayout.NHD
+_FULL, _CAUSAL, _CUSTOM = 0, 1, 2  # MaskMode
+_SCRATCH_BYTES = 32 * 2**20  # what its own wrappers give a single call for the parts of split keys
+_LN_2 = math.log(2.0)
+
+
+def _packed(mask: Tensor, batch: int, seq_q: int, seq_k: int) -> Tensor:
+    """Bits of a mask, each sequence's beginning at a byte."""
+    from flashinfer.quantization import packbits
+
+    bits = mask.expand(batch, 1, seq_q, seq_k).reshape(batch, -1)
+    if bits.shape[1] % 8:
+        bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8))
+    packed: Tensor = packbits(bits.reshape(-1).contiguous(), bitorder="little")
+    return packed
+
+
+def _natural(lse: Tensor, batch: int) -> Tensor:
+    """(tokens, H) in base 2 to (B, H, S_q) in base e."""
+    return lse.mul_(_LN_2).view(batch, -1, lse.shape[-1]).transpose(1, 2)
+
+
+def _loader(backend: str) -> Callable[[Facts], Callable[..., Any]]:
+    def load(facts: Facts) -> Callable[..., Any]:
+        return _load_batch(backend, facts) if planned(backend, facts) else _load_single(backend, facts)
+
+    return load
+
+
+# The functions below get scale, causal, window and softcap by keyword, too; their plan's facts have said them already.
+
+
+def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
+    from flashinfer.prefill import get_single_prefill_module
+
+    run = get_single_prefill_module(backend, *compiled_for(facts), False).run
+    variant = Variant.of(facts)
+    seq_q, seq_k, heads, value_dim = (facts.size(name) for name in ("seq_q", "seq_k", "heads", "value_dim"))
+    scratch_bytes = _SCRATCH_BYTES if backend == "fa2" else 1
+    mode = _CAUSAL if variant.causal else _FULL
+
+    def single(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        return_lse: bool = False,
+        **_: Any,
+    ) -> Any:
+        output = query.new_empty((1, seq_q, heads, value_dim))
+        lse = query.new_empty((seq_q, heads), dtype=torch.float32) if return_lse else None
+        run(
+            query[0],
+            key[0],
+            value[0],
+            query.new_empty(scratch_bytes, dtype=torch.uint8),
+            output[0],
+            lse,
+            mode if attn_mask is None else _CUSTOM,
+            _NHD,
+            variant.left,
+            None if attn_mask is None else _packed(attn_mask, 1, seq_q, seq_k),
+            None,  # ALiBi
+            variant.softcap,
+            variant.scale,
+            None,  # scales of q, k and v
+            None,
+            None,
+            1.0,  # rotary embedding, unused
+            1e4,
+        )
+        return output if lse is None else (output, _natural(lse, 1))
+
+    return single
+
+
+def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
+    plan: Plan = PLANS.get(*plan_key(backend)(facts), capturing=bool(facts["capturing"]))
+    variant = Variant.of(facts)
+    batch, seq_q, seq_k, heads, value_dim = (
+        facts.size(name) for name in ("batch", "seq_q", "seq_k", "heads", "value_dim")
+    )
+    mode = _CAUSAL if variant.causal else _FULL
+    dependent_launch = facts.device.sm is not None and facts.device.sm >= (9, 0)
+
+    def ragged(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        return_lse: bool = False,
+        **_: Any,
+    ) -> Any:
+        output = query.new_empty((batch, seq_q, heads, value_dim))
+        lse = query.new_empty((batch * seq_q, heads), dtype=torch.float32) if return_lse else None
+        plan.module.ragged_run(
+            query.new_empty(plan.scratch_bytes, dtype=torch.uint8),
+            plan.integers,
+            plan.info,
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            plan.queries,
+            plan.keys,
+            output.view(-1, heads, value_dim),
+            lse,
+            mode if attn_mask is None else _CUSTOM,
+            _NHD,
+            variant.left,
+            dependent_launch,
+            None if attn_mask is None else _packed(attn_mask, batch, seq_q, seq_k),
+            None if attn_mask is None else plan.masks,
+            None,  # ALiBi
+            None,  # three lists for scoring many items at once
+            None,
+            None,
+            variant.softcap,
+            variant.scale,
+            1.0,  # rotary embedding, unused
+            1e4,
+            0,
+        )
+        return output if lse is None else (output, _natural(lse, batch))
+
+    return ragged
+
+
+def _load_decode(facts: Facts) -> Callable[..., Any]:
+    from flashinfer.decode import get_single_decode_module
+
+    run = get_single_decode_module(*compiled_for(facts)).run
+    variant = Variant.of(facts)
+    heads, value_dim = facts.size("heads"), facts.size("value_dim")
+
+    def decode(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: Any) -> Any:
+        output = query.new_empty((1, 1, heads, value_dim))
+        lse = query.new_empty((1, heads), dtype=torch.float32) if return_lse else None
+        run(
+            query[0, 0],
+            key[0],
+            value[0],
+            query.new_empty(_SCRATCH_BYTES, dtype=torch.uint8),
+            output[0, 0],
+            None if lse is None else lse[0],
+            None,  # ALiBi
+            _NHD,
+            variant.left,
+            variant.softcap,
+            variant.scale,
+            1.0,  # rotary embedding, unused
+            1e4,
+        )
+        return output if lse is None else (output, _natural(lse, 1))
+
+    return decode
+
+
+class _OneStep(Limit):
+    """Batch and sequence of these tensors step as one axis, so that (B, S, H, D) is (B * S, H, D)."""
+
+    __slots__ = ()
+    tensors = ("query", "key", "value")
+
+    def check(self, facts: Facts) -> Findings:
+        return tuple(
+            Finding(
+                Reason(ReasonCode.NOT_CONTIGUOUS, name, "one step for batch and sequence", f"strides {tensor.strides}"),
+                Repair("copy", name),
+            )
+            for name in self.tensors
+            if not _steps_as_one(tensor := facts.tensors[name])
+        )
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def describe(self) -> str:
+        return "batch and sequence step as one"
+
+
+def _steps_as_one(tensor: TensorFacts) -> bool:
+    batch, seq = tensor.shape[:2]
+    return batch == 1 or seq == 1 or tensor.strides[0] == seq * tensor.strides[1]
+
+
+def _window(facts: Facts) -> Reason | None:
+    """A bound to the left; to the right only that of a causal mask, which one query does not need."""
+    window: Any = facts["window"]
+    masked = facts["attn_mask"] != "none"
+    if window is None or (not masked and (facts.size("seq_q") == 1 or window[1] in (-1, 0))):
+        return None
+    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "None beside a mask, or (left, 0) or (left, -1)", window)
+
+
+def _mask_for_all_heads(facts: Facts) -> Reason | None:
+    """A mask is one bit for a query and a key, the same for every head."""
+    mask = facts.tensors.get("attn_mask")
+    if mask is None or len(mask.shape) < 3 or mask.shape[-3] == 1:
+        return None
+    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "the same for all heads", f"shape {mask.shape}")
+
+
+def _dims(facts: Facts) -> Reason | None:
+    """Head dims that the templates have."""
+    widths = facts.size("head_dim"), facts.size("value_dim")
+    if widths in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        return None
+    wanted = "64, 128 or 256 like value_dim, or 192 with a value_dim of 128"
+    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
+
+
+_TENSORS = ("query", "key", "value")
+_ARGUMENTS = ("causal", "scale", "window", "softcap", "return_lse")
+_SHARED = (
+    limit.dtype("float16", "bfloat16"),
+    limit.positive("scale"),
+    limit.Custom("window: (left, 0) or (left, -1), none beside a mask", ("window", "attn_mask", "seq_q"), _window),
+    limit.aligned(16, *_TENSORS),
+)
+_TEMPLATES = (
+    *_SHARED,
+    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", ("head_dim", "value_dim"), _dims),
+    limit.last_stride_one(*_TENSORS),
+    _OneStep(),
+)
+
+
+def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:
+    masks = ("attn_mask",) if backend == "fa2" else ()
+    return Kernel(
+        id=f"flashinfer.{backend}.{kind}",
+        operations=operations,
+        backend=FLASHINFER,
+        load=_loader(backend),
+        layout="BSHD",
+        accepts=tuple(name for name in (*_ARGUMENTS, *masks) if kind == "prefill" or name != "causal"),
+        limits=(limit.platform("cuda"), *limits, *_TEMPLATES, plan_before_capture(backend)),
+        graph_safe=True,
+        jit=True,
+        build_key=build_key(backend),
+        prebuilt=prebuilt(backend),
+        device_guard=True,
+        workspace_bytes=lambda _: _SCRATCH_BYTES,
+        priority=priority,
+    )
+
+
+_HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
+_MASKED = (
+    limit.arch(min=(8, 0)),
+    limit.one_of("attn_mask", "none", "bool"),
+    limit.Custom("attn_mask: the same for all heads", ("attn_mask",), _mask_for_all_heads),
+)
+
+KERNELS = (
+    _template("fa3", attention.PREFILL, "prefill", 85, *_HOPPER),
+    _template("fa2", attention.PREFILL, "prefill", 75, *_MASKED),
+    _template("fa2", attention.DECODE, "decode", 80, *_MASKED),  # packs the query heads of a kv head into one tile
+    Kernel(
+        id="flashinfer.decode",
+        operations=attention.DECODE,
+        backend=FLASHINFER,
+        load=_load_decode,
+        layout="BSHD",
+        accepts=tuple(name for name in _ARGUMENTS if name != "causal"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(7, 5)),
+            limit.dim("batch", max=1),  # more sequences only as pages
+            *_SHARED,
+            limit.dim("head_dim", one_of=(64, 128, 256)),
+            limit.equal("value_dim", "head_dim"),
+            limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16)),
+            limit.contiguous(*_TENSORS),  # it takes strides for granted
+        ),
+        graph_safe=True,
+        jit=True,
+        build_key=build_key("decode"),
+        device_guard=True,
+        workspace_bytes=lambda _: _SCRATCH_BYTES,
+        priority=80,
+    ),
+)

@@ -1,0 +1,1 @@
+"""torch's own kernels: attention, norms, paged gathers, flex attention, Inductor."""

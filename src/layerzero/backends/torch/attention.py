@@ -1,0 +1,177 @@
+"""PyTorch's own attention kernels on the CPU, and its unfused one that runs everywhere, called as its operators.
+
+``F.scaled_dot_product_attention`` under ``sdpa_kernel`` costs 40 us of host time a call, the operator behind it 15
+(H200, torch 2.11, 2026-11-21); the context manager's decision is respected through the limit ``SdpaEnabled``. Called
+through the binding that torch generates (``torch._scaled_dot_product_...``), an operator costs 2.1 to 2.6 us less than
+through ``torch.ops.aten`` (4.0 for 6.1 and 13.8 for 16.5 us on tiny tensors, Intel Xeon, torch 2.13, 2026-11-22).
+Limits were found by probing torch 2.13.0 with random calls against float64 (2026-11-21).
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+
+TORCH = Backend(
+    name="torch",
+    summary="PyTorch's own attention and normalisation kernels",
+    tested=("2.11.0", "2.13.0"),
+    requires=("torch>=2.10",),
+    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+    homepage="https://pytorch.org",
+)
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def sdpa_operator(name: str) -> Callable[..., Any]:
+    """One of torch's attention operators, by what follows ``_scaled_dot_product_``."""
+    full = f"_scaled_dot_product_{name}"
+    generated: Callable[..., Any] | None = getattr(torch, full, None)
+    return generated or getattr(torch.ops.aten, full).default
+
+
+def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+    operator = sdpa_operator("flash_attention_for_cpu")
+    causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        if attn_mask is None and key.shape[2] < 16:
+            causal, attn_mask = False, _short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
+        output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
+        if not return_lse:
+            return output
+        if attn_mask is not None:  # the kernel says 0 of a query that sees no key
+            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+        return output, lse.float()
+
+    return flash
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)  # a mask made inside it could not be saved for a later call's backward
+def _short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> Tensor:
+    """A mask for fewer keys than a vector has lanes: without one, scores of NaN pass for hidden there and give 0."""
+    mask = torch.zeros((seq_q, seq_k), dtype=dtype)
+    return mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
+
+
+def _positive_scale(facts: Facts) -> Reason | None:
+    """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
+    scale = facts["scale"]
+    if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 beside causal", scale)
+
+
+def _readable_mask(facts: Facts) -> Reason | None:
+    """The kernel reads a float32 mask beside a float64 query as if it were float64, beyond its end."""
+    if facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32":
+        return None
+    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "float64 like the query", "float32")
+
+
+def _load_math(facts: Facts) -> Callable[..., Any]:
+    operator = sdpa_operator("attention_math")
+    enable_gqa = facts["group"] != 1
+
+    def math(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+    return math
+
+
+def _math_workspace(facts: Facts) -> int:
+    """Scores and probabilities in full, in float32 or the inputs' dtype."""
+    scores = facts.size("batch") * facts.size("heads") * facts.size("seq_q") * facts.size("seq_k")
+    return scores * 8
+
+
+SDPA_ARGUMENTS = ("causal", "scale")
+"""What every kernel of torch's attention takes."""
+
+FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
+"""What those with a float mask may have folded into it."""
+
+KERNELS = (
+    Kernel(
+        id="torch.sdpa.cpu_flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cpu_flash,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
+        folds=FOLDED,
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),
+            limit.Custom("causal: scale > 0", ("causal", "scale"), _positive_scale),
+            limit.LseWithoutGradient(),
+            limit.SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key", "value"),
+        ),
+        grad=True,
+        deterministic=True,
+        handles_negated=True,
+        sizes_bound=(),
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.math",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_math,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=FOLDED,
+        limits=(
+            limit.dtype(*_FLOATS),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.SdpaEnabled("math"),
+        ),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        workspace_bytes=_math_workspace,
+        sizes_bound=("group",),
+        priority=20,
+    ),
+)

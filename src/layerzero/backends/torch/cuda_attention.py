@@ -1,0 +1,222 @@
+"""PyTorch's three fused attention kernels on NVIDIA GPUs: flash, cuDNN and memory-efficient, called as its operators.
+
+The operators check less than ``F.scaled_dot_product_attention`` does: cuDNN's is wrong in silence for float32, and once
+killed the process. Limits were found on an H200 with torch 2.11.0+cu130 and cuDNN 9.19 (2026-11-21): 360 combinations
+of dtype, heads, lengths, causal and head dims for each operator, then 6,000 random calls against float64.
+
+Grids are read from the sources. Flash launches (tiles of 64 or 128 queries, batch, heads), forward and backward
+(flash_fwd_launch_template.h, flash_bwd_launch_template.h); its split-KV form, (tiles, splits, batch * heads), runs only
+where batch * heads * tiles is below 1.6 times the number of multiprocessors. Memory-efficient launches (tiles, heads,
+batch) (kernel_forward.h, kernel_backward.h, ``getBlocksGrid``), and since torch 2.8 (pull request 154029) its operator
+runs batches above 65,535 in chunks, unless there is dropout. Beyond 65,535 either ends in "invalid configuration
+argument" (issues 142228, 146704). cuDNN and cuBLAS, which the math kernel calls, do not publish theirs.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, sdpa_operator
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import lse_of_hidden_rows
+
+
+def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
+    operator = sdpa_operator("flash_attention")
+
+    def flash(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        if not return_lse:
+            return output
+        return output, lse_of_hidden_rows(output, lse)
+
+    return flash
+
+
+def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
+    operator = sdpa_operator("efficient_attention")
+
+    def efficient(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        if attn_mask is not None:
+            attn_mask = padded_mask(attn_mask, query, key)
+        return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
+
+    return efficient
+
+
+def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand a mask to (B, H, S_q, S_k) on dense rows that start at multiples of 16 bytes, as the kernel demands."""
+    size, step = key.shape[2], 16 // mask.element_size()
+    dense = mask.shape[-1] == size and mask.stride(-1) == 1
+    if not dense or mask.data_ptr() % 16 or any(stride % step for stride in mask.stride()[:-1]):
+        rows = mask.new_empty((*mask.shape[:-1], size + -size % step))[..., :size]
+        mask = rows.copy_(mask)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
+
+
+def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
+    operator = sdpa_operator("cudnn_attention")
+
+    def cudnn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        return operator(query, key, value, None, keep, dropout_p, causal, False, scale=scale)[0]
+
+    return cudnn
+
+
+def _cudnn_expanded(facts: Facts) -> Reason | None:
+    """It gives the output the query's strides, and refuses its own output where one of them is 0."""
+    query = facts.tensors["query"]
+    if not any(stride == 0 and size > 1 for size, stride in zip(query.shape, query.strides, strict=True)):
+        return None
+    return Reason(ReasonCode.NOT_CONTIGUOUS, "query", "no expanded axis", f"strides {query.strides}")
+
+
+def _cudnn_wide_heads(facts: Facts) -> Reason | None:
+    """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
+    widest = max(facts.size("head_dim"), facts.size("value_dim"))
+    if widest <= 128 or (facts.device.sm is not None and facts.device.sm >= (9, 0) and not facts["requires_grad"]):
+        return None
+    return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
+
+
+def _efficient_dropout(facts: Facts) -> Reason | None:
+    """Its operator refuses to split a batch where there is dropout: one seed serves one launch."""
+    most = facts.device.max_grid[2] if facts.device.max_grid else None
+    batch = facts.size("batch")
+    if most is None or batch <= most or not facts["dropout_p"]:
+        return None
+    return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} beside dropout", f"{batch} (batch)")
+
+
+_WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
+# Flash and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN.
+_SCALE = limit.positive("scale")
+_DENSE = limit.last_stride_one("query", "key", "value")
+# A row that starts off a 16 byte boundary ended in "misaligned address", which costs the process its context.
+_ALIGNED = limit.aligned(16, "query", "key", "value")
+
+KERNELS = (
+    Kernel(
+        id="torch.sdpa.cudnn",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_cudnn,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "dropout_p"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _WIDE_FACTS, _cudnn_wide_heads),
+            limit.Custom("query: no expanded axis", ("query",), _cudnn_expanded),
+            limit.SquareCausal(),
+            limit.SdpaEnabled("cudnn"),
+            _DENSE,
+            _SCALE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=(),
+        priority=60,
+    ),
+    Kernel(
+        id="torch.sdpa.flash",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_flash,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "dropout_p", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.equal("value_dim", "head_dim"),
+            limit.LseWithoutGradient(),
+            limit.SdpaEnabled("flash"),
+            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),
+            _DENSE,
+            _SCALE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=(),
+        priority=50,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.sdpa.efficient",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_cuda_efficient,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
+        limits=(
+            limit.platform("cuda"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", multiple=8),
+            limit.dim("value_dim", multiple=8),
+            limit.one_of("bias_grad", False),
+            limit.SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("mask_dtype", "none", "bool", "query"),
+            limit.SdpaEnabled("efficient"),
+            limit.SameHeads(),
+            limit.grid(x=(("seq_q", 64),), y=("heads",)),
+            limit.Custom("dropout: batch <= 65535", ("batch", "dropout_p"), _efficient_dropout),
+            _DENSE,
+            _ALIGNED,
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=(),
+        priority=40,
+    ),
+)

@@ -1,0 +1,283 @@
+"""torch's flex_attention, compiled ahead of time for a class of calls; softcap, windows and ALiBi without a mask.
+
+``torch.compile(flex_attention)`` compiles anew, inside a call, for other sizes, dtypes, grad modes and thread counts.
+Nothing here can: what was built has no guards, and what it was not built for is refused (JIT_DISABLED). Every argument
+is a tensor of the one program, so that a build serves calls with and without each of them.
+
+On the CPU the program is exported with batch and lengths as ranges and compiled by AOTInductor: 20 to 30 s a build,
+kept in Inductor's cache; compared with float64 on a Skylake Xeon with torch 2.13.0 (2026-11-21). There 1 x 512 tokens
+with 16/4 heads of 64 take one thread 50 ms in float32 and 150 in bfloat16. torch's SDPA takes 13 and 37, the reference,
+which alone knows a softcap, 130 and 350: hence a priority below every kernel that takes the call otherwise.
+On GPUs it is compiled by ``aot_compile`` for exact sizes and lives in this process only. That way ran on the CPU alone;
+its GPU limits are those of torch 2.13's source (inductor/kernel/flex), and no GPU has run it yet.
+Library: torch 2.13, BSD-3-Clause; arXiv:2412.05496.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.inductor import compiled
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.ledger import call_class
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import attention_reference
+
+FLEX_ATTENTION = Backend(
+    name="flex_attention",
+    summary="torch's flex_attention, compiled for the sizes of warmup",
+    distribution="torch",
+    versions=">=2.13,<2.14",  # the version whose results were compared with float64
+    tested=("2.13.0",),
+    platforms=("cpu", "cuda"),
+    homepage="https://pytorch.org",
+)
+
+Runner = Callable[[list[Tensor]], Tensor]
+
+_THREADS = max(torch.get_num_threads(), os.cpu_count() or 1)
+"""Most threads that a CPU build serves: its buffers are sized for so many, and more would write beyond them. Compiled
+for two and run by four, it ended in "double free or corruption" (torch 2.13.0, 2026-11-21)."""
+
+_EXACT = ("heads", "kv_heads", "head_dim", "value_dim")
+_RANGES = ("batch", "seq_q", "seq_k")
+_UNBOUNDED = 1 << 40
+
+_BUILT: dict[tuple[object, ...], Runner] = {}
+_BUILDING = threading.Lock()
+
+
+def _attention(
+    scale: Tensor,
+    softcap: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offset: Tensor,
+    slopes: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Attention on BSHD tensors; a softcap of 0 is none, slopes of 0 are none, bounds count from the diagonal."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        score = score * scale
+        score = torch.where(softcap > 0, softcap * torch.tanh(score / softcap), score)
+        distance = row + offset - column  # the last query stands at the last key
+        score = score - slopes[head] * distance.abs()
+        return torch.where((distance <= left) & (-distance <= right), score, -math.inf)
+
+    output: Any = flex_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        score_mod=score_mod,
+        scale=1.0,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.nn.Module):
+    """What torch.export takes in place of a function."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return _attention(*tensors)
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    device = torch.device(facts.device.torch_type, facts.device.index)
+    run, on_cpu = _built(facts, device), device.type == "cpu"
+    window: Any = facts["window"]
+    left, right = window or (-1, -1)
+    if facts.get("causal"):
+        right = 0
+    scale = facts.size("head_dim") ** -0.5 if facts["scale"] is None else facts["scale"]
+    numbers = [torch.tensor(number, dtype=torch.float32, device=device) for number in (scale, facts["softcap"] or 0.0)]
+    bounds = [_UNBOUNDED if bound < 0 else bound for bound in (left, right)]
+    offset = facts.size("seq_k") - facts.size("seq_q")
+    numbers += [torch.tensor(number, device=device) for number in (*bounds, offset)]
+    no_slopes = torch.zeros(facts.size("heads"), device=device)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        if on_cpu and not math.isfinite(query.sum(dtype=torch.float32) + key.sum(dtype=torch.float32)):
+            # the CPU's kernel takes a row of NaN for one without keys, and gives 0
+            return attention_reference(  # type: ignore[return-value]  # the log-sum-exp is not asked for
+                query,
+                key,
+                value,
+                causal=causal,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+            )
+        # a plan has but one causal, scale, window and softcap: they are in ``numbers``
+        slopes = no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous().view(-1)
+        return run([*numbers, slopes, query, key, value])
+
+    return attend
+
+
+def _built(facts: Facts, device: torch.device) -> Runner:
+    """The build that serves a call, made if there is none; warmup is the only caller for which there is none."""
+    ranged = device.type == "cpu"
+    sizes = {name: facts.size(name) for name in (*_RANGES, *_EXACT)}
+    if ranged:  # the class: from a power of two up to its double
+        sizes |= {name: 1 << (sizes[name].bit_length() - 1) for name in _RANGES}
+    dtype = facts.tensors["query"].dtype
+    key = (device, dtype, *sizes.values())
+    with _BUILDING:
+        if key not in _BUILT:
+            # in a thread of its own: autocast, inference mode and other state of the caller's belong to him
+            with ThreadPoolExecutor(1) as other:
+                build = _for_a_range if ranged else _for_exact_sizes
+                _BUILT[key] = other.submit(build, facts, device, dtype, sizes).result()
+    return _BUILT[key]
+
+
+def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[Tensor, ...]:
+    batch, seq_q, seq_k, heads, kv_heads, head_dim, value_dim = sizes.values()
+    return (
+        *(torch.ones((), device=device) for _ in range(2)),
+        *(torch.ones((), dtype=torch.int64, device=device) for _ in range(3)),
+        torch.zeros(heads, device=device),
+        torch.ones(batch, seq_q, heads, head_dim, dtype=dtype, device=device),
+        torch.ones(batch, seq_k, kv_heads, head_dim, dtype=dtype, device=device),
+        torch.ones(batch, seq_k, kv_heads, value_dim, dtype=dtype, device=device),
+    )
+
+
+def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
+    """Export for batch and lengths from the given ones up to their doubles, and compile ahead of time."""
+    ranges = {
+        name: torch.export.Dim(name, min=sizes[name], max=2 * sizes[name] - 1)
+        if sizes[name] > 1
+        else torch.export.Dim.STATIC
+        for name in _RANGES
+    }
+    batch, seq_q, seq_k = ranges.values()
+    dynamic = (*(None,) * 6, {0: batch, 1: seq_q}, {0: batch, 1: seq_k}, {0: batch, 1: seq_k})
+    named = {"tensors": dynamic}
+    example = sizes | {name: sizes[name] * 3 // 2 for name in _RANGES}
+    if example["seq_q"] == example["seq_k"] > 1:
+        example["seq_k"] -= 1  # equal sizes would be taken for one
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch 2.13 warns of its own deprecated calls
+        program = torch.export.export(_Attention(), _example(device, dtype, example), dynamic_shapes=named)
+        options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
+        path, _ = compiled(program, facts, options, _no_guards)
+        package: Any = torch._inductor.aoti_load_package(str(path))
+    artefact = package.loader.run  # without the handling of nested arguments around it
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        if torch.get_num_threads() > _THREADS:
+            raise RuntimeError(f"built for {_THREADS} threads at most, torch has {torch.get_num_threads()}")
+        return artefact(tensors)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+def _no_guards(guards: Sequence[Any], known: object) -> int:
+    if guards:
+        raise RuntimeError(f"Inductor tied the kernel to {', '.join(str(guard.expr) for guard in guards)}")
+    return 0
+
+
+def _for_exact_sizes(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
+    """Compile for the very sizes; other ones raise in it, and nothing else is asked."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        traced: Any = torch.compile(_attention, fullgraph=True, dynamic=False)
+        artefact = traced.aot_compile((_example(device, dtype, sizes), {}))
+    artefact.disable_guard_check()  # sizes, strides, dtype and device are the limits' business; grad mode is set below
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return artefact(*tensors)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _slopes_of_a_batch(facts: Facts) -> Reason | None:
+    """Indexed by a batch whose size is a range, they make C++ that does not compile."""
+    slopes = facts.tensors.get("alibi_slopes")
+    if slopes is None or len(slopes.shape) == 1 or slopes.shape[0] == 1:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "alibi_slopes", "one slope a head, (H,)", slopes.shape)
+
+
+def _build_key(facts: Facts) -> Hashable:
+    """A build on the CPU serves a class of batches and lengths, at exact heads and widths."""
+    return call_class(facts), *(facts[name] for name in _EXACT)
+
+
+def _exact_build_key(facts: Facts) -> Hashable:
+    """A build on a GPU serves its own sizes."""
+    return facts.device.index, facts["dtype"], *(facts[name] for name in (*_RANGES, *_EXACT))
+
+
+_ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi_slopes")
+_DTYPES = limit.dtype("float32", "float16", "bfloat16")
+_SLOPES = limit.Custom("alibi_slopes: (H,)", ("alibi_slopes",), _slopes_of_a_batch)
+_DENSE = limit.contiguous("query", "key", "value")  # strides are compiled in
+
+KERNELS = (
+    Kernel(
+        id="flex_attention.cpu",
+        operations=attention.ALL,
+        backend=FLEX_ATTENTION,
+        load=_load,
+        layout="BSHD",
+        accepts=_ARGUMENTS,
+        limits=(limit.platform("cpu"), _DTYPES, _SLOPES, _DENSE),
+        deterministic=True,
+        jit=True,
+        build_key=_build_key,
+        priority=15,
+    ),
+    Kernel(
+        id="flex_attention.cuda",
+        operations=attention.ALL,
+        backend=FLEX_ATTENTION,
+        load=_load,
+        layout="BSHD",
+        accepts=_ARGUMENTS,
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            _DTYPES,
+            limit.dim("head_dim", min=16, max=256),  # tl.dot takes no less; wider heads outgrow the shared memory
+            limit.dim("value_dim", min=16, max=256),
+            _SLOPES,
+            _DENSE,
+            limit.aligned(16, "query", "key", "value"),
+        ),
+        jit=True,
+        build_key=_exact_build_key,
+        priority=15,
+    ),
+)

@@ -1,0 +1,132 @@
+"""PyTorch's own normalisation kernels, on every platform.
+
+Library: torch >= 2.10, BSD-3-Clause. Called below ``torch.nn.functional``, whose Python is a share of a small call; the
+results are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+
+
+def _infinite_float64(facts: Facts) -> Reason | None:
+    """On a GPU a float64 row with an infinity ends in NaN, not in 0 beside it (H200, torch 2.11, 2026-11-21)."""
+    if facts.device.platform == "cpu" or facts["dtype"] is not torch.float64:
+        return None
+    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")
+
+
+_FINITE = limit.Custom("on a GPU: no float64", ("dtype",), _infinite_float64)
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+_CHANNELS_LAST = (4, 5)
+"""Numbers of axes that channels-last memory has."""
+
+
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
+    """The operator that ``torch.rms_norm`` calls where it has nothing to decide.
+
+    It checks what was checked before, and takes another way for channels-last memory. Hit and 1 x 64 on one thread of a
+    CPU, in units of ``torch.nn.functional.rms_norm``: this 0.93, ``torch.rms_norm`` 1.03 (torch 2.13, 2026-11-22).
+    """
+    shape = (facts.size("hidden"),)
+    fused = getattr(torch, "_fused_rms_norm", None)
+    if fused is None or len(facts.tensors["input"].shape) in _CHANNELS_LAST:
+        rms_norm = torch.rms_norm
+
+        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+            return rms_norm(input, shape, weight, eps)
+
+        return run
+
+    def run_fused(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        return fused(input, shape, weight, eps)[0]  # type: ignore[no-any-return]
+
+    return run_fused
+
+
+def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
+    """``torch.layer_norm``: the function around it reads a switch that the operator ignores, 0.7 of 4 us."""
+    layer_norm = torch.layer_norm
+
+    def run(
+        input: Tensor,  # noqa: A002
+        *,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float,
+    ) -> Tensor:
+        return layer_norm(input, normalized_shape, weight, bias, eps)
+
+    return run
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    rms_norm = _load_rms_norm(facts)
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        residual.add_(input)
+        return rms_norm(residual, weight, eps=eps)  # type: ignore[no-any-return]
+
+    return run
+
+
+KERNELS = (
+    Kernel(
+        id="torch.rms_norm",
+        operations=("norm.rms",),
+        backend=TORCH,
+        load=_load_rms_norm,
+        accepts=("eps",),
+        limits=(limit.dtype(*_FLOATS), _FINITE),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=("hidden",),
+        priority=10,
+    ),
+    Kernel(
+        id="torch.layer_norm",
+        operations=("norm.layer",),
+        backend=TORCH,
+        load=_load_layer_norm,
+        accepts=("normalized_shape", "weight", "bias", "eps"),
+        limits=(limit.dtype(*_FLOATS), limit.dim("hidden", min=2)),  # of one element it returns rounding noise
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=(),
+        priority=40,
+    ),
+    Kernel(
+        id="torch.add_rms_norm",
+        operations=("norm.add_rms",),
+        backend=TORCH,
+        load=_load_add_rms_norm,
+        accepts=("eps",),
+        limits=(limit.dtype(*_FLOATS), _FINITE),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        sizes_bound=("hidden",),
+        priority=10,
+    ),
+)

@@ -1,0 +1,221 @@
+"""FlashAttention 2 and 3 as vLLM ships them, called as torch operators without importing vLLM.
+
+The operators lie in two shared libraries beside the ``vllm`` package. Their argument order is that of
+vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0 and of the schemas in the libraries; limits are the checks in
+hopper/flash_api.cpp and csrc/flash_attn/flash_api.cpp of vllm-project/flash-attention (read 2026-11-21).
+
+FlashAttention 3 is built for variable lengths only. Dense tensors go in as they are, with a constant tensor of lengths
+(``seqused_k``), which is such a call; nothing is reshaped. The number of splits is left to the library, as vLLM does.
+It writes the schedule of a call into memory that it allocates itself: metadata made once would hold a counter that two
+streams must not share. FlashAttention 2 has no plain forward in this build, but its cache operator is one when nothing
+is appended; it splits keys for decode as well, and reads device lengths. Neither build has dropout or a backward pass.
+Library: vllm 0.20, Apache-2.0; FlashAttention BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
+from layerzero.backends.prepared import Prepared
+from layerzero.backends.vllm.library import (
+    VLLM_FLASH_ATTN_2,
+    VLLM_FLASH_ATTN_3,
+    has_machine_code_of_v2,
+    operators,
+    variant_of_v2,
+)
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import lse_of_hidden_rows
+
+
+def _lengths(device_index: int, batch: int, seq_k: int) -> Tensor:
+    return torch.full((batch,), seq_k, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def _lengths_key(facts: Facts) -> tuple[int, int, int]:
+    return facts.device.index, facts.size("batch"), facts.size("seq_k")
+
+
+_LENGTHS = Prepared(_lengths, 4096)
+
+
+def _load_v3(facts: Facts) -> Callable[..., Any]:
+    operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
+    lengths = _LENGTHS.get(*_lengths_key(facts), capturing=bool(facts["capturing"]))
+    default_scale = facts.size("head_dim") ** -0.5
+    nothing = (None,) * 6  # max_seqlen_q and _k, page table, its batch index, left padding, rotary cosine
+    unscaled = (None,) * 5  # rotary sine and lengths, scales of q, k and v
+
+    def v3(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        left, right = window or (-1, -1)
+        output, lse, *_ = operator(
+            query,
+            key,
+            value,
+            *(None,) * 8,  # new keys and values, q_v, out, three cumulative lengths, seqused_q
+            lengths,
+            *nothing,
+            *unscaled,
+            default_scale if scale is None else scale,
+            causal,
+            left,
+            right,
+            softcap or 0.0,
+            True,  # rotary_interleaved, without rotary
+            None,  # scheduler_metadata
+            0,  # num_splits: the library's choice
+            None,  # pack_gqa: the library's choice
+            0,  # sm_margin
+            sinks,
+            1,  # context parallel world size and rank, and its lengths
+            0,
+            None,
+        )
+        return (output, lse_of_hidden_rows(output.transpose(1, 2), lse)) if return_lse else output
+
+    return v3
+
+
+def _load_v2(facts: Facts) -> Callable[..., Any]:
+    operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").fwd_kvcache.default
+    default_scale = facts.size("head_dim") ** -0.5
+
+    def v2(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        left, right = window or (-1, -1)
+        output, lse = operator(
+            query,
+            key,
+            value,
+            None,  # new keys and values
+            None,
+            None if kv_lens is None else kv_lens.to(torch.int32),
+            *(None,) * 5,  # rotary cosine and sine, batch index, left padding, block table
+            None if alibi_slopes is None else alibi_slopes.float(),
+            None,  # out
+            default_scale if scale is None else scale,
+            causal,
+            left,
+            right,
+            softcap or 0.0,
+            False,  # rotary_interleaved
+            0,  # num_splits: the library's choice
+        )
+        return (output, lse_of_hidden_rows(output.transpose(1, 2), lse)) if return_lse else output
+
+    return v2
+
+
+FITTING_VALUES = "value_dim: like head_dim, or 97 to 128 beside a head_dim of 129 to 192"
+
+
+def fitting_values(facts: Facts) -> Reason | None:
+    """The widths for which FlashAttention 3 has kernels where values are not as wide as keys."""
+    head_dim, value_dim = facts.size("head_dim"), facts.size("value_dim")
+    if head_dim == value_dim or (128 < head_dim <= 192 and 96 < value_dim <= 128) or head_dim <= 64:
+        return None
+    wanted = f"{head_dim} like head_dim, or 97 to 128 beside a head_dim of 129 to 192, or any beside one of at most 64"
+    return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", wanted, value_dim)
+
+
+def _sinks(facts: Facts) -> Reason | None:
+    """Sinks: bfloat16 only, at most 64 heads, values as wide as keys."""
+    sinks = facts.tensors.get("sinks")
+    if sinks is None:
+        return None
+    if sinks.dtype != torch.bfloat16:
+        return Reason(ReasonCode.CONSTRAINT_FAILED, "sinks.dtype", "bfloat16", str(sinks.dtype).removeprefix("torch."))
+    if facts.size("heads") > 64:
+        return Reason(ReasonCode.CONSTRAINT_FAILED, "heads", "at most 64 with sinks", facts.size("heads"))
+    if facts["head_dim"] != facts["value_dim"]:
+        return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", "like head_dim with sinks", facts["value_dim"])
+    return None
+
+
+_TENSORS = ("query", "key", "value")
+_SHAPES = (
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", max=256, multiple=8),
+    limit.positive("scale"),  # the maximum is taken before scaling
+    limit.last_stride_one(*_TENSORS),
+    limit.aligned(16, *_TENSORS),
+)
+
+KERNELS = (
+    Kernel(
+        id="vllm.flash_attn.v3",
+        operations=attention.ALL,
+        backend=VLLM_FLASH_ATTN_3,
+        load=_load_v3,
+        layout="BSHD",
+        accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(9, 0), max=(9, 9)),
+            limit.instruction("wgmma"),
+            *_SHAPES,
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
+            limit.Custom("sinks: bfloat16, at most 64 heads", ("sinks", "heads", "head_dim", "value_dim"), _sinks),
+            limit.contiguous("sinks"),
+            _LENGTHS.before_capture("its tensor of lengths", ("batch", "seq_k"), _lengths_key),
+        ),
+        graph_safe=True,
+        device_guard=True,
+        priority=98,
+    ),
+    Kernel(
+        id="vllm.flash_attn.v2",
+        operations=attention.ALL,
+        backend=VLLM_FLASH_ATTN_2,
+        load=_load_v2,
+        layout="BSHD",
+        accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            *_SHAPES,
+            limit.equal("value_dim", "head_dim"),
+            limit.last_stride_one("alibi_slopes"),
+            limit.contiguous("kv_lens"),
+            ALIBI_WITHOUT_LSE,
+        ),
+        graph_safe=True,
+        jit=True,
+        build_key=variant_of_v2,
+        prebuilt=has_machine_code_of_v2,
+        device_guard=True,
+        priority=55,  # an H200 takes 1.5 times what torch's cuDNN takes, and about what torch's flash does
+    ),
+)

@@ -1,0 +1,236 @@
+"""vLLM's builds of FlashAttention 2 and 3 over a paged cache, and its append, loaded without importing vllm.
+
+Both follow the block table in the kernel and read lengths on the device, so nothing is planned on the host; what
+FlashAttention 3 schedules from the lengths lives on the step, once for all layers. The longest length only sizes the
+work: the promised bound, or what the table holds. 159 and 146 us for 64 sequences of 2048 tokens, 26 and 20 for one of
+4096 (32 heads on 8, bfloat16, pages of 16, H200, 2026-11-21; reading the cache takes 125).
+Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.paged import same_strides
+from layerzero.backends.prepared import Prepared
+from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
+from layerzero.backends.vllm.library import (
+    VLLM,
+    VLLM_FLASH_ATTN_2,
+    VLLM_FLASH_ATTN_3,
+    has_machine_code_of_v2,
+    operators,
+    variant_of_v2,
+)
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.paged import declare as paged
+from layerzero.ops.paged.step import StepMetadata
+
+
+def _starts(device_index: int, batch: int) -> Tensor:
+    """One query a sequence: the starts are the numbers of the sequences."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=f"cuda:{device_index}")
+
+
+def _starts_key(facts: Facts) -> tuple[int, int]:
+    return facts.device.index, facts.size("batch")
+
+
+def _scales(device_index: int) -> Tensor:
+    """What a float8 cache would be scaled by."""
+    return torch.ones((), device=f"cuda:{device_index}")
+
+
+_STARTS, _SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
+
+
+def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """From (B, H, D) and (H, B) to (B, 1, H, D) and (B, H, 1)."""
+    lse = lse.t().unsqueeze(-1)
+    return output.unsqueeze(1), lse_of_hidden_rows(output.unsqueeze(2), lse)
+
+
+def _load_v2(facts: Facts) -> Callable[..., Any]:
+    operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
+    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
+
+    def v2(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+    ) -> Any:
+        left, right = window or (-1, -1)
+        output, lse, *_ = operator(
+            *(query.squeeze(1), key_cache, value_cache, None, starts, starts, context_lens, None, block_tables, None),
+            *(1, longest if max_context_len is None else min(max_context_len, longest), 0.0),
+            *(default if scale is None else scale, False, False, left, right, softcap or 0.0, False, 0, None),
+        )
+        return _with_lse(output, lse) if return_lse else output.unsqueeze(1)
+
+    return v2
+
+
+def _scale(facts: Facts) -> float:
+    return float(facts.size("head_dim") ** -0.5)
+
+
+class _Schedule:
+    """How FlashAttention 3 splits the lengths that a step has now; the same tensor after each update."""
+
+    def __init__(self, step: StepMetadata, compute: Callable[[StepMetadata], Tensor]) -> None:
+        self._compute = compute
+        self.tensor = compute(step)
+
+    def update(self, step: StepMetadata) -> None:
+        self.tensor.copy_(self._compute(step))
+
+
+def _load_v3(facts: Facts) -> Callable[..., Any]:
+    library = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C")
+    operator, schedule = library.fwd.default, library.get_scheduler_metadata.default
+    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
+    sizes = (facts.size("heads"), facts.size("kv_heads"), facts.size("head_dim"), facts.size("value_dim"))
+    dtype, window_of_plan = facts.tensors["query"].dtype, facts["window"]
+    left, right = window_of_plan if isinstance(window_of_plan, tuple) else (-1, -1)
+    page_size, capped = facts.size("page_size"), facts["softcap"] is not None
+    owner = ("vllm.flash_attn.v3.paged", *sizes, page_size, dtype, left, capped)
+
+    def scheduled(step: StepMetadata) -> Tensor:
+        bound = step.max_context_len
+        result: Tensor = schedule(
+            *(len(step.context_lens), 1, longest if bound is None else min(bound, longest), *sizes, dtype),
+            *(step.context_lens, starts, None, None, None, None, page_size, 0, False, left, right, capped, 0, None, 0),
+        )
+        return result
+
+    def v3(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+        step: StepMetadata | None = None,
+    ) -> Any:
+        metadata = None
+        if step is not None:
+            max_context_len = step.max_context_len  # the bound that its schedule was made for
+            metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
+        output, lse, *_ = operator(
+            *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),
+            *(1, longest if max_context_len is None else min(max_context_len, longest), block_tables, None, None),
+            *(None, None, None, None, None, None, default if scale is None else scale, False, left, right),
+            *(softcap or 0.0, True, metadata, 0, None, 0, None, 1, 0, None),
+        )
+        return _with_lse(output, lse) if return_lse else output.unsqueeze(1)
+
+    return v3
+
+
+def _load_append(facts: Facts) -> Callable[..., Any]:
+    operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
+    one = _SCALES.get(facts.device.index, capturing=bool(facts["capturing"]))
+
+    def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        operator(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
+
+    return append
+
+
+_SHAPES = (
+    limit.platform("cuda"),
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", max=256, multiple=8),
+    limit.positive("scale"),
+    limit.last_stride_one("query", "key_cache", "value_cache"),
+    limit.last_stride_one("block_tables"),
+    limit.contiguous("context_lens"),
+    limit.aligned(16, "query", "key_cache", "value_cache"),
+    _STARTS.before_capture("its tensor of starts", ("batch",), _starts_key),
+)
+_ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
+
+KERNELS = (
+    Kernel(
+        id="vllm.flash_attn.v3.paged",
+        operations=paged.DECODE_PAGED,
+        backend=VLLM_FLASH_ATTN_3,
+        load=_load_v3,
+        layout="NHD",
+        accepts=(*_ACCEPTS, "step"),
+        limits=(
+            limit.arch(min=(9, 0), max=(9, 9)),
+            limit.instruction("wgmma"),
+            *_SHAPES,
+            limit.dim(
+                "head_dim", min=64
+            ),  # its narrowest tile: of heads of 8 and 16 it left half of a page unread (H200, 2026-11-21)
+            limit.dim("value_dim", max=256, multiple=8),
+            limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
+        ),
+        graph_safe=True,
+        priority=85,
+    ),
+    Kernel(
+        id="vllm.flash_attn.v2.paged",
+        operations=paged.DECODE_PAGED,
+        backend=VLLM_FLASH_ATTN_2,
+        load=_load_v2,
+        layout="NHD",
+        accepts=_ACCEPTS,
+        limits=(
+            limit.arch(min=(8, 0)),
+            limit.dim("page_size", multiple=16),
+            limit.equal("value_dim", "head_dim"),
+            *_SHAPES,
+        ),
+        graph_safe=True,
+        jit=True,
+        build_key=variant_of_v2,
+        prebuilt=has_machine_code_of_v2,
+        priority=70,
+    ),
+    Kernel(
+        id="vllm.append_paged",
+        operations=("kv.append.paged",),
+        backend=VLLM,
+        load=_load_append,
+        layout="NHD",
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.equal("value_dim", "head_dim"),
+            limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
+            limit.last_stride_one("key_cache", "value_cache"),
+            limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), same_strides),
+            _SCALES.before_capture("its scales", (), lambda facts: (facts.device.index,)),
+            limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
+        ),
+        deterministic=True,
+        graph_safe=True,
+        priority=80,
+    ),
+)

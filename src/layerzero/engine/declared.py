@@ -1,0 +1,61 @@
+"""Whether what a kernel declares fits the operations that it names; asked when it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.errors import RegistrationError
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit_kinds import OneOf
+from layerzero.core.operation import Operation
+from layerzero.engine.settings import nearest
+from layerzero.ops.attention.reference import FOLDABLE
+
+
+def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
+    """Raise RegistrationError if the kernel names an operation, argument or fact that does not exist."""
+    for name in kernel.operations:
+        if name not in operations:
+            raise RegistrationError(f"{kernel.id}: Unknown operation {name!r}{nearest(name, operations)}")
+    accepted = {argument for name in kernel.operations for argument in operations[name].schema.arguments}
+    unknown = set(kernel.accepts) - accepted
+    if unknown:
+        raise RegistrationError(
+            f"{kernel.id}: accepts {sorted(unknown)}, which {', '.join(kernel.operations)} does not have"
+        )
+    _check_schemas(kernel, operations)
+    foreign = sorted(set(kernel.folds) - set(FOLDABLE))
+    if foreign:
+        raise RegistrationError(f"{kernel.id}: folds {foreign}; only {', '.join(FOLDABLE)} can be folded")
+    for name in kernel.implies:
+        if not any(isinstance(each, OneOf) and each.fact == name and len(each.values) == 1 for each in kernel.limits):
+            raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
+    known = {fact for name in kernel.operations for fact in operations[name].facts}
+    tensors = {each.name for operation in operations.values() for each in operation.schema.inputs}
+    for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
+        if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
+            raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
+
+
+def _check_schemas(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
+    """Raise RegistrationError if what a kernel declares means nothing for one of its operations."""
+    for name in kernel.operations:
+        operation = operations[name]
+        schema = operation.schema
+        if kernel.layout is not None and kernel.layout not in operation.layouts:
+            known = " or ".join(operation.layouts) or "none: its axes have no layout"
+            raise RegistrationError(f"{kernel.id}: layout: {name} wants {known}, got {kernel.layout!r}")
+        taken = {each.name for each in schema.required} | (set(kernel.accepts) - set(kernel.renames))
+        for argument, renamed in kernel.renames.items():
+            if renamed in taken and renamed in schema.arguments:
+                raise RegistrationError(
+                    f"{kernel.id}: renames {argument!r} to {renamed!r}, which is another argument of {name}"
+                )
+        if kernel.folds and operation.fold is None:
+            raise RegistrationError(f"{kernel.id}: folds {sorted(kernel.folds)}, but {name} has no mask to fold into")
+    if len(set(kernel.renames.values())) != len(kernel.renames):
+        raise RegistrationError(f"{kernel.id}: renames two arguments to one name: {dict(kernel.renames)}")
+    for name in kernel.tolerance:
+        if not any(dtype_named(name) in operations[each].tolerance for each in kernel.operations):
+            raise RegistrationError(f"{kernel.id}: tolerance for {name}, a dtype that its operations do not have")

@@ -1,0 +1,1 @@
+"""Attention on contiguous keys and values."""

@@ -1,0 +1,179 @@
+"""Attention on contiguous keys and values: four operations that differ in head counts and in the query's length.
+
+    attention.standard.prefill   H == K, S_q > 1      attention.gqa.prefill   H == g * K, S_q > 1
+    attention.standard.decode    H == K, S_q == 1     attention.gqa.decode    H == g * K, S_q == 1
+
+Math: ``softmax(Q K^T * scale + bias) V``; see :func:`layerzero.ops.attention.reference.attention_reference`.
+Decode has no ``causal``: with one query, aligned bottom-right, every key is in its past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.layouts import LAYOUTS
+from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.ops.attention.reference import attention_bias, attention_fake, attention_reference
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(1e-2, 1e-2),
+}
+TOLERANCE_REASON = "the attention contract; twice the rounding of the output plus that of the probabilities"
+
+_NEUTRAL: dict[str, object] = {
+    "scale": None,
+    "dropout_p": 0.0,
+    "window": None,
+    "softcap": None,
+    "return_lse": False,
+}
+_PARAMS: dict[str, type | tuple[type, ...]] = {
+    "scale": float,
+    "dropout_p": float,
+    "window": tuple,
+    "softcap": float,
+    "return_lse": bool,
+}
+
+
+def _schema(name: str) -> OperationSchema:
+    decode = name.endswith("decode")
+    return OperationSchema(
+        operation=name,
+        inputs=(
+            TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
+            TensorSchema("attn_mask", (), FLOATING | {torch.bool}, required=False, same_dtype=False),
+            TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
+            TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
+            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False),
+        ),
+        outputs=(
+            TensorSchema("output", ("batch", "seq_q", "heads", "value_dim"), has_layout=True),
+            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), required=False),
+        ),
+        params=_PARAMS if decode else {"causal": bool, **_PARAMS},
+        neutral=_NEUTRAL if decode else {"causal": False, **_NEUTRAL},
+    )
+
+
+def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
+    """``none``, ``query`` for the query's own, or the dtype's name."""
+    if mask is None:
+        return "none"
+    return "query" if mask.dtype == dtype else dtype_name(mask.dtype)
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    mask = arguments.get("attn_mask")
+    biases = [tensor for name in ("attn_mask", "alibi_slopes") if (tensor := arguments.get(name)) is not None]
+    return {
+        "bias_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in biases),
+        "group": values["heads"] // values["kv_heads"],
+        "mask_ndim": 0 if mask is None else mask.ndim,
+        "mask_dtype": _mask_dtype(mask, values["dtype"]),
+    }
+
+
+def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int, int] | None) -> int:
+    """Pairs of a query and a key that it sees; the last query is aligned with the last key."""
+    left, right = window if window is not None else (-1, -1)
+    right = 0 if causal else right
+    left, right = (keys if each < 0 else each for each in (left, right))
+    if left >= keys and right >= keys:
+        return queries * keys
+    pairs = 0
+    for row in range(queries) if queries < 2**16 else ():
+        place = keys - queries + row
+        pairs += max(min(keys - 1, place + right) - max(0, place - left) + 1, 0)
+    return pairs if queries < 2**16 else queries * min(left + right + 1, keys)
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two products over the pairs that are not hidden; queries, keys, values and the output once."""
+    batch, heads, kv_heads = facts["batch"], facts["heads"], facts["kv_heads"]
+    queries, keys, dims = facts["seq_q"], facts["seq_k"], facts["head_dim"] + facts["value_dim"]
+    pairs = visible_pairs(queries, keys, bool(facts.get("causal", False)), facts["window"])
+    elements = batch * dims * (queries * heads + keys * kv_heads)
+    return Work(2.0 * batch * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+
+
+def _prefill(name: str, batch: int, seq: int, heads: int, kv: int, head_dim: int, *, causal: bool = True) -> Case:
+    sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
+    return Case(name, sizes | {"value_dim": head_dim}, {"causal": causal})
+
+
+def _decode(name: str, batch: int, seq_k: int, heads: int, kv: int, head_dim: int) -> Case:
+    sizes = {"batch": batch, "seq_q": 1, "seq_k": seq_k, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
+    return Case(name, sizes | {"value_dim": head_dim})
+
+
+def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
+    return Operation(
+        schema=_schema(name),
+        summary=summary,
+        reference=attention_reference,
+        fake=attention_fake,
+        cases=cases,
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        layouts=LAYOUTS,
+        sibling=sibling,
+        derive=_derive,
+        derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
+        derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
+        work=_work,
+        fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
+    )
+
+
+STANDARD_PREFILL = _operation(
+    "attention.standard.prefill",
+    "Attention of many queries, equal head counts",
+    (
+        _prefill("minilm", 8, 128, 12, 12, 32, causal=False),
+        _prefill("small", 2, 64, 8, 8, 64),
+        _prefill("medium", 8, 1024, 16, 16, 64),
+        _prefill("diffusion", 2, 4096, 24, 24, 128, causal=False),
+    ),
+)
+STANDARD_DECODE = _operation(
+    "attention.standard.decode",
+    "Attention of one query per sequence, equal head counts",
+    (_decode("small", 2, 128, 8, 8, 64), _decode("medium", 1, 1024, 16, 16, 64)),
+)
+GQA_PREFILL = _operation(
+    "attention.gqa.prefill",
+    "Attention of many queries, several query heads a kv head",
+    (
+        _prefill("small", 2, 64, 8, 2, 64),
+        _prefill("llama3_8b_s512", 1, 512, 32, 8, 128),
+        _prefill("llama3_8b_s2048", 1, 2048, 32, 8, 128),
+        _prefill("gemma_d256", 2, 2048, 16, 4, 256),
+    ),
+    sibling="attention.standard.prefill",
+)
+GQA_DECODE = _operation(
+    "attention.gqa.decode",
+    "Attention of one query per sequence, several query heads a kv head",
+    (
+        _decode("small", 2, 128, 8, 2, 64),
+        _decode("llama3_8b_b1", 1, 512, 32, 8, 128),
+        _decode("llama3_8b_b64", 64, 2048, 32, 8, 128),
+    ),
+    sibling="attention.standard.decode",
+)
+
+OPERATIONS = (STANDARD_PREFILL, STANDARD_DECODE, GQA_PREFILL, GQA_DECODE)
+PREFILL = ("attention.standard.prefill", "attention.gqa.prefill")
+DECODE = ("attention.standard.decode", "attention.gqa.decode")
+ALL = (*PREFILL, *DECODE)

@@ -1,0 +1,209 @@
+"""``lz.attention``: its signature, the checks of a call, and the route to one of four operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core import layouts
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Function, Operation, Routed, TorchSchema
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.attention.declare import (
+    GQA_DECODE,
+    GQA_PREFILL,
+    OPERATIONS,
+    STANDARD_DECODE,
+    STANDARD_PREFILL,
+)
+from layerzero.ops.checks import check_dense, score_problems
+
+NAME = "attention"
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    layout: str | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from query to key and value with the fastest kernel that is valid for this call.
+
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD;
+        H a multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
+    Dtype: all three the same floating dtype; the output has it too.
+    Args:
+        causal: hide keys in the future; aligned bottom-right when S_q != S_k.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
+            they cannot, BSHD is assumed with a warning (an error in strict mode).
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. Excludes causal.
+        dropout_p: probability of dropping an attention weight.
+        window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
+            -1 is unbounded.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        sinks: (H,), one extra logit a head.
+        alibi_slopes: (H,) or (B, H).
+        kv_lens: (B,) on the device, valid keys of each sequence in a longer cache; what lies beyond is not read.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, S_q), natural logarithm.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
+        NoKernelFoundError if policy leaves no kernel.
+    Source: arXiv:1706.03762.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    """Check a call and choose the operation by head counts and query length."""
+    check_dense(NAME, arguments)
+    shapes = _shapes(arguments)
+    layout, assumed = _layout(arguments, shapes, default_layout)
+    query, key, _ = shapes
+    heads_axis, seq_axis = layouts.heads_axis(layout), layouts.sequence_axis(layout)
+    heads, kv_heads, seq_q, seq_k = query[heads_axis], key[heads_axis], query[seq_axis], key[seq_axis]
+    if heads == 0 or kv_heads == 0 or query[-1] == 0:
+        raise _invalid(f"wanted at least one head and a head dim above 0, got query {query} and key {key} in {layout}")
+    if heads % kv_heads:
+        raise _invalid(
+            f"query heads must be a multiple of kv heads: got {heads} query heads and {kv_heads} kv heads in {layout} "
+            f"(query {query}, key {key}); pass layout= if the axes are the other way round",
+            ReasonCode.GQA_HEADS_MISMATCH,
+        )
+    canonical = {name: value for name, value in arguments.items() if name != "layout"}
+    _check_mask(canonical, seq_q, seq_k, query[0], heads)
+    _check_values(canonical, query[0], heads)
+    scale = canonical["scale"]
+    if isinstance(scale, (int, float)) and math.isclose(scale, query[-1] ** -0.5, rel_tol=1e-7):
+        canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
+    operation = _operation(heads == kv_heads, seq_q == 1)
+    if seq_q == 1:
+        del canonical["causal"]  # bottom-right: the only query is the last, nothing is in its future
+    problems = operation.schema.validate(layout=layout, **canonical)
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    # Without a layout the sizes decide which axis is which; a mask or slopes by batch fit the sizes that they have.
+    shapes_decide = arguments["layout"] is None and default_layout is None
+    biased = canonical["attn_mask"] is not None or canonical["alibi_slopes"] is not None
+    varies = () if shapes_decide or biased else ("batch", "seq_q", "seq_k")
+    return Routed(operation, canonical, layout, assumed, varies)
+
+
+def _operation(equal_heads: bool, decode: bool) -> Operation:
+    if decode:
+        return STANDARD_DECODE if equal_heads else GQA_DECODE
+    return STANDARD_PREFILL if equal_heads else GQA_PREFILL
+
+
+def _invalid(problem: str, code: ReasonCode | None = None) -> InvalidCallError:
+    return InvalidCallError(NAME, [problem], code)
+
+
+def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    problems = []
+    for name in ("query", "key", "value"):
+        tensor = arguments[name]
+        if not isinstance(tensor, Tensor):
+            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
+        elif tensor.ndim != 4:
+            problems.append(f"{name}: Expected 4D tensor (BSHD or BHSD), got {tensor.ndim}D {tuple(tensor.shape)}")
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    return tuple(tuple(arguments[name].shape) for name in ("query", "key", "value"))  # type: ignore[return-value]
+
+
+def _layout(
+    arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], default_layout: str | None
+) -> tuple[str, bool]:
+    layout = default_layout if arguments["layout"] is None else arguments["layout"]
+    if layout is None:
+        query, key, value = shapes
+        return layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
+    if not isinstance(layout, str) or layout not in layouts.LAYOUTS:
+        raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {layout!r}")
+    return layout, False
+
+
+def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, heads: int) -> None:
+    mask = canonical["attn_mask"]
+    if mask is None or not isinstance(mask, Tensor):
+        return
+    if canonical["causal"]:
+        raise _invalid(
+            "attn_mask was given together with causal=True: wanted one of them, got both; pass causal=False and put "
+            "the causal part into the mask",
+            ReasonCode.ATTN_MASK_INVALID,
+        )
+    target = (batch, heads, seq_q, seq_k)
+    shape = tuple(mask.shape)
+    fits = mask.ndim <= 4 and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+    if not fits:
+        raise _invalid(
+            f"attn_mask: wanted a shape broadcastable to (B, H, S_q, S_k) = {target}, got {shape}",
+            ReasonCode.ATTN_MASK_INVALID,
+        )
+    if mask.is_floating_point() and mask.dtype not in (torch.float32, canonical["query"].dtype):
+        raise _invalid(
+            f"attn_mask: wanted dtype bool, float32 or that of the query, got {dtype_name(mask.dtype)}",
+            ReasonCode.ATTN_MASK_INVALID,
+        )
+
+
+def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
+    problems = score_problems(canonical)
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    dropout_p = canonical["dropout_p"]
+    if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
+        raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
+    if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
+        raise _invalid(f"causal: wanted bool, got {canonical['causal']!r}")
+    window = canonical["window"]
+    if window is not None:
+        canonical["window"] = None if tuple(window) == (-1, -1) else tuple(window)
+    slopes = canonical["alibi_slopes"]
+    if isinstance(slopes, Tensor) and tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise _invalid(f"alibi_slopes: wanted shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+
+
+_TAIL = (
+    "str? layout=None, Tensor? attn_mask=None, float dropout_p=0.0, int[]? window=None, float? softcap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_lens=None"
+)
+_ORDER = (
+    *("query", "key", "value", "scale", "causal", "layout", "attn_mask", "dropout_p"),
+    *("window", "softcap", "sinks", "alibi_slopes", "kv_lens"),
+)
+_HEAD = "Tensor query, Tensor key, Tensor value, float? scale=None, bool causal=True, "
+
+ATTENTION = Function(
+    name=NAME,
+    signature=attention,
+    route=route,
+    operations=OPERATIONS,
+    tensors=("query", "key", "value", "attn_mask", "sinks", "alibi_slopes", "kv_lens"),
+    torch_schemas={
+        "attention": TorchSchema(f"({_HEAD}{_TAIL}) -> Tensor", _ORDER, lists=("window",)),
+        "attention_lse": TorchSchema(
+            f"({_HEAD}{_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}, lists=("window",)
+        ),
+    },
+    state=frozenset({"sdpa"}),
+)

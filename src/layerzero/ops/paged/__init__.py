@@ -1,0 +1,1 @@
+"""Attention over a paged cache, and writing into one."""

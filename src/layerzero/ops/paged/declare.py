@@ -1,0 +1,323 @@
+"""A paged KV cache: attention of one new token a sequence over its pages, and writing new tokens into them.
+
+    attention.standard.decode.paged   H == K        kv.append.paged   tokens into the slots of a cache
+    attention.gqa.decode.paged        H == g * K
+
+A cache is (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_heads, page_size, head_dim) in HND. Block tables
+and lengths lie on the device: nothing is read on the host, so a captured step replays with other tables and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.layouts import CACHE_LAYOUTS
+from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.ops.attention.declare import TOLERANCE, TOLERANCE_REASON
+from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.paged.step import StepMetadata
+
+_INT32 = frozenset({torch.int32})
+
+# attention.standard.decode.paged, attention.gqa.decode.paged
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    max_context_len: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Gather the pages of each sequence, then attend by definition; the query is each sequence's newest token.
+
+    Entries of a table beyond a sequence's last page are not read: they may hold anything. So may the rest of its page.
+
+    Shapes: query (B, 1, H, D), key_cache (P, N, K, D), value_cache (P, N, K, D_v), block_tables (B, max_blocks),
+    context_lens (B,) → (B, 1, H, D_v); log-sum-exp (B, H, 1). A sequence of length 0 gives 0 and -inf.
+    Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
+    Units: max_context_len in tokens, an upper bound of context_lens.
+    Source: PagedAttention, arXiv:2309.06180.
+    """
+    page_size = key_cache.shape[1]
+    blocks = block_tables.shape[1]
+    if max_context_len is not None:
+        blocks = min(blocks, -(-max_context_len // page_size))
+    first = torch.arange(blocks, device=query.device) * page_size
+    used = first < context_lens.unsqueeze(1)
+    pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
+    caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
+    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
+    return attention_reference(
+        query, keys, values, scale=scale, window=window, softcap=softcap, kv_lens=context_lens, return_lse=return_lse
+    )
+
+
+def _paged_fake(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object, return_lse: bool = False, **__: object
+) -> Tensor | tuple[Tensor, Tensor]:
+    batch, seq_q, heads, _dim = query.shape
+    output = query.new_empty((batch, seq_q, heads, value_cache.shape[-1]))
+    return (output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
+
+
+def _check_tables(
+    key_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+    layout: str = "NHD",
+    **_: object,
+) -> list[str]:
+    """Values on the device: lengths within the table and the promised bounds, pages within the cache."""
+    problems = []
+    page_size = key_cache.shape[layout.index("N") + 1]
+    capacity = block_tables.shape[1] * page_size
+    promised = (max_context_len, step.max_context_len if step is not None else None)
+    bound = min(capacity, *(each for each in promised if each is not None), capacity)
+    for sequence, length in enumerate(context_lens.tolist()):
+        if not 0 <= length <= bound:
+            problems.append(f"context_lens[{sequence}]: wanted 0 to {bound}, got {length}")
+    lengths = context_lens.clamp(0, capacity).unsqueeze(1)
+    used = torch.arange(block_tables.shape[1], device=block_tables.device) * page_size < lengths
+    outside = used & ((block_tables < 0) | (block_tables >= key_cache.shape[0]))
+    for sequence, block in outside.nonzero().tolist()[:8]:
+        page, last = int(block_tables[sequence, block]), key_cache.shape[0] - 1
+        problems.append(f"block_tables[{sequence}, {block}]: wanted a page from 0 to {last}, got {page}")
+    return problems
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    capacity = values["max_blocks"] * values["page_size"]
+    bound = values["max_context_len"]
+    return {
+        "group": values["heads"] // values["kv_heads"],
+        "context_bound": capacity if bound is None else min(bound, capacity),
+    }
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two products over the pages of full sequences, as many as the table or the promised bound has."""
+    batch, dims = facts["batch"], facts["head_dim"] + facts["value_dim"]
+    keys = facts["context_bound"]
+    elements = batch * dims * (facts["heads"] + keys * facts["kv_heads"])
+    return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Sequences on shuffled pages, each page in one place: where the cache is small, sequences are short."""
+    size = case.sizes
+    cache = (size["pages"], size["page_size"], size["kv_heads"])
+    batch, blocks = size["batch"], size["max_blocks"]
+    used = min(blocks, size["pages"] // max(batch, 1))  # pages that each sequence has
+    shared = used == 0 and size["pages"] > 0 and blocks > 0  # fewer pages than sequences: all see the same prefix
+    tokens = (1 if shared else used) * size["page_size"]
+    meta = device.type == "meta"
+
+    def normal(*shape: int) -> Tensor:
+        if meta:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if generator is None:  # nobody asks for the same numbers everywhere: drawn where they are wanted
+            return torch.randn(shape, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    table = torch.zeros(batch, blocks, dtype=torch.int64)  # beyond a sequence's last page: any page
+    if not shared:
+        table[:, :used] = torch.randperm(size["pages"], generator=generator)[: batch * used].view(batch, used)
+    return {
+        "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
+        "key_cache": normal(*cache, size["head_dim"]),
+        "value_cache": normal(*cache, size["value_dim"]),
+        "block_tables": table.to(device, torch.int32),
+        "context_lens": torch.full((batch,), tokens).to(device, torch.int32),
+    }
+
+
+def _case(name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = 16) -> Case:
+    blocks = context // page_size
+    sizes = {"batch": batch, "seq_q": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return Case(
+        name, sizes | {"value_dim": head_dim, "page_size": page_size, "max_blocks": blocks, "pages": batch * blocks}
+    )
+
+
+def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
+    return Operation(
+        schema=OperationSchema(
+            operation=name,
+            inputs=(
+                TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING),
+                TensorSchema(
+                    "key_cache",
+                    ("pages", "page_size", "kv_heads", "head_dim"),
+                    FLOATING,
+                    has_layout=True,
+                    resident=True,
+                ),
+                TensorSchema(
+                    "value_cache",
+                    ("pages", "page_size", "kv_heads", "value_dim"),
+                    FLOATING,
+                    has_layout=True,
+                    resident=True,
+                ),
+                TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False),
+                TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False),
+            ),
+            outputs=(
+                TensorSchema("output", ("batch", "seq_q", "heads", "value_dim")),
+                TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), required=False),
+            ),
+            params={"scale": float, "window": tuple, "softcap": float, "return_lse": bool},
+            neutral={"scale": None, "window": None, "softcap": None, "return_lse": False},
+            bounds=("max_context_len",),
+            handles={"step": StepMetadata},
+        ),
+        summary=summary,
+        reference=paged_attention_reference,
+        fake=_paged_fake,
+        cases=cases,
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        layouts=CACHE_LAYOUTS,
+        sibling=sibling,
+        derive=_derive,
+        derived=("group", "context_bound"),
+        derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
+        work=_work,
+        check_values=_check_tables,
+        examples=_examples,
+    )
+
+
+STANDARD_DECODE_PAGED = _operation(
+    "attention.standard.decode.paged",
+    "Attention of one query per sequence over a paged cache, equal head counts",
+    (_case("small", 2, 64, 4, 4, 64), _case("medium", 8, 1024, 16, 16, 64)),
+)
+GQA_DECODE_PAGED = _operation(
+    "attention.gqa.decode.paged",
+    "Attention of one query per sequence over a paged cache, several query heads a kv head",
+    (
+        _case("small", 2, 64, 8, 2, 64),
+        _case("llama3_8b_b1", 1, 4096, 32, 8, 128),
+        _case("llama3_8b_b64", 64, 2048, 32, 8, 128),
+    ),
+    sibling="attention.standard.decode.paged",
+)
+
+# kv.append.paged
+
+
+def append_paged_kv_reference(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write each token's key and value into its slot; a slot of -1 (padding) writes nothing.
+
+    No value is read on the host: a token without a slot repeats one that has a slot, or what slot 0 holds.
+
+    Shapes: key (T, K, D), value (T, K, D_v), key_cache (P, N, K, D), value_cache (P, N, K, D_v), slot_mapping (T,),
+    each ``page * page_size + offset``. Mutates both caches. Raises: IndexError for a slot beyond the cache.
+    """
+    tokens = slot_mapping.shape[0]
+    if tokens == 0 or key_cache.numel() == 0:
+        return
+    valid = slot_mapping >= 0
+    stand_in = valid.long().argmax().expand(tokens)
+    source = torch.where(valid, torch.arange(tokens, device=slot_mapping.device), stand_in)
+    slots = torch.where(valid.any(), slot_mapping[source], 0)
+    page, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[page, offset] = torch.where(valid.any(), new[source], cache[page, offset])
+
+
+def _append_fake(*_: object, **__: object) -> None:
+    return None
+
+
+def _check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
+    capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
+    outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
+    problems = [
+        f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
+        for token in outside
+    ]
+    slots = slot_mapping[slot_mapping >= 0].tolist()
+    if len(set(slots)) != len(slots):
+        problems.append("slot_mapping: wanted each slot once, got one twice")
+    return problems
+
+
+def _append_examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    size = case.sizes
+    cache = (size["pages"], size["page_size"], size["kv_heads"], size["head_dim"])
+    new = (size["tokens"], *cache[2:])
+    slots = torch.randperm(cache[0] * cache[1], generator=generator)[: size["tokens"]]
+    tensors = {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        if device.type == "meta" or name.endswith("cache")
+        else torch.randn(shape, generator=generator).to(device, dtype)
+        for name, shape in (("key", new), ("value", new), ("key_cache", cache), ("value_cache", cache))
+    }
+    return tensors | {"slot_mapping": slots.to(device)}
+
+
+def _append_case(name: str, tokens: int, kv_heads: int, head_dim: int, pages: int, page_size: int = 16) -> Case:
+    sizes = {"tokens": tokens, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
+    return Case(name, sizes | {"pages": pages, "page_size": page_size})
+
+
+def _append_work(facts: Mapping[str, Any]) -> Work:
+    """Each token's key and value read and written."""
+    elements = facts["tokens"] * facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
+    return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
+
+
+_CACHE = ("pages", "page_size", "kv_heads")
+APPEND_PAGED = Operation(
+    schema=OperationSchema(
+        operation="kv.append.paged",
+        inputs=(
+            TensorSchema("key", ("tokens", "kv_heads", "head_dim"), FLOATING),
+            TensorSchema("value", ("tokens", "kv_heads", "value_dim"), FLOATING),
+            TensorSchema("key_cache", (*_CACHE, "head_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
+            TensorSchema("value_cache", (*_CACHE, "value_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
+            TensorSchema("slot_mapping", ("tokens",), frozenset({torch.int64}), same_dtype=False),
+        ),
+        outputs=(),
+    ),
+    summary="Write new keys and values into the slots of a paged cache",
+    reference=append_paged_kv_reference,
+    fake=_append_fake,
+    cases=(
+        _append_case("small", 3, 2, 64, 8),
+        _append_case("llama3_8b_b64", 64, 8, 128, 8192),
+        _append_case("prefill", 2048, 8, 128, 1024),
+    ),
+    tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
+    tolerance_reason="it only moves numbers",
+    layouts=CACHE_LAYOUTS,
+    check_values=_check_slots,
+    work=_append_work,
+    examples=_append_examples,
+)
+
+OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, APPEND_PAGED)
+DECODE_PAGED = (STANDARD_DECODE_PAGED.name, GQA_DECODE_PAGED.name)

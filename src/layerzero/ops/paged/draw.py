@@ -1,0 +1,128 @@
+"""Random arguments over a paged cache: shuffled pages, garbage wherever nothing may be read, slots in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.layouts import CACHE_LAYOUTS
+from layerzero.ops.draw import Draw
+from layerzero.ops.paged.step import StepMetadata
+
+_HEAD_DIMS = (1, 7, 16, 32, 64, 128)
+_HEAD_DIM_WEIGHTS = (1, 1, 2, 2, 4, 3)
+
+
+def _head_dims(draw: Draw) -> tuple[int, int]:
+    head_dim = draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS)
+    return head_dim, draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS) if draw.chance(0.1) else head_dim
+
+
+def _caches(
+    draw: Draw, pages: int, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool
+) -> Any:
+    """Key and value caches full of NaN in NHD, apart, side by side in one tensor, padded, or with transposed keys."""
+    key_dim, value_dim = dims
+    form = draw.of(("apart", "apart", "joined", "padded"))
+    nan = float("nan")
+    if transposed:  # each page of the keys the other way round in memory, seen in HND
+        shape = (pages, kv_heads, key_dim, page_size)
+        keys = torch.full(shape, nan, dtype=dtype, device=draw.device).permute(0, 3, 1, 2)
+        shape = (pages, kv_heads, page_size, value_dim)
+        return keys, torch.full(shape, nan, dtype=dtype, device=draw.device).transpose(1, 2)
+    extra = 1 if form == "padded" else 0
+    shapes = [(pages + extra, page_size, kv_heads, dim + 8 * extra) for dim in dims]
+    keys, values = (torch.full(shape, nan, dtype=dtype, device=draw.device) for shape in shapes)
+    return keys[extra:, ..., :key_dim], values[extra:, ..., :value_dim]
+
+
+def _in_layout(tensor: Tensor, layout: str, contiguous: bool) -> Tensor:
+    if layout == CACHE_LAYOUTS[0]:
+        return tensor
+    moved = tensor.transpose(1, 2)
+    return moved.contiguous() if contiguous else moved
+
+
+def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.paged_attention``."""
+    batch = draw.of((0, 1, 2, 3, 5), (1, 10, 20, 10, 4))
+    kv_heads = draw.of((1, 2, 3))
+    heads = kv_heads * draw.of((1, 2, 4), (6, 2, 2))
+    dims = _head_dims(draw)
+    page_size = draw.of((1, 3, 8, 16, 32), (1, 1, 3, 8, 3))
+    transposed = draw.chance(0.15)  # as vLLM's CPU kernels want them, which know fewer sizes
+    if transposed:
+        dims, page_size = (draw.of((32, 64, 128)),) * 2, draw.of((16, 32, 48, 64))
+    blocks = draw.of((1, 2, 3, 7), (2, 3, 3, 2)) if not draw.chance(0.05) else -(-2100 // page_size)
+    capacity = blocks * page_size
+    least = 0 if draw.chance(0.1) else 1
+    bound = draw.of((None, capacity, draw.stream.randint(1, capacity), 2 * capacity), (7, 1, 1, 1))
+    longest = capacity if bound is None else min(bound, capacity)
+    lens = (draw.uniform((batch,), torch.float32).cpu() * (longest - least + 1)).int().clamp_(max=longest - least)
+    lens = (lens + least).to(draw.device)
+    pages = batch * blocks + draw.of((1, 2))
+    table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
+    first = torch.arange(blocks, device=draw.device) * page_size
+    garbage = draw.of((0, -1, 2**30))
+    table = torch.where(first < lens.unsqueeze(1), table, garbage).int()
+    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
+    positions = torch.arange(capacity, device=draw.device)
+    owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
+    page, offset = table[owner, position // page_size].long(), position % page_size
+    keys[page, offset] = draw.normal((len(page), kv_heads, dims[0]), dtype)
+    values[page, offset] = draw.normal((len(page), kv_heads, dims[1]), dtype)
+    layout = draw.of(CACHE_LAYOUTS)
+    solid = draw.chance(0.5) and not transposed
+    arguments: dict[str, Any] = {
+        "query": draw.laid_out(draw.normal((batch, 1, heads, dims[0]), dtype)),
+        "key_cache": _in_layout(keys, layout, solid),
+        "value_cache": _in_layout(values, layout, solid),
+        "block_tables": table,
+        "context_lens": lens,
+    }
+    if layout != CACHE_LAYOUTS[0] or draw.chance(0.3):
+        arguments["layout"] = layout
+    if draw.chance(0.15):
+        unit = dims[0] ** -0.5
+        arguments["scale"] = draw.of((unit, 0.25 * unit, 3.0 * unit))
+    if draw.chance(0.12):
+        arguments["window"] = (draw.of((-1, 0, 1, 4, 40)), draw.of((-1, 0, 3)))
+    if draw.chance(0.08):
+        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
+    if draw.chance(0.15):
+        arguments["return_lse"] = True
+    if bound is not None:
+        arguments["max_context_len"] = bound
+    if draw.chance(0.4):
+        arguments["step"] = StepMetadata(table, lens, max_context_len=bound, capturable=draw.chance(0.5))
+    draw.poison(arguments, ("query",))
+    return arguments
+
+
+def append_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_paged_kv``."""
+    kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
+    dims, pages = _head_dims(draw), draw.of((1, 2, 9))
+    transposed = draw.chance(0.15)
+    if transposed:
+        dims, page_size = (draw.of((32, 64, 128)),) * 2, draw.of((16, 32, 48))
+    capacity = pages * page_size
+    tokens = min(draw.of((0, 1, 2, 3, 17), (1, 6, 6, 6, 4)), capacity)
+    slots = torch.randperm(capacity, generator=draw.data)[:tokens]
+    if draw.chance(0.3):
+        slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
+    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
+    for cache in (keys, values):
+        cache.copy_(draw.normal(cache.shape, dtype))
+    layout = draw.of(CACHE_LAYOUTS)
+    solid = draw.chance(0.5) and not transposed
+    return {
+        "key": draw.laid_out(draw.normal((tokens, kv_heads, dims[0]), dtype)),
+        "value": draw.laid_out(draw.normal((tokens, kv_heads, dims[1]), dtype)),
+        "key_cache": _in_layout(keys, layout, solid),
+        "value_cache": _in_layout(values, layout, solid),
+        "slot_mapping": draw.laid_out(slots.to(draw.device), expand=False),
+        "layout": layout,
+    }

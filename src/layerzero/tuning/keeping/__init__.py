@@ -1,0 +1,1 @@
+"""What is kept between processes: times in SQLite, verdicts and markers in a folder."""

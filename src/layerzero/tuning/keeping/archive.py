@@ -1,0 +1,280 @@
+"""The whole database: every row, files of rows for other machines, what to forget, and whether it is sound."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import DTYPES
+from layerzero.engine import probe
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import migrations
+from layerzero.tuning.keeping.database import Database
+from layerzero.tuning.keeping.environment import Environment, surroundings
+from layerzero.tuning.keeping.rows import Row, check
+from layerzero.tuning.predicting import learning
+from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
+from layerzero.tuning.predicting.prior import Table
+
+FORMAT = 2
+READS = (1, 2)
+"""Formats that are taken: the first did not tell device and host apart."""
+
+MAX_TEXT = 512
+"""Longest text in an imported row; kernel ids and facts are far shorter."""
+
+MAX_PROBLEMS = 20
+_PAGE = 5000
+
+_ROWS = """SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
+    median_us, p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero,
+    written_at FROM times JOIN works ON works.key = times.work JOIN environments ON environments.key = times.environment
+    WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
+    ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""
+_NUMBERS = (
+    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us", "device_us", "host_us"),
+    *("adapts", "device_uuid", "layerzero", "written_at"),
+)
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """First line of an exported file."""
+
+    format: int
+    kind: str
+    written_at: str
+    rows: int
+
+
+KIND = "layerzero times"
+
+
+class BadFileError(ValueError):
+    """A file of rows that cannot be taken; nothing of it was.
+
+    Attributes:
+        problems: each with its line.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def rows(database: Database) -> Iterator[Row]:
+    """Every row, a page at a time. Raises: ValueError for one that is not what the database should hold."""
+    last: tuple[object, ...] = (b"", -1, "", b"", "", "", "")
+    while True:
+        page = database.read(_ROWS, (*last, _PAGE))
+        for row in page:
+            yield _row(row)
+        if len(page) < _PAGE:
+            return
+        last = page[-1][:7]
+
+
+def _row(found: tuple[object, ...]) -> Row:
+    _, graph, kernel, _, condition, origin, source, facts, environment, *numbers = found
+    data = {
+        "kernel": kernel,
+        "graph": bool(graph),
+        "condition": condition,
+        "origin": origin,
+        "source": source,
+        "facts": msgspec.json.decode(str(facts)),
+        "environment": msgspec.json.decode(str(environment)),
+        **dict(zip(_NUMBERS, numbers, strict=True)),
+    }
+    row = msgspec.convert(data, Row)
+    check(row)
+    return row
+
+
+def export(found: Iterable[Row], file: Path) -> None:
+    """Write rows as lines of JSON, a header before them. Raises: OSError."""
+    lines = [msgspec.json.encode(each) for each in found]
+    header = Header(FORMAT, KIND, datetime.now(UTC).isoformat(timespec="seconds"), len(lines))
+    file.write_bytes(b"\n".join([msgspec.json.encode(header), *lines]) + b"\n")
+
+
+def export_prior(table: Table, file: Path) -> None:
+    """Write a table of priors, indented for those who read changes to it. Raises: OSError."""
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+
+
+def read_export(file: Path) -> list[Row]:
+    """Read a file of rows that somebody else wrote, strictly; each says where it came from.
+
+    Raises: BadFileError with the first problems and their lines, OSError.
+    """
+    content = file.read_bytes()
+    source = f"{file.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+    first, *lines = content.splitlines() or [b""]
+    try:
+        header = msgspec.json.decode(first, type=Header)
+    except msgspec.DecodeError as error:
+        raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
+    if header.format not in READS or header.kind != KIND:
+        wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
+        raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
+    found, problems = [], []
+    for number, line in enumerate(lines, 2):
+        try:
+            row = msgspec.json.decode(line, type=Row)
+            _plausible(row)
+        except (msgspec.DecodeError, ValueError) as error:
+            problems.append(f"line {number}: {error}")
+            continue
+        found.append(msgspec.structs.replace(row, source=f"{source} < {row.source}" if row.source else source))
+    if len(lines) != header.rows:
+        problems.append(f"line 1: wanted {header.rows} rows after it, got {len(lines)}: the file was cut or joined")
+    if problems:
+        more = len(problems) - MAX_PROBLEMS
+        raise BadFileError(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
+    return found
+
+
+def _plausible(row: Row) -> None:
+    """Refuse what no row of ours says. Raises: ValueError with wanted and got."""
+    check(row)
+    facts = row.facts
+    for name, wanted in {
+        "operation": facts.get("operation", "") != "",
+        "dtype": facts.get("dtype") in DTYPES,
+        "device_name": facts.get("device_name") == row.environment.device,
+        "platform": facts.get("platform") == row.environment.platform,
+    }.items():
+        if not wanted:
+            raise ValueError(f"facts: {name}: wanted one that the rest agrees with, got {facts.get(name)!r}")
+    texts = [row.kernel, row.condition, row.origin, row.adapts, row.source, *facts, *facts.values()]
+    texts += [str(value) for value in msgspec.structs.astuple(row.environment)]
+    longest = max(texts, key=len)
+    if not row.kernel or len(longest) > MAX_TEXT or not "".join(texts).isprintable():
+        raise ValueError(f"wanted a kernel and printable text of at most {MAX_TEXT} characters, got {longest[:80]!r}")
+    written = datetime.fromisoformat(row.written_at)
+    if written.tzinfo is None or written > datetime.now(UTC) + timedelta(days=1):
+        raise ValueError(f"written_at: wanted a date in UTC that is not to come, got {row.written_at!r}")
+
+
+def read_database(file: Path) -> list[Row]:
+    """Read another database of times, of this or an older version, without changing it.
+
+    Raises: ValueError if it is none, or damaged, with what was found.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy.sqlite")
+        problem = _copied(file, copy) or damage(copy)
+        if problem:
+            raise ValueError(f"{file}: wanted a sound database of times: {problem}")
+        database = Database(copy)
+        try:
+            return list(rows(database))
+        finally:
+            database.close()
+
+
+def _copied(file: Path, copy: Path) -> str:
+    """Copy a database as of one moment, whoever writes it meanwhile; return what prevents that."""
+    problem = ""
+    for mode in ("ro", "ro&immutable=1"):  # the second for a medium on which nothing can be written
+        source, target = sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True), sqlite3.connect(copy)
+        try:
+            source.backup(target)
+        except sqlite3.Error as error:
+            problem = problem or str(error)
+        else:
+            return ""
+        finally:
+            source.close()
+            target.close()
+    return problem
+
+
+def damage(file: Path) -> str:
+    """What is wrong with a file as a database of times; empty if it is sound. Reads all of it."""
+    try:
+        connection = sqlite3.connect(file)
+        try:
+            application = connection.execute("PRAGMA application_id").fetchone()[0]
+            if application != migrations.APPLICATION_ID:
+                return f"wanted a database of times, got another program's (application_id {application:#x})"
+            if migrations.version(connection) > migrations.LATEST:
+                return f"a newer version wrote it (schema {migrations.version(connection)})"
+            found = [str(line) for (line,) in connection.execute("PRAGMA integrity_check(5)")]
+            return "" if found == ["ok"] else "; ".join(found)
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return str(error)
+
+
+def registered(row: Row) -> bool:
+    """Whether this process knows a row's kernel; of another one it cannot tell whether its time still holds."""
+    return any(kernel.id == row.kernel for kernel in REGISTRY.kernels())
+
+
+def here() -> Callable[[Row], bool]:
+    """A test whether a row's environment is one that this machine has now."""
+    devices = [Device.detect("cpu")]
+    if torch.cuda.is_available():
+        devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    known: dict[tuple[str, Environment], bool] = {}
+
+    def holds(row: Row) -> bool:
+        identity = (row.kernel, row.environment)
+        if identity not in known:
+            known[identity] = _holds(row, devices)
+        return known[identity]
+
+    return holds
+
+
+def _holds(row: Row, devices: list[Device]) -> bool:
+    try:
+        kernel = REGISTRY.kernel(row.kernel)
+    except KeyError:
+        return False
+    if probe.this_machine().state(kernel.backend, devices[0]).version is None:
+        return False
+    return any(surroundings(device).environment(kernel)[0] == row.environment for device in devices)
+
+
+def matching(
+    found: Iterable[Row], *, kernel: str = "*", operation: str = "*", before: str = "", imported: bool = False
+) -> Iterator[Row]:
+    """Rows by glob of kernel and operation, written before a date, imported ones only."""
+    for row in found:
+        if (
+            fnmatch.fnmatchcase(row.kernel, kernel)
+            and fnmatch.fnmatchcase(row.facts.get("operation", ""), operation)
+            and (not before or row.written_at < before)
+            and (not imported or row.source)
+        ):
+            yield row
+
+
+def forget(database: Database, gone: Iterable[Row]) -> int:
+    """Remove rows; return how many."""
+    gone = list(gone)
+    if gone:
+        database.write(lambda connection: learning.remove(connection, gone))
+    return len(gone)
+
+
+def prediction_error(file: Path) -> HeldOut:
+    """How far predictions are from the times in a file that they were not made from."""
+    connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
+    try:
+        return held_out_error(learning.groups(connection))
+    finally:
+        connection.close()

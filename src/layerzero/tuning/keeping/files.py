@@ -1,0 +1,301 @@
+"""A ledger in files: markers, suspects, verdicts and failures, shared by many processes and kept between them.
+
+A marker is locked for as long as its process lives. The operating system gives the lock back however the process ends,
+so a marker that nobody holds was left behind by the dead, in whatever container and after whatever restart.
+Records hold for one version of the library and of torch, and one kind of device. Times are kept in memory only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import records
+from layerzero.tuning.keeping.folder import RecordFolder
+from layerzero.tuning.keeping.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record, Versions
+
+LOOK_EVERY_S = 1.0
+"""How often a process that chooses looks whether another one wrote."""
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder; None where the variable is empty."""
+    named = environment.get("LAYERZERO_CACHE_DIR")
+    try:
+        if named is None:
+            return platformdirs.user_cache_path("layerzero", appauthor=False).absolute()
+        return Path(named).expanduser().absolute() if named else None
+    except RuntimeError as error:  # a user without a home
+        warnings.warn(
+            f"what is learnt about kernels ends with the process: {error}; set LAYERZERO_CACHE_DIR to a folder",
+            LayerZeroWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _date(at_unix_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(at_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"at {at_unix_s} s, which is no date"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A committed marker: its file, the open file that its lock hangs on, and the class that it is about."""
+
+    path: Path
+    file: int
+    name: Name
+    identity: tuple[str, tuple[object, ...]]
+
+
+class FileLedger(MemoryLedger):
+    """Memory for this process, and records in ``folder`` for every other one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.files = RecordFolder(folder / f"ledger-{records.FORMAT}")
+        self._proved: set[tuple[str, tuple[object, ...]]] = set()
+        self._opening = threading.RLock()
+        self._opened = False
+        self._look_at = 0.0
+        self._wrong: dict[str, list[Record]] = {}
+
+    # what the engine asks
+
+    def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
+        """What was found in this process or another one, at these versions."""
+        if not self.files.writable:
+            return super().judgement(kernel, facts)
+        self._refresh()
+        slug = records.slug_of(kernel.id)
+        if not self.files.has(slug, VERDICT):
+            return None
+        versions = _versions(kernel, facts)
+        own = self.files.load(Name(slug, records.key_of(kernel.id, class_text(facts), versions), VERDICT))
+        wrong = self._wrong.get(slug)
+        if wrong is None:
+            known = self.files.of(slug, VERDICT)
+            wrong = self._wrong[slug] = [each for each in known if each.verdict is Verdict.WRONG]
+        elsewhere = next((each for each in wrong if each.kernel == kernel.id and each.versions == versions), None)
+        return deciding(_judgement(own), _judgement(elsewhere))
+
+    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
+        """Those that any process wrote a verdict or a suspicion about, at whatever versions."""
+        if not self.files.writable:
+            return super().on_record(kernels)
+        self._refresh()
+        slugs = self.files.slugs(VERDICT, SUSPECT)
+        return [each.id for each in kernels if records.slug_of(each.id) in slugs] if slugs else ()
+
+    def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why this kernel and class are suspected, at these versions."""
+        if not self.files.writable:
+            return super().suspicion(kernel, facts)
+        self._refresh()
+        record = self._recorded(kernel, facts, SUSPECT)
+        return None if record is None else record.text
+
+    def unproved(self, kernel: Kernel, facts: Facts) -> bool:
+        """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
+        identity = (kernel.id, call_class(facts))
+        if identity in self._proved or not self.files.writable:
+            return False
+        if self._recorded(kernel, facts, PROVED) is not None:
+            self._proved.add(identity)
+            return False
+        return True
+
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
+        """Commit a marker; None where the class was proved here, or where nothing can be written."""
+        if not self.unproved(kernel, facts):
+            return None
+        identity = (kernel.id, call_class(facts))
+        record = self._about(kernel, facts)
+        name = Name(records.slug_of(kernel.id), record.key, RUNNING)
+        path = self.files.path / name.file(uuid.uuid4().hex)
+        file = self.files.write(path, record)
+        return None if file is None else Marker(path, file, name, identity)
+
+    def accept(self, marker: object) -> None:
+        """The marker becomes the proof: one rename."""
+        assert isinstance(marker, Marker)
+        name = Name(marker.name.slug, marker.name.key, PROVED)
+        self.files.move(marker.path, self.files.path / name.file())
+        os.close(marker.file)
+        self.files.known(name)
+        self._proved.add(marker.identity)
+
+    def withdraw(self, marker: object) -> None:
+        """Remove the marker."""
+        assert isinstance(marker, Marker)
+        self.files.move(marker.path, None)
+        os.close(marker.file)
+
+    # what is recorded
+
+    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
+        """Remember a verdict here and for later processes."""
+        super().record_verdict(kernel, facts, verdict, detail)
+        self.files.put(self._about(kernel, facts, text=detail, verdict=verdict), VERDICT)
+        self._wrong.clear()
+
+    def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
+        """Remember an error here and, for doctor, for later processes."""
+        super().record_failure(kernel, facts, error)
+        record = self._record(kernel, facts, str(facts["operation"]))
+        before = self.files.load(Name(records.slug_of(kernel.id), record.key, FAILURES))
+        errors = [*(before.errors if before else []), error][-self.MAX_FAILURES_PER_KERNEL :]
+        self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
+
+    def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Suspect a kernel and class, here and in later processes."""
+        super().suspect(kernel, facts, why)
+        self.files.put(self._about(kernel, facts, text=why), SUSPECT)
+
+    def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
+        """Replace a suspect by what a child found; one that passed counts as proved."""
+        super().settle(suspect, verdict, detail)
+        passed = verdict is Verdict.PASSED
+        for name, record in list(self.files.all(SUSPECT, VERDICT)):
+            if (record.kernel, record.what) != (suspect.kernel_id, suspect.call_class) or not _holds_here(record):
+                continue
+            kind = PROVED if passed else VERDICT
+            found = msgspec.structs.replace(record, verdict=None if passed else verdict, text=detail)
+            self.files.put(found, kind)
+            if name.kind != kind:
+                self.files.remove(name)
+        self._wrong.clear()
+
+    # what doctor asks
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Suspects and the banned, of this process and of every other one so far."""
+        self._open(anew=True)
+        found = {(each.kernel_id, each.call_class): each for each in super().suspects()}
+        for _, record in self.files.all(SUSPECT, VERDICT):
+            if record.call is None or record.verdict is Verdict.PASSED or not _holds_here(record):
+                continue
+            each = Suspect(
+                record.kernel, record.what, record.text, record.call, record.module, record.verdict, record.text
+            )
+            found.setdefault((each.kernel_id, each.call_class), each)
+        return tuple(found[key] for key in sorted(found))
+
+    def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """What failed in this process and, at these versions, in earlier ones."""
+        self._open(anew=True)
+        kept = [record for _, record in self.files.all(FAILURES) if _holds_here(record)]
+        return {**super().failures(), **{(each.kernel, each.what): tuple(each.errors) for each in kept}}
+
+    def notes(self) -> tuple[str, ...]:
+        """Files that were set aside, and a folder that cannot be written; every record is read for it."""
+        self._open(anew=True)
+        for _ in self.files.all(SUSPECT, VERDICT, PROVED, FAILURES):
+            pass
+        aside = self.files.aside()
+        notes = []
+        if aside:
+            names = ", ".join(aside)
+            notes.append(f"{self.files.path}: damaged or foreign files were set aside and count for nothing: {names}")
+        if not self.files.writable:
+            notes.append(f"{self.files.path} cannot be written: what is learnt about kernels ends with the process")
+        return tuple(notes)
+
+    # records
+
+    def _open(self, *, anew: bool = False) -> None:
+        """List the folder, and make suspects of the markers that dead processes left."""
+        with self._opening:
+            if self._opened and not anew:
+                return
+            self._opened = True
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._wrong.clear()
+            for path, record in self.files.scan():
+                date = _date(record.at_unix_s)
+                why = f"process {record.process} ended during its first run of it ({date})"
+                self.files.put(msgspec.structs.replace(record, text=why), SUSPECT)
+                self.files.move(path, None)
+
+    def _refresh(self) -> None:
+        """See what other processes wrote; what they suspected, banned or cleared makes every plan be chosen anew."""
+        if not self._opened:
+            self._open()
+            return
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if self.files.changed():
+            before = self.files.names(SUSPECT, VERDICT)
+            self._open(anew=True)
+            if self.files.names(SUSPECT, VERDICT) != before:
+                ENGINE.bump()
+
+    def _recorded(self, kernel: Kernel, facts: Facts, kind: str) -> Record | None:
+        """What is on disk about a class; quick where nothing of this kind is known about the kernel."""
+        if not self._opened:
+            self._open()
+        slug = records.slug_of(kernel.id)
+        if not self.files.has(slug, kind):
+            return None
+        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        return self.files.load(Name(slug, key, kind))
+
+    def _record(self, kernel: Kernel, facts: Facts, what: str) -> Record:
+        return Record(records.FORMAT, kernel.id, what, _versions(kernel, facts), time.time(), os.getpid())
+
+    def _about(self, kernel: Kernel, facts: Facts, *, text: str = "", verdict: Verdict | None = None) -> Record:
+        record = self._record(kernel, facts, class_text(facts))
+        call, module = CallRecipe.of(facts), home_of(kernel)
+        return msgspec.structs.replace(record, call=call, module=module, text=text, verdict=verdict)
+
+
+def _judgement(record: Record | None) -> Judgement | None:
+    if record is None or record.verdict is None:
+        return None
+    return Judgement(record.verdict, record.what, record.text)
+
+
+def _versions(kernel: Kernel, facts: Facts) -> Versions:
+    device = facts.device
+    return Versions(_library(kernel, device), str(torch.__version__), device.name, records.capability_of(facts))
+
+
+def _library(kernel: Kernel, device: Device) -> str:
+    """The version of a kernel's library; where no package tells one, that of the file that registers it."""
+    version = probe.this_machine().state(kernel.backend, device).version
+    return version or ("" if kernel.backend.origin == "builtin" else records.source_of(home_of(kernel)))
+
+
+def _holds_here(record: Record) -> bool:
+    """Whether library and torch have the versions of a record; the library of a kernel that nobody registered may."""
+    if record.versions.torch != str(torch.__version__):
+        return False
+    try:
+        kernel = REGISTRY.kernel(record.kernel)
+    except KeyError:
+        return True
+    return _library(kernel, Device.detect("cpu")) == record.versions.library

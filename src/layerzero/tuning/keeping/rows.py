@@ -1,0 +1,155 @@
+"""What the database of times holds: works, and times of kernels on them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from datetime import UTC, datetime
+
+import msgspec
+
+from layerzero.core.evidence import Measurement, call_work
+from layerzero.core.facts import Facts
+from layerzero.tuning.keeping.environment import Environment
+from layerzero.tuning.predicting.prediction import DERIVED
+
+SCALING = frozenset(
+    {"batch", "seq_q", "seq_k", "heads", "kv_heads", "rows", "hidden", "last", "tokens", "max_blocks", "context_bound"}
+)
+"""Sizes along which a time changes smoothly. Others (``head_dim``, ``page_size``, ``group``) select code."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What there is to do, as text: the facts of a call that change its time.
+
+    Attributes:
+        facts: by name, sorted.
+        key: the identity of the work.
+        family: the identity of all works that differ from it in scaling sizes only.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> bytes:
+        """Hash of all facts."""
+        return _digest(self.facts)
+
+    @property
+    def family(self) -> bytes:
+        """Hash of the facts that are no scaling sizes."""
+        told = [
+            pair for pair in self.facts if pair[0] not in DERIVED and (pair[0] not in SCALING or not pair[1].isdigit())
+        ]
+        return _digest(tuple(told))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The scaling sizes."""
+        return {name: int(value) for name, value in self.facts if name in SCALING and value.isdigit()}
+
+
+_OTHER_LAYOUT = {"BSHD": "BHSD", "BHSD": "BSHD", "NHD": "HND", "HND": "NHD"}
+
+
+def is_plain(memory: str) -> bool:
+    """Whether all tensors are dense, or at least in their rows; of :func:`call_work`'s words."""
+    return all(word.partition(":")[2] == "rows" for word in memory.split())
+
+
+def in_other_layout(work: Work) -> Work | None:
+    """The same work on dense tensors with their axes in the other order; None where there is no such thing."""
+    facts = dict(work.facts)
+    layout = _OTHER_LAYOUT.get(facts["layout"])
+    if layout is None or not is_plain(facts["memory"]):
+        return None
+    return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))
+
+
+def work_of(facts: Facts) -> Work:
+    """The work of a call."""
+    return Work(call_work(facts))
+
+
+def _digest(pairs: tuple[tuple[str, str], ...]) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(pairs), digest_size=16).digest()
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One time, with everything that says what it is worth; a line of an exported file.
+
+    Attributes:
+        kernel: its id.
+        facts: the work, see :class:`Work`.
+        environment: under which it was taken.
+        median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
+        device_us, host_us: its parts, None where they were not told apart.
+        adapts: what the plan had to adapt, as explain names it.
+        device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
+        written_at: ISO 8601, UTC.
+        source: where it was imported from; empty if it was measured here.
+    """
+
+    kernel: str
+    facts: dict[str, str]
+    environment: Environment
+    median_us: float
+    p95_us: float
+    variance_us2: float
+    samples: int
+    noise: float
+    first_call_us: float | None = None
+    graph: bool = False
+    condition: str = ""
+    origin: str = "tune"
+    device_us: float | None = None
+    host_us: float | None = None
+    adapts: str = ""
+    device_uuid: str = ""
+    layerzero: str = ""
+    written_at: str = ""
+    source: str = ""
+
+    @property
+    def work(self) -> Work:
+        """The work that it is about."""
+        return Work(tuple(sorted(self.facts.items())))
+
+
+def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: Measurement, adapts: str = "") -> Row:
+    """Write down a measurement that was just made."""
+    from layerzero import __version__
+
+    return Row(
+        kernel=kernel_id,
+        facts=dict(call_work(facts)),
+        environment=environment,
+        **{name: getattr(measurement, name) for name in Measurement.__slots__},
+        adapts=adapts,
+        device_uuid=facts.device.uuid,
+        layerzero=__version__,
+        written_at=now(),
+    )
+
+
+def now() -> str:
+    """The time of writing: ISO 8601 in UTC to the millisecond, so that text sorts as time does."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def check(row: Row) -> None:
+    """Refuse numbers that are no times. Raises: ValueError."""
+    numbers = {
+        "median_us": row.median_us > 0,
+        "p95_us": row.p95_us >= 0,
+        "variance_us2": row.variance_us2 >= 0,
+        "samples": row.samples >= 1,
+        "noise": row.noise >= 0,
+        "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
+        "device_us": row.device_us is None or row.device_us > 0,
+        "host_us": row.host_us is None or row.host_us > 0,
+    }
+    for name, fine in numbers.items():
+        value = getattr(row, name)
+        if not fine or (value is not None and not math.isfinite(value)):
+            raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")

@@ -1,0 +1,1 @@
+"""Time kernels on calls, and decide which calls."""

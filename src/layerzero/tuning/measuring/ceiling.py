@@ -1,0 +1,66 @@
+"""What this machine can do at best: bytes a second of a copy, and arithmetic a second of a matrix product.
+
+Measured where somebody asks, once for each device, dtype and number of threads; a number from a data sheet says what a
+machine could do elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.operation import Work
+from layerzero.tuning.measuring.timing import Clock, Effort, clock_of, race
+
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+"""Beyond every cache."""
+
+_MATRIX = {"cuda": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The measured best of a device.
+
+    Attributes:
+        gb_s: 1e9 bytes a second, read and written, of a copy beyond the caches.
+        tflop_s: 1e12 multiplications and additions a second of a square product in the dtype.
+    """
+
+    gb_s: float
+    tflop_s: float
+
+    def least_us(self, work: Work) -> float:
+        """Microseconds below which the work cannot be done from memory; what lies in a cache can be quicker."""
+        return max(work.bytes / self.gb_s / 1e3, work.flops / self.tflop_s / 1e6)
+
+
+def ceiling(device: torch.device, dtype: str) -> Ceiling:
+    """Measure a copy and a product, or say what was measured before in this process."""
+    return _measured(str(device), dtype, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=32)
+def _measured(device: str, dtype: str, threads: int) -> Ceiling:  # what was measured depends on them
+    kind = torch.device(device).type
+    clock = clock_of(device)
+    with torch.no_grad():
+        source = torch.ones(_COPY_BYTES.get(kind, 2**27), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy_us = _best_us(clock, lambda: target.copy_(source))
+        size = _MATRIX.get(kind, 1024)
+        left = torch.ones(size, size, dtype=dtype_named(dtype), device=device)
+        right = torch.ones_like(left)
+        product_us = _best_us(clock, lambda: left @ right)
+    return Ceiling(2 * source.numel() / copy_us / 1e3, 2 * size**3 / product_us / 1e6)
+
+
+def _best_us(clock: Clock, run: object) -> float:
+    """The lower quartile of a few samples: a ceiling is what a machine can do, not what it did while disturbed."""
+    assert callable(run)
+    samples = race({"": run}, clock, Effort(samples=8, budget_s=2.0))[""].samples
+    return statistics.quantiles(samples, n=4)[0] if len(samples) > 1 else samples[0]

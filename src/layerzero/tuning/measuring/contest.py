@@ -1,0 +1,305 @@
+"""Time every legal kernel of one call side by side, once each has shown that it is right.
+
+What is timed is what a user deploys: the plan that the engine writes, with its adapters. A kernel's first run is marked
+as any first run is, so that one that kills the process is a suspect afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.evidence import Measurement
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Verdict
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.engine import failing, planning
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.first_run import first_run
+from layerzero.engine.functions import CALLS
+from layerzero.engine.jit import BUILT
+from layerzero.engine.policy import names_kernel
+from layerzero.testing.compare import copied
+from layerzero.testing.generate import RandomCall
+from layerzero.testing.trial import lost_context, raised
+from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring.timing import Clock, Effort, Run, clock_of, measurement, race
+from layerzero.tuning.measuring.truth import Truth, truth_of
+
+
+class Status(StrEnum):
+    """What became of a kernel in a contest."""
+
+    TIMED = "timed"
+    STOPPED = "stopped"
+    """Timed, but given up after a few samples: hopelessly slower than the best."""
+    WRONG = "wrong"
+    FAILED = "failed"
+    MEMORY = "memory"
+    """There was too little of it; that says nothing about the kernel."""
+    BANNED = "banned"
+    """A child process ran it first, and it crashed, hung or was wrong there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kernel in a contest.
+
+    Attributes:
+        kernel: the kernel.
+        status: what became of it.
+        measurement: its time, None where it has none.
+        detail: why it has none.
+        error: largest distance of its result from the reference in float64, None where nothing was compared.
+        samples: microseconds of a call, in order.
+    """
+
+    kernel: Kernel
+    status: Status
+    measurement: Measurement | None = None
+    detail: str = ""
+    error: float | None = None
+    samples: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        measured = self.measurement
+        times = (
+            {}
+            if measured is None
+            else {
+                "median_us": measured.median_us, "p95_us": measured.p95_us, "samples": measured.samples,
+                "noise": measured.noise, "first_call_us": measured.first_call_us,
+                "device_us": measured.device_us, "host_us": measured.host_us,
+            }
+        )  # fmt: skip
+        return {
+            "kernel_id": self.kernel.id,
+            "status": str(self.status),
+            **times,
+            "detail": self.detail,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What was found about one call.
+
+    Attributes:
+        name: the call, for people.
+        report: who was legal, who was refused and why, and whom the engine would have chosen before.
+        entries: the legal kernels, fastest first, then those without a time.
+        others: samples of what was timed beside them and is no kernel.
+    """
+
+    name: str
+    report: Report
+    entries: tuple[Entry, ...]
+    others: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of the call."""
+        return self.report.facts
+
+    @property
+    def times(self) -> dict[Kernel, Measurement]:
+        """Every time that was measured."""
+        return {each.kernel: each.measurement for each in self.entries if each.measurement is not None}
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "call": self.name,
+            "operation": self.report.operation,
+            "before": self.report.kernel_id,
+            "kernels": [entry.to_dict() for entry in self.entries],
+        }
+
+    @property
+    def best(self) -> Entry | None:
+        """The fastest, None if nobody has a time."""
+        return self.entries[0] if self.entries and self.entries[0].measurement is not None else None
+
+
+@contextmanager
+def window() -> Iterator[None]:
+    """What may happen while somebody asked for measuring: kernels compile, and nobody is warned of what is tried."""
+    import warnings
+
+    with warnings.catch_warnings(), SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
+        warnings.simplefilter("ignore", LayerZeroWarning)
+        yield
+
+
+def contest(
+    call: RandomCall,
+    *,
+    effort: Effort | None = None,
+    graph: bool = False,
+    leave_out: Collection[str] = (),
+    banned: Mapping[str, str] | None = None,
+    beside: Mapping[str, Run] | None = None,
+    clock: Clock | None = None,
+    origin: str = "tune",
+    seed: int = 0,
+) -> Contest:
+    """Judge, prove and time every kernel that is legal for a call under the policy in force.
+
+    The reference takes part only where it is alone: elsewhere it would be measured for nobody's sake.
+
+    Args:
+        effort: how long to measure.
+        graph: time replays of a captured CUDA graph; kernels that are not graph-safe are left out then.
+        leave_out: libraries or kernel globs that do not take part.
+        banned: kernels that a child process found guilty, with what it said.
+        beside: further callables to time among the kernels, by name; they are not proved.
+        clock: that of the call's device by default.
+        origin: what measures, for the record.
+        seed: draws the order of the turns.
+    """
+    with window():
+        function = CALLS[call.function]
+        given = function.function.bind((), call.arguments)
+        policy = current_policy()
+        report, _ = function.dispatcher.explain(given, policy)
+        device = next(value for value in given.values() if isinstance(value, torch.Tensor)).device
+        clock = clock or clock_of(device, graph=graph)
+        entrants = taking_part(report, leave_out, graph=graph)
+        guilty = banned or {}
+        out = [
+            Entry(each.kernel, Status.BANNED, None, guilty[each.kernel.id])
+            for each in report.candidates
+            if each.kernel.id in guilty
+        ]
+        entrants = [each for each in entrants if each.kernel.id not in guilty]
+        truth = truth_of(call, report.facts) if entrants else None
+        ready: dict[str, _Ready] = {}
+        for candidate in entrants:
+            assert truth is not None
+            made = _made_ready(candidate, report, call, truth, clock, graph)
+            if isinstance(made, Entry):
+                out.append(made)
+            else:
+                ready[candidate.kernel.id] = made
+        del truth
+    with torch.no_grad():  # outside the window: what is timed beside the kernels chooses as it does elsewhere
+        runs = {name: each.run for name, each in ready.items()}
+        raced = race({**runs, **(beside or {})}, clock, effort or Effort(), seed=seed)
+    state = conditions.condition(device)
+    timed = []
+    for name, each in ready.items():
+        runner = raced[name]
+        kept = measurement(
+            runner.samples, device_us=runner.device_us, host_us=runner.host_us, noise=runner.noise,
+            first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
+        )  # fmt: skip
+        status = Status.STOPPED if runner.stopped else Status.TIMED
+        timed.append(Entry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))
+    timed.sort(key=lambda entry: entry.measurement.median_us if entry.measurement else 0.0)
+    others = {name: tuple(raced[name].samples) for name in beside or {}}
+    return Contest(call.name, report, (*timed, *out), others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A kernel that ran, was right, and can be timed."""
+
+    kernel: Kernel
+    run: Run
+    first_call_us: float
+    error: float | None
+
+
+def taking_part(report: Report, leave_out: Collection[str] = (), *, graph: bool = False) -> list[Candidate]:
+    """The legal kernels that are measured: all but the reference, or the reference where it is alone."""
+    legal = [
+        each
+        for each in report.candidates
+        if each.legal
+        and not any(names_kernel(pattern, each.kernel) for pattern in leave_out)
+        and (each.kernel.graph_safe or not graph)
+    ]
+    return [each for each in legal if not each.kernel.is_reference] or legal
+
+
+def bound_plan(candidate: Candidate, report: Report, call: RandomCall) -> tuple[Plan, Run]:
+    """The plan that the engine would write for a kernel, and a call of it."""
+    function = CALLS[call.function].dispatcher.function
+    plan = planning.build(function, candidate, report, current_policy())
+    values = tuple(function.bind((), call.arguments).values())
+    return plan, functools.partial(plan.run, *values)
+
+
+def _made_ready(
+    candidate: Candidate, report: Report, call: RandomCall, truth: Truth, clock: Clock, graph: bool
+) -> _Ready | Entry:
+    """Load a kernel, run it for the first time, and compare it with the truth."""
+    kernel, facts = candidate.kernel, report.facts
+    started = time.perf_counter()
+    try:
+        plan, run = bound_plan(candidate, report, call)
+        result = _first_result(plan, call)
+        first_call_us = (time.perf_counter() - started) * 1e6
+        error = truth.error(result)
+        del result
+        problems = truth.problems(kernel, lambda **given: plan.run(**_bound(call, given)))
+        if problems:
+            ENGINE.ledger.record_verdict(kernel, facts, Verdict.WRONG)
+            ENGINE.bump()
+            return Entry(kernel, Status.WRONG, None, "; ".join(problems), error)
+        if kernel.jit:
+            BUILT.add(kernel, facts)
+        return _Ready(kernel, _captured(run) if graph else run, first_call_us, error)
+    except Exception as failure:  # whatever a kernel raises is a finding, and the others go on
+        if lost_context(facts.device):
+            raise
+        if failing.out_of_memory(failure):
+            return Entry(kernel, Status.MEMORY, None, raised(failure))
+        ENGINE.ledger.record_failure(kernel, facts, raised(failure))
+        return Entry(kernel, Status.FAILED, None, raised(failure))
+
+
+def _first_result(plan: Plan, call: RandomCall) -> Any:
+    """Run a plan for the first time, on copies of what it writes into, until the device is done."""
+    facts = plan.report.facts
+    mutated = facts.operation.schema.mutated
+    copies = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
+    with first_run(plan, ENGINE.ledger):
+        result = plan.run(**_bound(call, copies))
+        wrong = failing.wrong_result(plan, result)
+        if wrong is not None:
+            raise wrong
+    if facts.device.torch_type == "cuda":
+        torch.cuda.synchronize()
+    return result
+
+
+def _bound(call: RandomCall, given: Mapping[str, Any]) -> dict[str, Any]:
+    return CALLS[call.function].function.bind((), given)
+
+
+def _captured(run: Run) -> Callable[[], None]:
+    """The replay of a graph of one call."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay

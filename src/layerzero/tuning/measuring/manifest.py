@@ -1,0 +1,128 @@
+"""A recorded workload: which calls a program makes and how often, in a JSON file that tuning takes.
+
+    {"format": 1, "created_unix_s": …, "layerzero": "0.1.0", "model": "", "calls": [{"count": 40, "call": {…}}]}
+
+A call is written as :class:`layerzero.core.recipe.CallRecipe`: sizes, strides and arguments, never data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.ledger import class_text
+from layerzero.core.operation import Case
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring.jobs import Job
+
+FORMAT = 1
+
+STALE_DAYS = 7
+"""A manifest older than this is used with a warning: programs change."""
+
+
+class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call, and how often it was made."""
+
+    count: int
+    call: CallRecipe
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A recorded workload.
+
+    Attributes:
+        format: version of this document.
+        created_unix_s: when it was written.
+        layerzero: the version that wrote it.
+        model: what the program ran, a name or hash of its configuration; empty if nobody said.
+        calls: each call once, the most frequent first.
+    """
+
+    format: int
+    created_unix_s: float
+    layerzero: str
+    calls: list[Recorded]
+    model: str = ""
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], *, model: str = "") -> Manifest:
+        """Read a manifest; warn of one that is older than a week.
+
+        Raises: ValueError for a file that is none, of another format, or of another model than the one given.
+        """
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path}: wanted a manifest that lz.record wrote: {error.strerror}") from error
+        try:
+            manifest = msgspec.json.decode(text, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}: wanted a manifest that lz.record wrote: {error}") from error
+        if manifest.format != FORMAT:
+            raise ValueError(f"{path}: wanted a manifest of format {FORMAT}, got {manifest.format}; record it again")
+        if model and manifest.model != model:
+            raise ValueError(f"{path}: wanted a manifest of the model {model!r}, got one of {manifest.model!r}")
+        for recorded in manifest.calls:
+            if recorded.count < 1 or recorded.call.operation not in REGISTRY.operations():
+                got = f"{recorded.call.operation}, {recorded.count} times"
+                raise ValueError(f"{path}: wanted calls of known operations, made at least once, got {got}")
+        age_days = (time.time() - manifest.created_unix_s) / 86400
+        if age_days > STALE_DAYS:
+            warnings.warn(
+                f"{path}: it was recorded {age_days:.0f} days ago; record it again if the program changed since",
+                LayerZeroWarning,
+                stacklevel=2,
+            )
+        return manifest
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the manifest in place of what was there, whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        temporary.replace(target)
+
+
+def jobs_of(manifest: Manifest, device: str) -> list[Job]:
+    """The most frequent call of each class, where a class is what verdicts are kept for; frequent classes first.
+
+    A decode loop makes thousands of calls that differ in length by one: one of them stands for each power of two.
+    """
+    classes: dict[str, list[Recorded]] = defaultdict(list)
+    for recorded in manifest.calls:
+        if recorded.call.device == device:
+            classes[_class_of(recorded.call)].append(recorded)
+    found = []
+    for members in classes.values():
+        most = max(
+            members, key=lambda each: (each.count, [each.call.tensors[name].shape for name in each.call.tensors])
+        )
+        count = sum(each.count for each in members)
+        name = Case(text_of(most.call), {})
+        found.append(Job(most.call.operation, name, dtype_of(most.call), recipe=most.call, count=count))
+    return sorted(found, key=lambda job: (-job.count, job.name))
+
+
+def _class_of(call: CallRecipe) -> str:
+    job = Job(call.operation, Case("", {}), "", recipe=call)
+    return class_text(job.facts(call.device)) + f" {sorted(call.params.items(), key=str)}"
+
+
+def dtype_of(call: CallRecipe) -> str:
+    """The dtype of a call: that of its first tensor."""
+    return next(iter(call.tensors.values())).dtype
+
+
+def text_of(call: CallRecipe) -> str:
+    """The sizes of a call's tensors, each once."""
+    shapes = dict.fromkeys("x".join(map(str, each.shape)) for each in call.tensors.values())
+    return " ".join(shapes)

@@ -1,0 +1,88 @@
+"""``lz.record``: write down which calls a program makes, for tuning on them later.
+
+Nothing of it is on a hit. While something is recorded no plan is kept, so every call goes through choosing, where it is
+counted: about a quarter of a millisecond each on a CPU of 2026. Calls inside a CUDA graph are seen when it is captured,
+not when it is replayed; calls that other threads make at the same moment with the same key may count once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+import layerzero
+from layerzero.core.facts import Facts
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded
+
+
+class Recording:
+    """A recording; also a context manager that ends it.
+
+    Attributes:
+        path: where the manifest goes when it ends; None keeps it in :meth:`manifest`.
+        model: what the program runs, for whoever loads the manifest.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str = "") -> None:
+        self.path = path
+        self.model = model
+        self._counts: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+        self._running = True
+        ENGINE.watch(self._saw)
+
+    def _saw(self, facts: Facts) -> None:
+        call = msgspec.json.encode(CallRecipe.of(facts))
+        with self._lock:
+            self._counts[call] += 1
+
+    @property
+    def calls(self) -> int:
+        """How many calls were seen so far."""
+        return self._counts.total()
+
+    def manifest(self) -> Manifest:
+        """What was seen so far, the most frequent call first."""
+        with self._lock:
+            counts = self._counts.most_common()
+        calls = [Recorded(count, msgspec.json.decode(call, type=CallRecipe)) for call, count in counts]
+        return Manifest(FORMAT, time.time(), layerzero.__version__, calls, self.model)
+
+    def stop(self) -> Manifest:
+        """End the recording, write the manifest where a path was given, and return it."""
+        if self._running:
+            self._running = False
+            ENGINE.unwatch(self._saw)
+        manifest = self.manifest()
+        if self.path is not None:
+            manifest.save(self.path)
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Recording:
+    """Record the calls that this process makes from now on, in all threads, until the recording is stopped.
+
+        with lz.record("workload.json"):
+            model.generate(...)
+        lz.tune(manifest="workload.json")
+
+    Args:
+        path: a file for the manifest, written when the recording ends, with an error or without.
+        model: a name or hash of what the program runs, kept in the manifest.
+    Calls are slower while it runs, since each is chosen for anew; before and after, they cost what they always do.
+    """
+    return Recording(path, model=model)

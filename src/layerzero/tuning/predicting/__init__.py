@@ -1,0 +1,1 @@
+"""Times that were not measured, from those that were."""

@@ -1,0 +1,282 @@
+"""Times that ship with the package: what was measured on a device of this name, where the user has measured nothing.
+
+A table is JSON under ``priors/``, one or more a device. It is matched more loosely than measured times are: layouts and
+row strides do not count, and neither do the driver and minor versions; so it decides less.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+
+import msgspec
+from packaging.version import InvalidVersion, Version
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import DTYPES
+from layerzero.core.evidence import Evidence, Provenance
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.engine import probe
+from layerzero.tuning.keeping.rows import SCALING, Row, Work, is_plain, work_of
+from layerzero.tuning.predicting.fitting import fit
+from layerzero.tuning.predicting.prediction import DERIVED, Model, Point, predict
+from layerzero.tuning.predicting.weighing import Time, weighed
+
+FORMAT = 1
+KIND = "layerzero priors"
+FOLDER = Path(__file__).parents[1] / "priors"
+
+CONFIDENCE = 0.7
+"""What a time of another machine of the same name counts; of another driver and minor version, too."""
+
+NOISE = 0.05
+"""Relative difference below which two of them do not count."""
+
+LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm", "input_ndim", *DERIVED})
+"""Facts that a table does not tell apart."""
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times of kernels, in microseconds, at some scaling sizes."""
+
+    sizes: dict[str, int]
+    times_us: dict[str, float]
+
+
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cases that differ in scaling sizes only; ``graph`` is None where the times hold for eager calls and replays."""
+
+    facts: dict[str, str]
+    cases: list[Case]
+    graph: bool | None = None
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of priors and where it comes from.
+
+    Attributes:
+        format, kind: version of this document, and what it is.
+        device, driver, torch: under which it was measured.
+        versions: by kernel, the version of its library, empty where torch brings it.
+        date, script: when, and by what.
+        resolution_us: what the times were rounded to.
+    """
+
+    format: int
+    kind: str
+    device: str
+    driver: str
+    torch: str
+    versions: dict[str, str]
+    date: str
+    script: str
+    families: list[Family]
+    resolution_us: float = 0.0
+
+
+def read_table(file: Path) -> Table:
+    """Read a table strictly. Raises: ValueError with what was wanted and got; OSError."""
+    try:
+        table = msgspec.json.decode(file.read_bytes(), type=Table)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file.name}: {error}") from error
+    if (table.format, table.kind) != (FORMAT, KIND):
+        wanted = f"wanted format {FORMAT} of {KIND!r}"
+        raise ValueError(f"{file.name}: {wanted}, got format {table.format} of {table.kind!r}")
+    if not table.device or not math.isfinite(table.resolution_us) or table.resolution_us < 0:
+        raise ValueError(f"{file.name}: wanted a device and a resolution_us of at least 0")
+    date.fromisoformat(table.date)
+    for number, family in enumerate(table.families):
+        for problem in _problems(family, table):
+            raise ValueError(f"{file.name}: families[{number}]: {problem}")
+    return table
+
+
+def _problems(family: Family, table: Table) -> Iterable[str]:
+    facts = family.facts
+    if not facts.get("operation") or facts.get("dtype") not in DTYPES:
+        yield f"wanted an operation and a dtype, got {facts.get('operation')!r} and {facts.get('dtype')!r}"
+    misplaced = sorted(facts.keys() & (LOOSE | SCALING))
+    if misplaced:
+        yield f"facts: wanted none that a table does not tell apart or that is a size, got {', '.join(misplaced)}"
+    names = [set(case.sizes) for case in family.cases]
+    if not names or any(each != names[0] or not each <= SCALING for each in names):
+        yield f"cases: wanted the same scaling sizes in each, got {sorted(set().union(*names))}"
+    for case in family.cases:
+        for kernel_id, time_us in case.times_us.items():
+            if not (math.isfinite(time_us) and time_us > 0):
+                yield f"{kernel_id}: wanted a time above 0, got {time_us}"
+            if kernel_id not in table.versions:
+                yield f"{kernel_id}: wanted the version of its library in versions, got none"
+        if min(case.sizes.values(), default=1) < 1:
+            yield f"sizes: wanted numbers above 0, got {case.sizes}"
+
+
+class Learnt:
+    """A family that was asked about: its exact times, and a model of each kernel's."""
+
+    def __init__(self, family: Family) -> None:
+        self.exact: dict[str, dict[tuple[tuple[str, int], ...], float]] = {}
+        points: dict[str, list[Point]] = {}
+        for case in family.cases:
+            for kernel_id, time_us in case.times_us.items():
+                self.exact.setdefault(kernel_id, {})[tuple(sorted(case.sizes.items()))] = time_us
+                points.setdefault(kernel_id, []).append(Point(case.sizes, time_us))
+        self.models: dict[str, Model | None] = {name: fit(found) for name, found in points.items()}
+
+    def evidence(self, kernel_id: str, sizes: Mapping[str, int], resolution_us: float) -> Evidence | None:
+        """The time of a kernel at these sizes."""
+        exact = self.exact.get(kernel_id, {}).get(tuple(sorted(sizes.items())))
+        if exact is not None:
+            noise = max(NOISE, resolution_us / 2 / exact)
+            return Evidence(exact, Provenance.PRIOR, CONFIDENCE, noise)
+        model = self.models.get(kernel_id)
+        found = None if model is None else predict(model, sizes)
+        if found is None:
+            return None
+        return Evidence(found.time_us, Provenance.PRIOR, CONFIDENCE * found.confidence, NOISE)
+
+
+class Priors:
+    """The tables of one device, read when it is first asked about."""
+
+    def __init__(self, device_name: str, folder: Path) -> None:
+        self.problems: list[str] = []
+        self._families: dict[tuple[frozenset[tuple[str, str]], bool], tuple[Table, Family]] = {}
+        self._learnt: dict[int, Learnt] = {}
+        for file in sorted(folder.glob(f"{slug(device_name)}*.json")):
+            try:
+                table = read_table(file)
+            except (OSError, ValueError) as error:
+                self.problems.append(f"{file}: no priors: {error}")
+                continue
+            if table.device == device_name:
+                for family in table.families:
+                    for graph in (False, True) if family.graph is None else (family.graph,):
+                        self._families[frozenset(family.facts.items()), graph] = (table, family)
+
+    def __bool__(self) -> bool:
+        return bool(self._families)
+
+    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
+        """Times of kernels whose library has the major version that was measured."""
+        work = work_of(facts)
+        told = dict(work.facts)
+        if told["row_alignment"] != "16" or not is_plain(told["memory"]):
+            return {}
+        key = frozenset((name, value) for name, value in work.facts if name not in LOOSE and name not in work.sizes)
+        table, family = self._families.get((key, bool(facts["capturing"])), (None, None))
+        if table is None or family is None:
+            return {}
+        learnt = self._learnt.get(id(family))
+        if learnt is None:
+            learnt = self._learnt[id(family)] = Learnt(family)
+        found = {}
+        for kernel in kernels:
+            if kernel.id in learnt.exact and _same_major(kernel, table, facts.device):
+                evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us)
+                if evidence is not None:
+                    found[kernel.id] = evidence
+        return found
+
+
+_LOADED: dict[str, Priors] = {}
+
+
+def priors_of(device_name: str) -> Priors:
+    """The tables of a device."""
+    found = _LOADED.get(device_name)
+    if found is None:
+        found = _LOADED[device_name] = Priors(device_name, FOLDER)
+    return found
+
+
+def problems() -> list[str]:
+    """What is wrong with the tables that were asked for."""
+    return [problem for priors in list(_LOADED.values()) for problem in priors.problems]
+
+
+def slug(device_name: str) -> str:
+    """A device's name as the beginning of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def _same_major(kernel: Kernel, table: Table, device: Device) -> bool:
+    """Whether a library's version is close enough; one that is asked about without being here counts."""
+    then = table.versions.get(kernel.id)
+    if then is None:
+        return False
+    version = probe.this_machine().state(kernel.backend, device).version
+    if version is None:
+        return True
+    if not then:
+        then, version = table.torch, _torch_version()
+    return _major(then) == _major(version)
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _major(version: str) -> tuple[int, ...]:
+    """What a library promises to keep: the first number, and the second below 1.0."""
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        return ()
+    return release[:2] if release[0] == 0 else release[:1]
+
+
+def table_of(found: Iterable[Row], script: str) -> Table:
+    """Make a table of measured rows: what calls take while the host runs at its usual pace, three digits of it.
+
+    Raises: ValueError unless they are of one device, driver, torch and versions.
+    """
+    times: dict[tuple[frozenset[tuple[str, str]], bool], dict[tuple[tuple[str, int], ...], dict[str, Row]]] = {}
+    rows = [row for row in found if not row.source and is_plain(row.facts.get("memory", ""))]
+    rows = [row for row in rows if row.facts.get("row_alignment") == "16"]
+    for row in rows:
+        sizes = Work(tuple(sorted(row.facts.items()))).sizes
+        facts = frozenset((name, value) for name, value in row.facts.items() if name not in LOOSE and name not in sizes)
+        case = times.setdefault((facts, row.graph), {}).setdefault(tuple(sorted(sizes.items())), {})
+        if row.kernel not in case or case[row.kernel].written_at < row.written_at:
+            case[row.kernel] = row
+    versions = {(row.kernel, row.environment.version) for row in rows}
+    about = {(row.environment.device, row.environment.driver, row.environment.torch) for row in rows}
+    if len(about) != 1 or len(dict(versions)) != len(versions):
+        got = ", ".join(sorted({" ".join(filter(None, each)) for each in (*about, *versions)})) or "nothing"
+        wanted = "wanted times of one device, driver and torch, and of one version of each library"
+        raise ValueError(f"a table of priors: {wanted}, got {got}")
+    (device, driver, torch), *_ = about
+    families = [
+        Family(dict(sorted(facts)), list(_cases(cases)), graph)
+        for (facts, graph), cases in sorted(times.items(), key=lambda each: (sorted(each[0][0]), each[0][1]))
+    ]
+    day = max(row.written_at for row in rows)[:10]
+    return Table(FORMAT, KIND, device, driver, torch, dict(sorted(versions)), day, script, families)
+
+
+def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) -> Iterator[Case]:
+    """The cases of a family."""
+    times = {sizes: [_time(row) for row in rows.values()] for sizes, rows in measured.items()}
+    waited: dict[tuple[str, str], list[float]] = {}
+    for time in (each for several in times.values() for each in several):
+        if time.waits and time.host_us is not None:
+            waited.setdefault((time.kernel, time.adapts), []).append(time.host_us)
+    hosts = {about: statistics.median_low(each) for about, each in waited.items()}
+    for sizes in sorted(times):
+        found = weighed(times[sizes], hosts)
+        yield Case(dict(sizes), {name: float(f"{found[name].time_us:.3g}") for name in sorted(found)})
+
+
+def _time(row: Row) -> Time:
+    numbers = (row.median_us, row.noise, row.samples, row.variance_us2)
+    about = (row.kernel, row.environment.key, row.condition, row.source)
+    return Time(*about, *numbers, row.written_at, row.adapts, row.device_us, row.host_us)

@@ -1,0 +1,1 @@
+"""Kernels prove themselves in children: vetting, rehearsals, suspects."""
