@@ -25,6 +25,7 @@ from layerzero.asking.control import (
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.core import limits
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
@@ -46,7 +47,7 @@ from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.core.schema import OperationSchema
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.paged.step import StepMetadata
@@ -58,6 +59,7 @@ from layerzero.tuning.proving.confirm import confirm_suspects
 from layerzero.tuning.proving.vetting import vet
 
 __all__ = [
+    "Axis",
     "Backend",
     "Case",
     "CudaGraphUnsafeError",
@@ -83,12 +85,14 @@ __all__ = [
     "OpKind",
     "Operation",
     "OperationSchema",
+    "Param",
     "Plan",
     "PolicyError",
     "Reason",
     "ReasonCode",
     "RegistrationError",
     "Report",
+    "Role",
     "SelectionContext",
     "SelectionContextBuilder",
     "SelectionReport",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.layouts import resolve
+from layerzero.ops.attention.layout import resolve
 from layerzero.ops.attention.reference import attention_reference
 
 

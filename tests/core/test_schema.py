@@ -16,8 +16,7 @@ SCHEMA = lz.OperationSchema(
         lz.TensorSchema("three", ("3",), required=False, same_dtype=False),
     ),
     outputs=(lz.TensorSchema("y", ("batch",)),),
-    params={"scale": float, "flag": bool},
-    neutral={"flag": False},
+    params=(lz.Param("scale", float), lz.Param("flag", bool, False)),
 )
 X, W = torch.zeros(2, 4), torch.zeros(4)
 
@@ -66,14 +65,21 @@ def test_the_builder_validates_and_names_every_fact():
         lz.SelectionContextBuilder(operation).build(query, key[..., :16], key, causal=True)
 
 
-def test_the_builder_can_be_extended():
-    class Doubled(lz.FactsBuilder):
-        def extract(self, arguments, values):
-            return {**super().extract(arguments, values), "twice": 2 * values["heads"]}
-
-    operation = next(each for each in lz.list_operations() if each.name == "attention.standard.prefill")
-    query = torch.zeros(2, 16, 8, 32)
-    assert Doubled(operation).build(query, query, query, causal=False)["twice"] == 16
+@pytest.mark.parametrize(("parts", "problem"), [
+    ({"params": (lz.Param("x", float),)}, "x: wanted a name once, got it twice"),
+    ({"params": (lz.Param("how", list, None),)}, "how: types: wanted some of bool, dtype, float, int, str, tuple"),
+    ({"params": (lz.Param("seed", int, 7, lz.Role.PASSED),)}, "seed: neutral: wanted None for what is passed, got 7"),
+    ({"params": (lz.Param("plan", object, None, lz.Role.HANDLE, made_of=("z",)),)}, "plan: made_of: .* got 'z'"),
+    ({"inputs": (lz.TensorSchema("ids", ("n",), indexes=("rows",)),)}, "ids: wanted places .* got 'rows'"),
+    ({"inputs": (lz.TensorSchema("x", ("a", "b"), has_layout=True),)}, "x: has a layout"),
+    ({"outputs": (lz.TensorSchema("y", when="asked"),)}, "y: when: wanted a chosen parameter, got 'asked'"),
+    ({"outputs": (lz.TensorSchema("y", dtype_from="w"),)}, "y: dtype_from: wanted an argument, got 'w'"),
+    ({"dtype_of": "w"}, "dtype_of: wanted a tensor, got 'w'"),
+])  # fmt: skip
+def test_a_broken_schema_is_refused_where_it_is_written(parts, problem):
+    whole = {"operation": "test.broken", "inputs": (lz.TensorSchema("x", ("n",)),), "outputs": ()}
+    with pytest.raises(lz.RegistrationError, match=f"operation 'test.broken': {problem}"):
+        lz.OperationSchema(**whole | parts)
 
 
 def test_facts_can_be_asked_about_in_place_of_tensors():

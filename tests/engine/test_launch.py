@@ -119,7 +119,7 @@ def test_the_safe_batch_fits_and_one_more_does_not(batch, heads, axes, most):
     def fits(size):
         return not grid.check(builder.build(*shapes(size, heads), device=h100))
 
-    safe = grid.safe_batch(builder.build(*shapes(batch, heads), device=h100))
+    safe = grid.safe_size("batch", builder.build(*shapes(batch, heads), device=h100))
     repeated = sum(axis.count("batch") for axis in axes) > 1 and most is not None
     if not repeated:
         assert safe <= batch

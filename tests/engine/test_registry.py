@@ -26,9 +26,12 @@ def declare(**changes):
     (lambda: declare(build_key=lambda facts: 1), "speak of what compiles, and it does not"),
     (lambda: declare(priority=101), "priority must be 0 to 100"),
     (lambda: declare(operations=()), "declares no operation"),
-    (lambda: declare(layout="SBHD"), "layout must be one of BSHD, BHSD"),
+    (lambda: lz.register_backend([declare(layout="SBHD")]), "layout: norm.rms wants none: its axes"),
     (lambda: declare(renames={"eps": "epsilon"}), "without accepting them"),
-    (lambda: declare(folds=("causal",)), "folds into attn_mask without accepting it"),
+    (
+        lambda: lz.register_backend([declare(operations=("attention.gqa.prefill",), folds=("causal",))]),
+        "folds into attn_mask without accepting it",
+    ),
     (lambda: lz.register_kernel("norm.rms", "x.y", supports_gqa=True)(lambda i, w: i), "register for attention.gqa"),
     (lambda: lz.register_kernel("norm.rms", "x.y", graph_saef=True)(lambda i, w: i), "did you mean 'graph_safe'"),
     (lambda: lz.register_kernel("norm.rms", "x.y")(lambda i: i), "wanted a function that takes input, weight"),
@@ -113,8 +116,7 @@ def test_a_new_operation_needs_one_block():
             "test.double",
             (lz.TensorSchema("x", ("...", "n")),),
             (lz.TensorSchema("y", ("...", "n")),),
-            {"times": float},
-            {"times": 2.0},
+            (lz.Param("times", float, 2.0),),
         ),
         summary="for the test",
         reference=double,
@@ -188,7 +190,7 @@ MISFITS = {
     ),
     "a mask that is not there": (
         {"operations": ("attention.standard.prefill", "norm.rms"), "accepts": ("attn_mask",), "folds": ("window",)},
-        r"folds \['window'\], but norm\.rms has no mask to fold into",
+        r"folds \['window'\], but norm\.rms can fold nothing",
     ),
     "a dtype that is not there": (
         {

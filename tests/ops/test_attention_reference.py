@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from layerzero.core import layouts
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention import layout as layouts
 from layerzero.ops.attention.reference import attention_bias, attention_reference
 
 INF = math.inf

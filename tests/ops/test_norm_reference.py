@@ -102,7 +102,7 @@ def test_shapes_alone_are_the_real_shapes(operation, dtype):
         tensors = {tensor.name: x.clone() if tensor.mutated else x for tensor in operation.schema.inputs}
         tensors |= {name: x.new_ones(shape[-1:]) for name in ("weight", "bias") if name in tensors}
         arguments = {**operation.schema.neutral, **tensors}
-        if "normalized_shape" in operation.schema.params:
+        if "normalized_shape" in operation.schema.chosen:
             arguments["normalized_shape"] = shape[-1:]
         strided = {
             n: t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, torch.Tensor) and t.ndim > 1 else t

@@ -20,10 +20,10 @@
 
 #include "dlpack.h"
 
-#define INTERFACE 2 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
+#define INTERFACE 3 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
-#define MAX_TENSORS 12
+#define MAX_TENSORS 24
 #define MAX_AXES 6         /* a tensor with more axes goes the slow way */
 #define MAX_SEQUENCE 4     /* so does a tuple with more numbers */
 #define MAX_EXACT_WORDS (4 + MAX_PARAMETERS * (1 + MAX_SEQUENCE) + MAX_TENSORS * (1 + 2 * MAX_AXES))
@@ -40,7 +40,7 @@ typedef struct {
     int sdpa;          /* one bit for each switch of torch's attention kernels */
 } EagerState;
 
-extern PyTypeObject *tensor_type, *parameter_type;
+extern PyTypeObject *tensor_type, *parameter_type, *dtype_type;
 extern DLExchange *exchange;
 extern long open_scopes; /* policy scopes that are open in any thread */
 
@@ -79,7 +79,7 @@ typedef struct {
     uintptr_t low[MAX_TENSORS], high[MAX_TENSORS];
 } Key;
 
-enum Kind { VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR };
+enum Kind { VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR, PASSED };
 
 typedef struct {
     PyObject *name;          /* interned */
@@ -88,6 +88,9 @@ typedef struct {
     int tensor;                /* its number among the tensors, for tensors */
     PyObject *text;            /* the text that was given last: the compiler makes one object of equal ones */
     int made_of[MAX_TENSORS];  /* parameters that a handle must have been made of, for handles; ends with -1 */
+    PyObject *kind_for;        /* what tells a handle's kind, given it and what it was made of; NULL: its own method */
+    PyObject *types;           /* the exact types of what is passed, a tuple */
+    double least, most;        /* bounds of a number that is passed: no key holds it, so every call is tested */
 } Parameter;
 
 typedef struct {

@@ -9,7 +9,7 @@
  */
 #include "hot.h"
 
-enum { ABSENT, NUMBER_NONE, NUMBER_BOOL, NUMBER_INT, NUMBER_FLOAT, TEXT, NUMBERS };
+enum { ABSENT, NUMBER_NONE, NUMBER_BOOL, NUMBER_INT, NUMBER_FLOAT, TEXT, NUMBERS, DTYPE = NUMBERS + MAX_SEQUENCE + 1, GIVEN };
 
 #define MAX_STRINGS 1024 /* a caller that makes up ever new texts is not remembered beyond this */
 
@@ -95,6 +95,9 @@ static int put_value(Function *self, Parameter *parameter, PyObject *value, uint
         *tag = TEXT;
         *word = (uint64_t)(uintptr_t)text;
         return text != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+    } else if (Py_TYPE(value) == dtype_type) {
+        *tag = DTYPE;
+        *word = (uint64_t)(uintptr_t)value; /* each is one object for as long as torch is there */
     } else {
         return 0;
     }
@@ -133,6 +136,33 @@ static int put_bound(PyObject *value, uint64_t *tag, uint64_t *word)
     return 1;
 }
 
+static int has_type(const Parameter *parameter, PyObject *value)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(parameter->types);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if ((PyObject *)Py_TYPE(value) == PyTuple_GET_ITEM(parameter->types, i))
+            return 1;
+    return count == 0;
+}
+
+/* What is passed chooses nothing but by being there; its type and bounds are tested on every call. */
+static int may_be_passed(const Parameter *parameter, PyObject *value)
+{
+    if (value == Py_None)
+        return parameter->default_value == Py_None;
+    if (!has_type(parameter, value))
+        return 0;
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AS_DOUBLE(value);
+        return number >= parameter->least && number <= parameter->most;
+    }
+    if (!PyLong_CheckExact(value))
+        return 1;
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow && (double)number >= parameter->least && (double)number <= parameter->most;
+}
+
 /* A handle by its kind, which it tells for the tensors of this call. */
 static int put_handle(Function *self, Parameter *parameter, PyObject *const *values, PyObject *value,
                       uint64_t *tag, uint64_t *word)
@@ -142,11 +172,14 @@ static int put_handle(Function *self, Parameter *parameter, PyObject *const *val
         return put_value(self, parameter, value, tag, word);
     if (kind_for == NULL && (kind_for = PyUnicode_InternFromString("kind_for")) == NULL)
         return -1;
+    if (parameter->types != NULL && !has_type(parameter, value))
+        return 0;
     PyObject *arguments[1 + MAX_TENSORS] = {value};
     size_t count = 1;
     for (const int *each = parameter->made_of; *each >= 0; each++)
         arguments[count++] = values[*each];
-    PyObject *kind = PyObject_VectorcallMethod(kind_for, arguments, count, NULL);
+    PyObject *kind = parameter->kind_for == NULL ? PyObject_VectorcallMethod(kind_for, arguments, count, NULL)
+                                                 : PyObject_Vectorcall(parameter->kind_for, arguments, count, NULL);
     if (kind == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
@@ -167,9 +200,13 @@ static int same_values(Function *self, PyObject *const *values, Key *key)
 {
     if (self->seen_count == 0)
         return 0;
-    for (int i = 0; i < self->count; i++)
-        if (values[i] != self->seen[i] && !is_tensor(&self->parameters[i]))
+    for (int i = 0; i < self->count; i++) {
+        if (values[i] == self->seen[i] || is_tensor(&self->parameters[i]))
+            continue;
+        int alike = self->parameters[i].kind == PASSED && (values[i] == Py_None) == (self->seen[i] == Py_None);
+        if (!alike || !may_be_passed(&self->parameters[i], values[i]))
             return 0;
+    }
     memcpy(key->exact + key->exact_count, self->seen_words, (size_t)self->seen_count * sizeof self->seen_words[0]);
     key->exact_count += self->seen_count;
     return 1;
@@ -214,6 +251,11 @@ static int put_values(Function *self, PyObject *const *values, Key *key)
             break;
         case BOUND:
             made = put_bound(values[i], &tag, words);
+            break;
+        case PASSED:
+            made = may_be_passed(parameter, values[i]);
+            tag = values[i] == Py_None ? NUMBER_NONE : GIVEN;
+            *words = 0;
             break;
         case HANDLE:
             made = put_handle(self, parameter, values, values[i], &tag, words);

@@ -145,17 +145,20 @@ static PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t give
 static int set_parameter(Function *self, PyObject *described, int place)
 {
     Parameter *parameter = &self->parameters[place];
-    PyObject *name, *default_value, *made_of;
+    PyObject *name, *default_value, *made_of, *kind_for, *types;
     int kind, required;
-    if (!PyArg_ParseTuple(described, "UiOpO!", &name, &kind, &default_value, &required, &PyTuple_Type, &made_of))
+    if (!PyArg_ParseTuple(described, "UiOpO!OO!dd", &name, &kind, &default_value, &required, &PyTuple_Type, &made_of,
+                          &kind_for, &PyTuple_Type, &types, &parameter->least, &parameter->most))
         return -1;
+    parameter->kind_for = kind_for == Py_None ? NULL : Py_NewRef(kind_for);
+    parameter->types = Py_NewRef(types);
     Py_INCREF(name);
     PyUnicode_InternInPlace(&name);
     parameter->name = name;
     parameter->kind = (enum Kind)kind;
     parameter->default_value = required ? NULL : Py_NewRef(default_value);
     Py_ssize_t count = PyTuple_GET_SIZE(made_of);
-    if (kind < VALUE || kind > OPTIONAL_TENSOR || count >= MAX_TENSORS) {
+    if (kind < VALUE || kind > PASSED || count >= MAX_TENSORS) {
         PyErr_Format(PyExc_ValueError, "wanted a kind of parameter, got %R", described);
         return -1;
     }
@@ -338,6 +341,8 @@ static void function_dealloc(PyObject *function)
         Py_XDECREF(self->seen[i]);
         Py_XDECREF(self->parameters[i].name);
         Py_XDECREF(self->parameters[i].default_value);
+        Py_XDECREF(self->parameters[i].kind_for);
+        Py_XDECREF(self->parameters[i].types);
     }
     Py_TYPE(function)->tp_free(function);
 }

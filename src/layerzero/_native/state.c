@@ -12,7 +12,7 @@
 #define STATIC_TLS
 #endif
 
-PyTypeObject *tensor_type, *parameter_type;
+PyTypeObject *tensor_type, *parameter_type, *dtype_type;
 DLExchange *exchange;
 long open_scopes;
 
@@ -350,7 +350,7 @@ int state_setup(PyObject *sources)
         PyErr_Format(PyExc_RuntimeError, "setup: wanted version 1 of the DLPack exchange API, got %u", found->major);
         return -1;
     }
-    PyObject *tensor = source(sources, "tensor"), *parameter = source(sources, "parameter");
+    PyObject *tensor = source(sources, "tensor"), *parameter = source(sources, "parameter"), *dtype = source(sources, "dtype");
     if (tensor == NULL || parameter == NULL)
         return -1;
     if (!PyType_Check(tensor) || !PyType_Check(parameter)) {
@@ -360,6 +360,7 @@ int state_setup(PyObject *sources)
     exchange = found;
     tensor_type = (PyTypeObject *)Py_NewRef(tensor);
     parameter_type = (PyTypeObject *)Py_NewRef(parameter);
+    dtype_type = (PyTypeObject *)Py_NewRef(dtype);
     static const char *switches[] = {"sdpa_flash", "sdpa_efficient", "sdpa_math", "sdpa_cudnn"};
     for (int i = 0; i < COUNT(sdpa); i++)
         if (set_question(&sdpa[i], sources, switches[i]) < 0)

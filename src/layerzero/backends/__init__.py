@@ -1,38 +1,40 @@
-"""Kernel libraries: a folder each, or one file where a library is small; each module below declares ``KERNELS``.
+"""Kernel libraries: a file each, or a folder where one has several families; what declares kernels holds ``KERNELS``.
 
 All declarations are read at the first call (10 ms); a library itself is imported when one of its kernels was chosen.
 
-Add a backend: write its file and its line here, in alphabetical order.
+Add a backend: write its file and its line here, in alphabetical order. A folder names its files in ``MODULES``.
 """
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from layerzero.core.kernel import Kernel
 
 BUILTIN: tuple[str, ...] = (
     "aiter",
     "apex",
     "cudnn_frontend",
-    "flash_attn.attention",
-    "flash_attn.cute",
-    "flash_attn.paged",
-    "flashinfer.attention",
-    "flashinfer.norm",
-    "flashinfer.paged",
+    "flash_attn",
+    "flashinfer",
     "habana",
     "liger",
     "onnxruntime",
     "quack",
-    "torch.attention",
-    "torch.cuda_attention",
-    "torch.flex_attention",
-    "torch.inductor",
-    "torch.norm",
-    "torch.paged",
-    "vllm.flash_attn",
-    "vllm.norm",
-    "vllm.paged",
-    "vllm_cpu.norm",
-    "vllm_cpu.paged",
+    "torch",
+    "vllm",
+    "vllm_cpu",
     "xformers",
     "zentorch",
 )
-"""Modules of this package that declare kernels, sorted; torch and other large libraries have one for each family."""
+"""Modules of this package, sorted."""
+
+
+def builtin_kernels() -> Iterator[Kernel]:
+    """Every kernel that is declared here, library by library."""
+    for name in BUILTIN:
+        module = importlib.import_module(f"{__name__}.{name}")
+        for part in getattr(module, "MODULES", ()):
+            yield from importlib.import_module(f"{__name__}.{name}.{part}").KERNELS
+        yield from getattr(module, "KERNELS", ())

@@ -77,7 +77,7 @@ def operation_data(operation: Operation) -> dict[str, Any]:
         "summary": operation.summary,
         "function": describe.function_of(operation.name) or None,
         "tensors": {each.name: {"axes": list(each.shape_vars), "required": each.required} for each in schema.inputs},
-        "params": {name: describe.kind(kind) for name, kind in schema.params.items()},
+        "params": {each.name: describe.kind(each.types) for each in schema.params},
         "mutates": list(schema.mutated),
         "tolerance": {
             dtype_name(dtype): {"rtol": each.rtol, "atol": each.atol} for dtype, each in operation.tolerance.items()

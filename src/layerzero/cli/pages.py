@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from layerzero.backends import BUILTIN
+from layerzero import backends
 from layerzero.cli import describe
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.schema import TensorSchema
+from layerzero.core.schema import REQUIRED, Param, TensorSchema
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
 
 HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. -->"
@@ -19,9 +18,12 @@ HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. --
 
 def builtin_kernels() -> list[Kernel]:
     """The kernels that LayerZero declares, by priority; plugins are left out, for they differ by machine."""
-    modules = [importlib.import_module(f"layerzero.backends.{module}") for module in BUILTIN]
-    kernels = [kernel for module in modules for kernel in module.KERNELS]
+    kernels = list(backends.builtin_kernels())
     return sorted(kernels, key=lambda kernel: (-kernel.priority, kernel.id))
+
+
+def _neutral(param: Param) -> str:
+    return "none" if param.neutral is REQUIRED else f"`{param.neutral}`"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -89,10 +91,9 @@ def _operation(operation: Operation) -> str:
     facts += [f"generalises `{operation.sibling}`"] if operation.sibling else []
     facts.append(f"writes into {code(schema.mutated)}" if schema.mutated else "writes into no argument")
     tensors = [_tensor(each, "required" if each.required else "optional") for each in schema.inputs]
-    tensors += [_tensor(each, "result" if each.required else "result on demand") for each in schema.outputs]
+    tensors += [_tensor(each, f"result where {each.when}" if each.when else "result") for each in schema.outputs]
     params = [
-        [f"`{name}`", f"`{describe.kind(kind)}`", f"`{schema.neutral[name]}`" if name in schema.neutral else "none"]
-        for name, kind in schema.params.items()
+        [f"`{each.name}`", f"`{describe.kind(each.types)}`", str(each.role), _neutral(each)] for each in schema.params
     ]
     tolerance = [[dtype_name(dtype), each.rtol, each.atol] for dtype, each in operation.tolerance.items()]
     cases = [[f"`{case.name}`", _values(case.sizes), _values(case.params)] for case in operation.cases]
@@ -100,7 +101,7 @@ def _operation(operation: Operation) -> str:
         f"## {operation.name}",
         f"{operation.summary}: {'; '.join(facts)}.",
         table(["tensor", "role", "axes", "dtypes"], tensors),
-        table(["parameter", "type", "neutral value"], params),
+        table(["parameter", "type", "role", "neutral value"], params),
         f"Tolerance against the reference in float64: {operation.tolerance_reason}.",
         table(["dtype", "relative", "absolute"], tolerance),
         table(["case", "sizes", "parameters"], cases),

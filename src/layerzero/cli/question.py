@@ -82,8 +82,7 @@ def question(flags: Flags) -> Question:
         if value is not None:
             _check_parameter(function, name, f"--{name}")
             arguments[name] = value
-    kinds = {name: kind for operation in function.operations for name, kind in operation.schema.params.items()}
-    kinds |= dict.fromkeys(function.bounds, int)
+    kinds = {each.name: each.types for operation in function.operations for each in operation.schema.params}
     for name, text in given.items():
         _check_parameter(function, name, "--param")
         if name not in function.tensors:
@@ -156,7 +155,10 @@ def _shapes(
         operation, case = _case(flags.case, operations)
         sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0), "...": case.sizes.get("rows", 0)}
         tensors = operation.schema.required
-        shapes = {each.name: tuple(sizes[axis] for axis in each.axes_in(flags.layout)) for each in tensors}
+        shapes = {
+            each.name: tuple(sizes[axis] for axis in each.axes_in(flags.layout, operation.schema.canonical))
+            for each in tensors
+        }
         layout = {"layout": operation.layouts[0]} if operation.layouts else {}
         return shapes, {**layout, **case.params}
     if flags.shape is None:

@@ -67,9 +67,8 @@ def _call(facts: Facts) -> str:
     for name, tensor in facts.tensors.items():
         shapes.setdefault(f"{_sizes(tensor.shape)} {dtype_name(tensor.dtype)}", []).append(name)
     parts = [f"{', '.join(names)} {shape}" for shape, names in shapes.items()]
-    neutral = facts.operation.schema.neutral
-    params = facts.operation.schema.params
-    shown = [name for name in params if name == "causal" or facts[name] != neutral.get(name, facts[name])]
+    schema = facts.operation.schema
+    shown = [name for name in schema.chosen if facts[name] != schema.neutral.get(name, facts[name])]
     parts += [f"{name} {facts[name]}" for name in shown]
     parts += [name for name in ("requires_grad", "deterministic", "capturing", "autocast") if facts[name]]
     parts.append(str(facts.layout) if facts.layout else "")

@@ -12,7 +12,6 @@ from layerzero.core.descriptor import Entry
 from layerzero.core.device import GENERATIONS
 from layerzero.core.dtypes import DTYPES, dtype_name, dtype_named
 from layerzero.core.kernel import Kernel
-from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
 from layerzero.core.limit_data import CODE, limit_data, limit_of
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, LastStrideOne, Platform
@@ -44,8 +43,7 @@ def entry_of(kernel: Kernel, operations: Sequence[Operation]) -> Entry:
         fields |= {"min_head_dim": dim.min, "max_head_dim": dim.max, "head_dim_multiple": dim.multiple}
     if _has_axis("seq_k", operations):
         fields["max_seq_len"] = longest
-    known = [layout for family in FAMILIES for layout in family]
-    layouts = sorted({layout for operation in operations for layout in operation.layouts}, key=known.index)
+    layouts = list(dict.fromkeys(layout for operation in operations for layout in operation.layouts))
     only = kernel.layout if layouts else None
     return Entry(
         kernel_id=kernel.id,

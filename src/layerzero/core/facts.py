@@ -15,20 +15,17 @@ from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
 
 FACT_ALIASES = {
-    "batch_size": "batch",
-    "seq_len": "seq_k",
-    "seq_len_q": "seq_q",
-    "seq_len_k": "seq_k",
-    "num_heads": "heads",
-    "num_kv_heads": "kv_heads",
     "op": "operation",
-    "is_causal": "causal",
     "sm_version": "sm",
     "requires_deterministic": "deterministic",
     "is_cuda_graph_capturing": "capturing",
-    "attn_mask_type": "attn_mask",
 }
-"""The specification's names for facts, accepted wherever a fact is named."""
+"""The specification's names for facts, accepted wherever a fact is named; families add theirs."""
+
+
+def fact_name(name: str, operation: Operation) -> str:
+    """The name of a fact that may be known under another one."""
+    return FACT_ALIASES.get(name) or operation.aliases.get(name, name)
 
 
 class CallState(msgspec.Struct, frozen=True, gc=False):
@@ -154,7 +151,7 @@ class Facts(Mapping[str, object]):
         try:
             return self._values[name]
         except KeyError:
-            return self._values[FACT_ALIASES[name]]
+            return self._values[fact_name(name, self.operation)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -182,9 +179,11 @@ class Facts(Mapping[str, object]):
         """The same call as a kernel with another layout sees it, before any data is moved."""
         if layout is None or self.layout is None or layout == self.layout:
             return self
-        axes = permutation(self.layout, layout)
-        moving = [schema.name for schema in self.operation.schema.inputs if schema.has_layout]
-        tensors = {name: fact.permuted(axes) if name in moving else fact for name, fact in self.tensors.items()}
+        moving = {schema.name for schema in self.operation.schema.inputs if schema.has_layout}
+        tensors = {
+            name: fact.permuted(permutation(self.layout, layout, len(fact.shape))) if name in moving else fact
+            for name, fact in self.tensors.items()
+        }
         return Facts(self.operation, self.device, layout, tensors, self._values)
 
     def with_tensors(self, tensors: Mapping[str, TensorFacts]) -> Facts:
@@ -202,7 +201,8 @@ class Facts(Mapping[str, object]):
 
     def sizes(self) -> dict[str, int]:
         """Axis sizes and derived sizes only: what the amount of work depends on."""
-        return {name: value for name, value in self._values.items() if type(value) is int}
+        arguments = self.operation.schema.known
+        return {name: value for name, value in self._values.items() if type(value) is int and name not in arguments}
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON and reports."""
@@ -227,8 +227,7 @@ def plain(value: object) -> object:
 class FactsBuilder:
     """Build the facts of a call to one operation; validate first.
 
-    Subclass and override :meth:`extract` to add facts of an operation of your own; built-in operations declare theirs
-    with ``Operation.derive``.
+    Facts that only one operation has are declared with ``Operation.derive``.
     """
 
     def __init__(self, operation: Operation) -> None:
@@ -284,24 +283,27 @@ class FactsBuilder:
                     values[name] = "float"
             named = axes[1:] if axes and axes[0] == "..." else axes
             values.update(zip(named, facts.shape[len(facts.shape) - len(named) :], strict=True))
-        for name in schema.params:
+        for name in schema.chosen:
             values[name] = arguments[name] if name in arguments else schema.neutral.get(name)
+        for name in schema.scalars:
+            values[name] = "none" if arguments.get(name) is None else "given"
         for name in schema.bounds:
             bound = arguments.get(name)
             values[name] = None if bound is None else 1 << (bound - 1).bit_length()
         for name in schema.handles:
-            handle = arguments.get(name)
-            values[name] = "none" if handle is None else handle.kind
+            values[name] = schema.param(name).kind_of(arguments.get(name), arguments)
         assert first is not None, f"{schema.operation} has no tensors"
         device = device or Device.detect(first.device)
-        values |= {"dtype": first.dtype, "platform": device.platform, "sm": device.sm_number}
+        leading = tensors.get(schema.dtype_tensor.name)
+        values |= {
+            "dtype": first.dtype if leading is None else leading.dtype,
+            "platform": device.platform,
+            "sm": device.sm_number,
+        }
         values |= _state_values(state or CallState())
-        values |= self.extract(arguments, values)
+        if self.operation.derive is not None:
+            values |= self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
         return Facts(self.operation, device, layout, tensors, values)
-
-    def extract(self, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, object]:
-        """Facts that only this operation has; the hook to override."""
-        return self.operation.derive(arguments, values) if self.operation.derive else {}
 
 
 def _state_values(state: CallState) -> dict[str, object]:

@@ -16,7 +16,6 @@ from packaging.version import InvalidVersion, Version
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
-from layerzero.core.layouts import FAMILIES
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 
@@ -139,7 +138,7 @@ class Kernel:
             and handles that it names are passed on, those that it does not name are promises it has no use for.
         implies: arguments that a limit pins to the one value the callable computes; they are not passed.
         renames: canonical argument name to the callable's name for it.
-        folds: arguments that the plan may fold into its attention mask.
+        folds: arguments that the plan may fold into another one that it accepts (a mask), as its operation can.
         limits: what it demands of a call.
         grad: whether its backward pass is right; autograd calls are refused otherwise.
         deterministic: whether repeated calls give the same bits.
@@ -203,9 +202,6 @@ class Kernel:
             raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
         if not self.operations:
             raise RegistrationError(f"{self.id}: declares no operation")
-        known = [layout for family in FAMILIES for layout in family]
-        if self.layout is not None and self.layout not in known:
-            raise RegistrationError(f"{self.id}: layout must be one of {', '.join(known)}, is {self.layout!r}")
         unknown = set(self.renames) - set(self.accepts)
         if unknown:
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
@@ -214,8 +210,6 @@ class Kernel:
                 raise RegistrationError(f"{self.id}: renames: wanted the name of an argument, got {name!r}")
         if (self.build_key or self.prebuilt) and not self.jit:
             raise RegistrationError(f"{self.id}: build_key and prebuilt speak of what compiles, and it does not (jit)")
-        if self.folds and "attn_mask" not in self.accepts:
-            raise RegistrationError(f"{self.id}: folds into attn_mask without accepting it")
 
     def __hash__(self) -> int:
         return hash(self.id)  # its mappings have no hash; measured times are kept by kernel

@@ -8,15 +8,6 @@ from typing import NamedTuple
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
 
-ARGUMENT_CODES = {
-    "attn_mask": ReasonCode.ATTN_MASK_UNSUPPORTED,
-    "dropout_p": ReasonCode.DROPOUT_UNSUPPORTED,
-    "window": ReasonCode.WINDOW_UNSUPPORTED,
-    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
-    "return_lse": ReasonCode.LSE_UNSUPPORTED,
-}
-"""Which code tells that a kernel lacks an argument; the others give CONSTRAINT_FAILED."""
-
 
 class Repair(NamedTuple):
     """What the plan could do about a violation: ``copy``, ``expand``, ``fold`` or ``split`` the named argument."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.limit import ARGUMENT_CODES, NOTHING, Finding, Findings, Limit, Repair, violated
+from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 
 
@@ -152,7 +152,7 @@ class OneOf(Limit):
         got = facts[self.fact]
         if got in self.values:
             return NOTHING
-        code = ARGUMENT_CODES.get(self.fact, ReasonCode.CONSTRAINT_FAILED)
+        code = facts.operation.schema.code(self.fact)
         repair = Repair("fold", self.fact) if self.foldable else None
         return violated(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
 

@@ -20,7 +20,7 @@ Factor = str | tuple[str, int]
 LAUNCH_CODES = frozenset({ReasonCode.CUDA_GRID_DIM_EXCEEDED, ReasonCode.CUDA_BLOCK_LIMIT_EXCEEDED})
 """What a smaller batch may cure."""
 
-SPLIT = Repair("split", "batch")
+SPLIT = Repair("split", "")
 
 _UNBOUNDED = 2**63
 
@@ -67,15 +67,15 @@ class Grid(Limit):
             findings.append(Finding(Reason(code, "blocks", wanted, f"{total} ({self._formula()})"), SPLIT))
         return tuple(findings)
 
-    def safe_batch(self, facts: Facts) -> int:
-        """Largest batch whose grid fits: the limit divided by the blocks of one sequence; 0 if not even one does."""
+    def safe_size(self, cut: str, facts: Facts) -> int:
+        """Largest size of an axis whose grid fits: the limit divided by the blocks of one entry; 0 if not one does."""
         axes = (self.x, self.y, self.z)
-        one = [math.prod(_count(factor, facts) for factor in axis if factor != "batch") for axis in axes]
-        found = facts.size("batch")
+        one = [math.prod(_count(factor, facts) for factor in axis if factor != cut) for axis in axes]
+        found = facts.size(cut)
         for axis, size, most in zip(axes, one, facts.device.max_grid or (), strict=False):
-            found = min(found, _room(most, size, axis.count("batch")))
+            found = min(found, _room(most, size, axis.count(cut)))
         if self.max_blocks is not None:
-            times = sum(axis.count("batch") for axis in axes)
+            times = sum(axis.count(cut) for axis in axes)
             found = min(found, _room(self.max_blocks, math.prod(one), times))
         return found
 
@@ -100,10 +100,10 @@ def _count(factor: Factor, facts: Facts) -> int:
 
 
 def _room(most: int, one: int, times: int) -> int:
-    """Largest batch that keeps ``one`` blocks a sequence below a bound; ``times`` says how often batch is a factor."""
+    """Largest size that keeps ``one`` blocks an entry below a bound; ``times`` says how often it is a factor."""
     if times == 0:
         return _UNBOUNDED if one <= most else 0
-    return most // max(one, 1) if times == 1 else 0  # a batch that counts twice: nobody launches that
+    return most // max(one, 1) if times == 1 else 0  # a size that counts twice: nobody launches that
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def built(
 ) -> Kernel:
     """A kernel of which everything but ``load`` is data."""
     limits = limits_of(entry, operations)
-    params = {name for operation in operations for name in operation.schema.params}
+    params = {name for operation in operations for name in operation.schema.chosen}
     fixed = [limit.fact for limit in limits if isinstance(limit, OneOf) and len(limit.values) == 1]
     return Kernel(
         id=entry.kernel_id,

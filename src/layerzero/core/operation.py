@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
+from layerzero.core.arguments import Param
+from layerzero.core.operator_schema import TorchSchema, torch_schemas
 from layerzero.core.schema import OperationSchema
 
 GENERAL_FACTS = (
@@ -59,13 +61,56 @@ class Case:
     params: Mapping[str, object] = field(default_factory=dict)
 
 
-class Fold(Protocol):
-    """Fold arguments that a kernel lacks (a sliding window, device lengths) into an additive attention mask.
+class Write(Protocol):
+    """Write the statements of an adaptation into a plan.
 
-    Called with the tensors in the canonical layout and the arguments to fold by name.
+    They may name the function's arguments, which they assign anew, and what ``Adapter.names`` has. ``layout`` is that
+    of the tensors at this place of the plan.
     """
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, **arguments: Any) -> torch.Tensor: ...
+    def __call__(self, arguments: Sequence[str], facts: Any, layout: str | None, /) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Something that a plan may do to an operation's arguments so that a kernel becomes legal.
+
+    Attributes:
+        text: what happens, for people; ``{argument}`` stands for the argument that a limit found fault with.
+        write: writes the statements, given all such arguments of one plan.
+        names: what the statements may name beside the arguments.
+        names_sizes: whether the statements name sizes, so that calls of other sizes have others.
+        moved: whether they come after the tensors were moved to the kernel's layout.
+        absorbs: whether the arguments are gone from the call afterwards, at their neutral values.
+        absorbed: the arguments that it can absorb; those of a call that are there go along.
+        gives: a tensor that the statements make, which the kernel gets in place of what they absorb.
+        writes_anew: tensors that are dense afterwards, whatever they were before.
+    """
+
+    text: str
+    write: Write
+    names: Mapping[str, Any] = field(default_factory=dict)
+    names_sizes: bool = False
+    moved: bool = False
+    absorbs: bool = False
+    absorbed: tuple[str, ...] = ()
+    gives: str = ""
+    writes_anew: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A call of its own that is a piece of a larger one.
+
+    Attributes:
+        text: which piece, ``queries 96 to 127``.
+        arguments: the function's arguments of it.
+        place: cuts its results out of the whole call's, one after the other.
+    """
+
+    text: str
+    arguments: Mapping[str, Any]
+    place: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +126,25 @@ class Operation:
         tolerance: allowed distance from the reference by dtype.
         tolerance_reason: why these numbers.
         kind: what it works on.
-        layouts: layouts that a call may have; empty where axes have no layout.
         sibling: the operation with equal head counts that this one generalises, if any.
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
+        aliases: other names under which rules and questions may name its facts.
         derived: the names of those facts, so that rules may match them.
         derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
             bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
-        fold: computes the mask that stands in for arguments a kernel lacks.
+        adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
         check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
             mode, because reading them waits for the device.
-        examples: tensors of a case where plain normal numbers will not do; the generator draws them.
+        examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
+        complete: sizes that follow from others, where a call is asked about by the shapes of its first tensors.
         work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
+        scratch: elements that the reference needs beside the tensors (scores), from the sizes of a call.
+        parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
+        sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order.
+        stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
+            result; None where torch has none for them.
+        extents: what a time depends on, from sizes, where that is not each of them for itself.
     """
 
     schema: OperationSchema
@@ -103,21 +155,32 @@ class Operation:
     tolerance: Mapping[torch.dtype, Tolerance]
     tolerance_reason: str
     kind: OpKind = OpKind.TENSOR
-    layouts: tuple[str, ...] = ()
     sibling: str = ""
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     derived: tuple[str, ...] = ()
     derived_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    fold: Fold | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     check_values: Callable[..., list[str]] | None = None
-    examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, torch.Tensor]] | None = None
+    examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
+    complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None
     work: Callable[[Mapping[str, Any]], Work] | None = None
+    scratch: Callable[[Mapping[str, int]], int] | None = None
+    parts: Callable[[Mapping[str, Any], Any], Sequence[Part] | None] | None = None
+    sweep: Callable[[str], Iterable[Case]] | None = None
+    stock: Callable[..., Callable[[], object] | None] | None = None
+    extents: Callable[[Mapping[str, int]], Mapping[str, float]] | None = None
 
     @property
     def name(self) -> str:
         """The operation's name, ``attention.gqa.prefill``."""
         return self.schema.operation
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts that a call may have, that of the schema first; empty where axes have no layout."""
+        return self.schema.layouts
 
     @property
     def facts(self) -> frozenset[str]:
@@ -134,7 +197,7 @@ class Routed:
         operation: the chosen operation.
         arguments: canonical argument values; tensors under the names that the function uses.
         layout: layout of the tensors that have one.
-        assumed_layout: whether the layout is only an assumption.
+        assumed_layout: what was assumed about the layout, in words; empty if nothing was.
         varies: axes whose size may differ within its bit length, all that share its name together, without the route
             giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
     """
@@ -142,7 +205,7 @@ class Routed:
     operation: Operation
     arguments: Mapping[str, object]
     layout: str | None = None
-    assumed_layout: bool = False
+    assumed_layout: str = ""
     varies: tuple[str, ...] = ()
 
 
@@ -161,54 +224,62 @@ class Function:
         signature: a Python function with the public signature and docstring; its body is never run.
         route: from arguments to an operation.
         operations: every operation that the route can return.
-        tensors: names of the parameters that are tensors.
-        mutates: names of the tensors that are written into.
-        torch_schemas: name of a ``torch.ops.layerzero`` operator to its schema.
+        draw: random arguments for the fuzzer; those of a case with other sizes if None.
+        weight: how often the fuzzer draws it beside others.
+        order: the parameters of its ``torch.ops.layerzero`` operators in order; that of the signature if empty.
         state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
-        handles: names of the parameters that are handles, each with the tensors that it must have been made of.
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
         parameters: the public parameters in order.
+        tensors: names of the parameters that are tensors.
+        mutates: names of the tensors that are written into.
+        bounds, handles, scalars: names of the parameters of these roles.
+        torch_schemas: name of a ``torch.ops.layerzero`` operator to its schema.
     """
 
     name: str
     signature: Callable[..., Any]
     route: Route
     operations: tuple[Operation, ...]
-    tensors: tuple[str, ...]
-    mutates: tuple[str, ...] = ()
-    torch_schemas: Mapping[str, TorchSchema] = field(default_factory=dict)
+    draw: Callable[[Any, torch.dtype], dict[str, Any]] | None = None
+    weight: int = 2
+    order: tuple[str, ...] = ()
     state: frozenset[str] = frozenset()
-    handles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_share_storage: frozenset[frozenset[str]] = frozenset()
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
+    tensors: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    mutates: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    bounds: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    handles: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    scalars: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    torch_schemas: Mapping[str, TorchSchema] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:  # reading a signature costs as much as judging a kernel
-        object.__setattr__(self, "parameters", tuple(inspect.signature(self.signature).parameters.values()))
+        parameters = tuple(inspect.signature(self.signature).parameters.values())
+        schemas = [operation.schema for operation in self.operations]
+        inputs = {tensor.name: tensor for schema in schemas for tensor in schema.inputs}
+        names = [each.name for each in parameters]
+        derived: dict[str, object] = {
+            "parameters": parameters,
+            "tensors": tuple(name for name in names if name in inputs),
+            "mutates": tuple(name for name in names if any(name in schema.mutated for schema in schemas)),
+        }
+        for role in ("bounds", "handles", "scalars"):
+            having = {name for schema in schemas for name in getattr(schema, role)}
+            derived[role] = tuple(name for name in names if name in having)
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "torch_schemas", torch_schemas(self))
 
-    @property
-    def bounds(self) -> tuple[str, ...]:
-        """The parameters that are upper bounds."""
-        return self.operations[0].schema.bounds
+    def param(self, name: str) -> Param | None:
+        """What an operation says about a parameter that is no tensor; None where none has it (``layout``)."""
+        for operation in self.operations:
+            for each in operation.schema.params:
+                if each.name == name:
+                    return each
+        return None
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in."""
         bound = inspect.signature(self.signature).bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchSchema:
-    """One ``torch.ops.layerzero`` operator of a function.
-
-    Attributes:
-        signature: arguments and returns in torch's schema language.
-        order: the function's parameter for each argument of that schema.
-        fixed: parameters that this operator pins, because a torch operator's return type may not depend on a flag.
-        lists: parameters that are lists there; a lone number becomes one on the way in, a tuple on the way out.
-    """
-
-    signature: str
-    order: tuple[str, ...]
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    lists: tuple[str, ...] = ()

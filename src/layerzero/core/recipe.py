@@ -37,7 +37,7 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for name, each in facts.tensors.items()
         }
         schema = facts.operation.schema
-        params = {name: _plain(facts[name]) for name in (*schema.params, *schema.passed)}
+        params = {name: _plain(facts[name]) for name in (*schema.chosen, *schema.passed)}
         grad = bool(facts["requires_grad"])
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
 

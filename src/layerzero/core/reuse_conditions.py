@@ -86,8 +86,11 @@ class SizedCall:
         """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty without a name."""
         known = self._axes.get(tensor)
         if known is None:
-            schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
-            named, ndim = schema.axes_in(self.facts.layout), len(self.facts.tensors[tensor].shape)
+            whole = self.facts.operation.schema
+            named, ndim = (
+                whole.tensor(tensor).axes_in(self.facts.layout, whole.canonical),
+                len(self.facts.tensors[tensor].shape),
+            )
             known = named or ("",) * ndim
             if named and named[0] == "...":
                 known = ("...",) * (ndim - len(named) + 1) + named[1:]
@@ -118,7 +121,7 @@ class SizedCall:
         schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
         if not schema.has_layout or theirs is None or mine is None or mine == theirs:
             return tuple(range(count))
-        return layouts.permutation(theirs, mine)
+        return layouts.permutation(theirs, mine, count)
 
 
 @functools.singledispatch

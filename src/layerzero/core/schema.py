@@ -1,4 +1,4 @@
-"""What an operation takes and returns: tensors with named axes, scalar parameters, and the check of a call."""
+"""What an operation takes and returns, as one contract, and the check of a call against it."""
 
 from __future__ import annotations
 
@@ -8,47 +8,15 @@ from types import MappingProxyType
 
 import torch
 
+from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import dtype_name, names_of
-from layerzero.core.layouts import CANONICAL, canonical, permutation
+from layerzero.core.errors import RegistrationError
+from layerzero.core.reasons import ReasonCode
 
+__all__ = ["REQUIRED", "Axis", "OperationSchema", "Param", "Role", "TensorSchema"]
 
-@dataclass(frozen=True, slots=True)
-class TensorSchema:
-    """One tensor argument or result.
-
-    Attributes:
-        name: the argument's name.
-        shape_vars: names of the axes; a leading ``...`` takes any number of axes; equal names must have equal sizes;
-            a numeral is a fixed size. For tensors that have a layout, in the order of the canonical one (BSHD).
-        dtype_constraint: allowed dtypes; None means any.
-        required: whether the call must bring it.
-        mutated: whether the operation writes into it.
-        has_layout: whether its axes move with the call's layout.
-        same_dtype: whether it must have the dtype of the first tensor.
-        resident: whether it lives longer than the call and is large (a KV cache); a plan never copies it.
-        ndim: number of axes; derived from ``shape_vars``, None where it is open.
-    """
-
-    name: str
-    shape_vars: tuple[str, ...] = ()
-    dtype_constraint: frozenset[torch.dtype] | None = None
-    required: bool = True
-    mutated: bool = False
-    has_layout: bool = False
-    same_dtype: bool = True
-    resident: bool = False
-
-    @property
-    def ndim(self) -> int | None:
-        """Number of axes, None where it is open."""
-        return None if not self.shape_vars or self.shape_vars[0] == "..." else len(self.shape_vars)
-
-    def axes_in(self, layout: str | None) -> tuple[str, ...]:
-        """Names of the axes in the order of a layout."""
-        if not self.has_layout or layout in (None, CANONICAL):
-            return self.shape_vars
-        return tuple(self.shape_vars[axis] for axis in permutation(canonical(layout), layout))
-
+_WRITABLE = {bool, int, float, str, tuple, torch.dtype}
+"""Types of values that a key can hold and a plan can write."""
 
 _OF_THE_STATE = (
     *("platform", "sm", "dtype"),
@@ -64,63 +32,127 @@ class OperationSchema:
         operation: the operation's name.
         inputs: its tensors, in the order in which kernels take them.
         outputs: what it returns.
-        params: its scalar parameters and their types.
-        neutral: the values at which an optional argument does nothing; a kernel that does not know the argument may
-            run when it has this value. Tensors that are not required are neutral when absent.
-        bounds: parameters that promise an upper bound of values on the device, ``max_x`` of the tensor ``xs``. They
-            change no result; a choice depends on the power of two above them, and a kernel that accepts one gets the
-            number itself.
-        handles: objects that a call may bring for a kernel's use (a StepMetadata), and their types. They change no
-            result; a choice depends on their ``kind``, and a kernel that accepts one gets the object itself.
+        params: its arguments that are no tensors, each with its role.
+        axes: what sizes mean; an axis that is not named here selects code: times do not carry over along it.
+        layouts: layouts that a call may have, the one of this schema first; empty where axes have no layout.
+        dtype_of: the tensor whose dtype is the call's; the first if empty.
         required, optional: the tensors that every call brings, and those that it may leave out.
         mutated: names of the tensors that the operation writes into.
-        passed: arguments that reach a kernel as they are, without being part of what is chosen: bounds and handles.
+        chosen, scalars, bounds, handles: names of the parameters of each role; scalars are what is passed.
+        promises: arguments that change no result, so that a kernel may leave them be: bounds, and most handles.
+        neutral: by name, the value at which an optional parameter does nothing.
+        passed: arguments that reach a kernel as they are, without their value being part of what is chosen.
         arguments, known: every argument, tensors first, and the same as a set.
         sizeless: the facts of a call that are no sizes and do not follow from them.
-        kinds: of each parameter, the types that it may have, and those, None among them, that need no closer look.
     """
 
     operation: str
     inputs: tuple[TensorSchema, ...]
     outputs: tuple[TensorSchema, ...]
-    params: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    neutral: Mapping[str, object] = field(default_factory=dict)
-    bounds: tuple[str, ...] = ()
-    handles: Mapping[str, type] = field(default_factory=dict)
+    params: tuple[Param, ...] = ()
+    axes: tuple[Axis, ...] = ()
+    layouts: tuple[str, ...] = ()
+    dtype_of: str = ""
     required: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     optional: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     mutated: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    chosen: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    scalars: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    bounds: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    handles: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    promises: frozenset[str] = field(init=False, repr=False, compare=False)
+    neutral: Mapping[str, object] = field(init=False, repr=False, compare=False)
     passed: tuple[str, ...] = field(init=False, repr=False, compare=False)
     arguments: tuple[str, ...] = field(init=False, repr=False, compare=False)
     known: frozenset[str] = field(init=False, repr=False, compare=False)
     sizeless: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    kinds: tuple[tuple[str, tuple[type, ...], frozenset[type]], ...] = field(init=False, repr=False, compare=False)
     _axes: dict[str | None, tuple[tuple[TensorSchema, tuple[str, ...]], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _params: dict[str, Param] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _meanings: dict[str, Axis] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("params", "neutral", "handles"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        by_role = {role: tuple(each.name for each in self.params if each.role is role) for role in Role}
+        handles = [each for each in self.params if each.role is Role.HANDLE]
+        passed = (*by_role[Role.PASSED], *by_role[Role.BOUND], *by_role[Role.HANDLE])
+        arguments = (*(tensor.name for tensor in self.inputs), *by_role[Role.CHOSEN], *passed)
+        optional = tuple(tensor for tensor in self.inputs if not tensor.required)
         derived: dict[str, object] = {  # read for every candidate of every choice
             "required": tuple(tensor for tensor in self.inputs if tensor.required),
-            "optional": tuple(tensor for tensor in self.inputs if not tensor.required),
+            "optional": optional,
             "mutated": tuple(tensor.name for tensor in self.inputs if tensor.mutated),
-        }
-        passed = (*self.bounds, *self.handles)
-        arguments = (*(tensor.name for tensor in self.inputs), *self.params, *passed)
-        derived |= {"passed": passed, "arguments": arguments, "known": frozenset(arguments)}
-        optional = (tensor.name for tensor in self.inputs if not tensor.required)
-        derived["sizeless"] = (*optional, *self.params, *passed, *_OF_THE_STATE)
-        derived["kinds"] = tuple(_kinds(name, kind, self.neutral) for name, kind in self.params.items())
+            "chosen": by_role[Role.CHOSEN],
+            "scalars": by_role[Role.PASSED],
+            "bounds": by_role[Role.BOUND],
+            "handles": by_role[Role.HANDLE],
+            "promises": frozenset(
+                (*by_role[Role.BOUND], *(each.name for each in handles if not each.changes_result))
+            ),
+            "neutral": MappingProxyType({
+                each.name: each.neutral
+                for each in self.params
+                if each.role is Role.CHOSEN and each.neutral is not REQUIRED
+            }),
+            "passed": passed,
+            "arguments": arguments,
+            "known": frozenset(arguments),
+            "sizeless": (*(tensor.name for tensor in optional), *by_role[Role.CHOSEN], *passed, *_OF_THE_STATE),
+        }  # fmt: skip
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        self._params.update({each.name: each for each in self.params})
+        self._meanings.update({each.name: each for each in self.axes})
+        problems = schema_problems(self)
+        if problems:
+            raise RegistrationError(f"operation {self.operation!r}: {'; '.join(problems)}")
+
+    @property
+    def canonical(self) -> str | None:
+        """The layout that the schema is written in, None where it has none."""
+        return self.layouts[0] if self.layouts else None
+
+    def param(self, name: str) -> Param:
+        """A parameter by name. Raises: KeyError."""
+        return self._params[name]
+
+    def tensor(self, name: str) -> TensorSchema:
+        """A tensor argument by name. Raises: KeyError."""
+        for each in self.inputs:
+            if each.name == name:
+                return each
+        raise KeyError(name)
+
+    def code(self, argument: str) -> ReasonCode:
+        """The reason that a kernel which lacks an argument, or a value of it, is refused with."""
+        found = self._params.get(argument) or next((each for each in self.inputs if each.name == argument), None)
+        return ReasonCode.CONSTRAINT_FAILED if found is None else found.code
+
+    def axis(self, name: str) -> Axis:
+        """What a size means; nothing in particular where the schema does not say."""
+        return self._meanings.get(name) or Axis(name)
+
+    @property
+    def leading(self) -> str:
+        """The size that stands for all leading axes, empty where there is none."""
+        return next((each.name for each in self.axes if each.leading), "")
+
+    @property
+    def dtype_tensor(self) -> TensorSchema:
+        """The tensor whose dtype is the call's."""
+        return self.tensor(self.dtype_of) if self.dtype_of else self.inputs[0]
+
+    def results(self, values: Mapping[str, object]) -> tuple[TensorSchema, ...]:
+        """What a call with these arguments or facts returns."""
+        return tuple([each for each in self.outputs if not each.when or values.get(each.when)])
 
     def axes_in(self, layout: str | None) -> tuple[tuple[TensorSchema, tuple[str, ...]], ...]:
         """The tensors, each with the names of its axes in the order of a layout."""
         found = self._axes.get(layout)
         if found is None:
-            found = self._axes[layout] = tuple((tensor, tensor.axes_in(layout)) for tensor in self.inputs)
+            found = self._axes[layout] = tuple(
+                [(tensor, tensor.axes_in(layout, self.canonical)) for tensor in self.inputs]
+            )
         return found
 
     def validate(self, *args: object, layout: str | None = None, **kwargs: object) -> list[str]:
@@ -148,7 +180,8 @@ class OperationSchema:
     def _tensor_problems(self, values: Mapping[str, object], layout: str | None) -> list[str]:
         problems: list[str] = []
         sizes: dict[str, tuple[int, str]] = {}
-        first: torch.Tensor | None = None
+        lead = values.get(self.dtype_tensor.name)
+        first = lead if isinstance(lead, torch.Tensor) else None
         for schema, axes in self.axes_in(layout):
             value = values.get(schema.name)
             if value is None:
@@ -164,33 +197,13 @@ class OperationSchema:
 
     def _param_problems(self, values: Mapping[str, object]) -> list[str]:
         problems = []
-        for name, kinds, plain in self.kinds:
-            value = values.get(name, self.neutral.get(name))
-            if type(value) in plain:
-                continue
-            accepted = (*kinds, int) if float in kinds else kinds
-            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
-                wanted = " or ".join(each.__name__ for each in kinds)
-                problems.append(f"{name}: wanted {wanted}, got {value!r}")
-        for name in self.bounds:
-            bound = values.get(name)
-            if bound is not None and (type(bound) is not int or bound < 1):
-                problems.append(f"{name}: wanted a number of at least 1 or None, got {bound!r}")
-        for name, handle in self.handles.items():
-            value = values.get(name)
-            if value is not None and not isinstance(value, handle):
-                problems.append(f"{name}: wanted a {handle.__name__} or None, got {type(value).__name__}")
+        for param in self.params:
+            value = values.get(param.name, None if param.neutral is REQUIRED else param.neutral)
+            if type(value) not in param.plain or param.role is not Role.CHOSEN:
+                problem = param.problem(value)
+                if problem:
+                    problems.append(problem)
         return problems
-
-
-def _kinds(
-    name: str, kind: type | tuple[type, ...], neutral: Mapping[str, object]
-) -> tuple[str, tuple[type, ...], frozenset[type]]:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    plain = {*kinds, int} if float in kinds else {*kinds}
-    if neutral.get(name, ...) is None:
-        plain.add(type(None))
-    return name, kinds, frozenset(plain)
 
 
 def _tensor_problem(
@@ -227,3 +240,33 @@ def _tensor_problem(
 
 def _rank_fits(axes: Sequence[str], shape: Sequence[int]) -> bool:
     return len(shape) >= len(axes) - 1 if axes[0] == "..." else len(shape) == len(axes)
+
+
+def schema_problems(schema: OperationSchema) -> list[str]:
+    """List what is wrong with a schema itself: names that stand for nothing, or for two things."""
+    problems = []
+    names = [*(each.name for each in schema.inputs), *(each.name for each in schema.params)]
+    problems += [f"{name}: wanted a name once, got it twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    tensors = {each.name for each in schema.inputs}
+    axes = {axis for each in schema.inputs for axis in each.shape_vars}
+    for each in schema.inputs:
+        wrong = [axis for axis in (*each.indexes, *each.counts) if axis not in axes]
+        problems += [f"{each.name}: wanted places or counts along axes of the tensors, got {axis!r}" for axis in wrong]
+        if each.has_layout and not schema.layouts:
+            problems.append(f"{each.name}: has a layout, and the schema names no layouts")
+    for output in schema.outputs:
+        if output.when and output.when not in schema.chosen:
+            problems.append(f"{output.name}: when: wanted a chosen parameter, got {output.when!r}")
+        if output.dtype_from and output.dtype_from not in schema.known:
+            problems.append(f"{output.name}: dtype_from: wanted an argument, got {output.dtype_from!r}")
+    for param in schema.params:
+        strangers = [name for name in param.made_of if name not in tensors]
+        problems += [f"{param.name}: made_of: wanted tensors of the operation, got {name!r}" for name in strangers]
+        if param.role is Role.CHOSEN and not set(param.kinds) <= _WRITABLE:
+            wanted = ", ".join(sorted(each.__name__ for each in _WRITABLE))
+            problems.append(f"{param.name}: types: wanted some of {wanted} for what is chosen by, got {param.types}")
+        if param.role is not Role.CHOSEN and param.neutral is not REQUIRED and param.neutral is not None:
+            problems.append(f"{param.name}: neutral: wanted None for what is {param.role}, got {param.neutral!r}")
+    if schema.dtype_of and schema.dtype_of not in tensors:
+        problems.append(f"dtype_of: wanted a tensor, got {schema.dtype_of!r}")
+    return problems

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
-VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR = range(6)
+log = logging.getLogger("layerzero")
+
+VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR, PASSED = range(7)
 """Kinds of parameters, as ``_native/hot.h`` numbers them."""
 
 
@@ -30,7 +33,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 2
+INTERFACE = 3
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -64,6 +67,7 @@ def _load() -> Any:
         "exchange": exchange,
         "tensor": torch.Tensor,
         "parameter": Parameter,
+        "dtype": torch.dtype,
         "used": Plan.__dict__["used"],
         "grad_enabled": torch.is_grad_enabled,
         "function_modes": torch._C._len_torch_function_stack,
@@ -168,12 +172,7 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
     """Make the C callable's owner for a function; ``ways`` are the Python ones that it hands over to."""
     parameters = function.parameters
     tensors = [each.name for each in parameters if each.name in function.tensors]
-    sequences = {
-        name
-        for operation in function.operations
-        for name, kind in operation.schema.params.items()
-        if kind is tuple or (isinstance(kind, tuple) and tuple in kind)
-    }
+    params = {each.name: each for operation in function.operations for each in operation.schema.params}
     names = [each.name for each in parameters]
     described = []
     for each in parameters:
@@ -185,22 +184,44 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
             kind = BOUND
         elif each.name in function.handles:
             kind = HANDLE
-        elif each.name in sequences:
+        elif each.name in params and tuple in params[each.name].kinds:
             kind = SEQUENCE
-        made_of = tuple(names.index(tensor) for tensor in function.handles.get(each.name, ()))
-        described.append((each.name, kind, None if required else each.default, required, made_of))
+        elif each.name in function.scalars:
+            kind = PASSED
+        param = params.get(each.name)
+        made_of: tuple[int, ...] = ()
+        asked, bounds = None, (0.0, 0.0)
+        types: tuple[type, ...] = ()
+        if param is not None and kind == HANDLE:
+            made_of, asked = tuple(names.index(tensor) for tensor in param.made_of), param.kind
+        if param is not None and (kind == PASSED or asked is not None):
+            types, bounds = tuple(param.plain - {type(None)}), (param.least, param.most)
+        default = None if required else each.default
+        described.append((each.name, kind, default, required, made_of, asked, types, *bounds))
     mutated = []
     for name in function.mutates:
         others = [other for other in tensors if other != name]
         shared = [other for other in others if frozenset({name, other}) in function.may_share_storage]
         apart = sum(1 << tensors.index(other) for other in others if other not in shared)
         mutated.append((tensors.index(name), apart, sum(1 << tensors.index(other) for other in shared)))
-    positional = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in parameters)
+    try:
+        return _owned(function, described, mutated, ways)
+    except ValueError as error:  # more tensors or parameters than C has room for: Python serves this function
+        log.debug("%s has no C path: %s", function.name, error)
+        return None
+
+
+def _owned(
+    function: Function,
+    described: Sequence[tuple[object, ...]],
+    mutated: Sequence[tuple[int, int, int]],
+    ways: Mapping[str, Callable[..., Any]],
+) -> Any:
     return Owner(
         name=function.name,
         doc=_doc(function),
         parameters=tuple(described),
-        positional=positional,
+        positional=sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in function.parameters),
         mutated=tuple(mutated),
         sdpa="sdpa" in function.state,
         **ways,

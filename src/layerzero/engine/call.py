@@ -19,7 +19,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine import accelerator, compiling
 from layerzero.engine.cache import Key, Table
-from layerzero.engine.call_source import coarse_key, key_source, source
+from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.reference import reference_call
@@ -64,6 +64,7 @@ class Call:
     def _generate(self) -> Callable[..., Any]:
         namespace: dict[str, Any] = {
             "_PLAIN": _PLAIN,
+            **names_of(self.function),
             "_Tensor": torch.Tensor,
             "_cache": self.dispatcher.cache,
             "_scopes": SCOPES,

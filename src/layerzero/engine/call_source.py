@@ -6,8 +6,10 @@ It serves where the C path is missing, and whatever that one cannot read; the ke
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
+from layerzero.core.arguments import Role
 from layerzero.core.operation import Function
 
 _NO_KEY = "(TypeError, RuntimeError, AttributeError)"
@@ -93,6 +95,7 @@ def _unusual_text(function: Function) -> str:
     for pair in function.may_share_storage:
         checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)))
     checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
+    checks += [_unpassable(function, name) for name in function.scalars]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
     return " or ".join(checks)
 
@@ -122,17 +125,44 @@ def _value_key(function: Function, name: str) -> str:
     """An argument by value; a bound by the power of two above it; a handle by its kind and whether it belongs here."""
     if name in function.bounds:
         return f"None if {name} is None else ({name} - 1).bit_length()"
-    if name in function.handles:
-        return f"None if {name} is None else {name}.kind_for({', '.join(function.handles[name])})"
+    if name in function.scalars:
+        return f"{name} is None"
+    param = function.param(name)
+    if param is not None and param.role is Role.HANDLE:
+        made_of = ", ".join((name, *param.made_of))
+        kind = f"{name}.kind_for({', '.join(param.made_of)})" if param.kind is None else f"_kind_{name}({made_of})"
+        return f"None if {name} is None else {kind}"
     if _takes(function, name, tuple):
         return f"tuple({name}) if type({name}) is list else {name}"
     return name
 
 
+def _unpassable(function: Function, name: str) -> str:
+    """The test of what reaches the kernel without being in the key: its type, and bounds of a number."""
+    param = function.param(name)
+    assert param is not None
+    types = sorted(each.__name__ for each in param.plain - {type(None)})
+    numbers = {"int", "float"} & set(types)
+    tests = [f"type({name}) not in _types_{name}"]
+    if numbers:
+        tests.append(f"(type({name}) in (int, float) and not {param.least!r} <= {name} <= {param.most!r})")
+    return f"({name} is not None and ({' or '.join(tests)}))"
+
+
+def names_of(function: Function) -> dict[str, object]:
+    """What the text of a function's hit path may name beside its arguments and the engine's own words."""
+    found: dict[str, object] = {"inf": math.inf}
+    for name in (*function.scalars, *function.handles):
+        param = function.param(name)
+        assert param is not None
+        found |= {f"_types_{name}": param.plain - {type(None)}, f"_kind_{name}": param.kind}
+    return found
+
+
 def _takes(function: Function, name: str, kind: type) -> bool:
     """Whether a parameter is of this kind in the operations that have it."""
-    kinds = [operation.schema.params.get(name) for operation in function.operations]
-    return any(kind is each or (isinstance(each, tuple) and kind in each) for each in kinds)
+    param = function.param(name)
+    return param is not None and param.role is Role.CHOSEN and kind in param.kinds
 
 
 def _odd_values(function: Function, names: list[str]) -> list[str]:

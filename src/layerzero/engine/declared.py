@@ -10,7 +10,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import OneOf
 from layerzero.core.operation import Operation
 from layerzero.engine.settings import nearest
-from layerzero.ops.attention.reference import FOLDABLE
 
 
 def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
@@ -25,9 +24,6 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
             f"{kernel.id}: accepts {sorted(unknown)}, which {', '.join(kernel.operations)} does not have"
         )
     _check_schemas(kernel, operations)
-    foreign = sorted(set(kernel.folds) - set(FOLDABLE))
-    if foreign:
-        raise RegistrationError(f"{kernel.id}: folds {foreign}; only {', '.join(FOLDABLE)} can be folded")
     for name in kernel.implies:
         if not any(isinstance(each, OneOf) and each.fact == name and len(each.values) == 1 for each in kernel.limits):
             raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
@@ -36,6 +32,22 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
     for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
         if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
             raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
+
+
+def _check_folds(kernel: Kernel, operation: Operation) -> None:
+    """Raise RegistrationError if what a kernel lets be folded is nothing that the operation can fold."""
+    if not kernel.folds:
+        return
+    absorbing = [each for each in operation.adapters.values() if each.absorbs]
+    if not absorbing:
+        raise RegistrationError(f"{kernel.id}: folds {sorted(kernel.folds)}, but {operation.name} can fold nothing")
+    able = list(dict.fromkeys(name for each in absorbing for name in each.absorbed))
+    foreign = sorted(set(kernel.folds).difference(able))
+    if foreign:
+        raise RegistrationError(f"{kernel.id}: folds {foreign}; only {', '.join(able)} can be folded")
+    for adapter in absorbing:
+        if adapter.gives and adapter.gives not in kernel.accepts:
+            raise RegistrationError(f"{kernel.id}: folds into {adapter.gives} without accepting it")
 
 
 def _check_schemas(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
@@ -52,8 +64,7 @@ def _check_schemas(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
                 raise RegistrationError(
                     f"{kernel.id}: renames {argument!r} to {renamed!r}, which is another argument of {name}"
                 )
-        if kernel.folds and operation.fold is None:
-            raise RegistrationError(f"{kernel.id}: folds {sorted(kernel.folds)}, but {name} has no mask to fold into")
+        _check_folds(kernel, operation)
     if len(set(kernel.renames.values())) != len(kernel.renames):
         raise RegistrationError(f"{kernel.id}: renames two arguments to one name: {dict(kernel.renames)}")
     for name in kernel.tolerance:

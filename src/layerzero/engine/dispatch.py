@@ -20,7 +20,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import failing, legality, planning, probe, reuse, score, state
+from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
 from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
@@ -273,16 +273,10 @@ class Dispatcher:
     def _check_layout(self, routed: Routed, policy: Policy) -> None:
         if not routed.assumed_layout:
             return
-        query, key = routed.arguments["query"], routed.arguments["key"]
-        assert isinstance(query, torch.Tensor)
-        assert isinstance(key, torch.Tensor)
         if policy.strict_mode:
-            problem = (
-                f"layout: query {tuple(query.shape)} and key {tuple(key.shape)} can be BSHD or BHSD; strict mode wants "
-                "layout= or the `layout` setting, got neither"
-            )
+            problem = f"layout: strict mode wants layout= or the `layout` setting, got neither: {routed.assumed_layout}"
             raise InvalidCallError(self.function.name, [problem])
-        warn_assumed(query.shape, key.shape)
+        warn_assumed(routed.assumed_layout)
 
     def _prove(self, plan: Plan, arguments: dict[str, Any]) -> bool:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
@@ -300,10 +294,13 @@ class Dispatcher:
             return True
         seen = judged.with_tensors(tensors)
         allowed = {
-            adaptation.argument for adaptation in plan.adaptations if adaptation.kind in ("expand", "fold", "split")
+            adaptation.argument
+            for adaptation in plan.adaptations
+            if adaptation.kind == "split" or adaptation.kind in facts.operation.adapters
         }
+        cut = split.cut_axis(facts.operation.schema)
         for finding in legality.limit_findings(kernel, seen):
-            if finding.repair is None or finding.repair.argument not in allowed:
+            if finding.repair is None or (finding.repair.argument or cut) not in allowed:
                 log.error(
                     "%s: its plan does not satisfy its own limits: %s\n%s", kernel.id, finding.reason, plan.source
                 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import (
     InvalidCallError,
     KernelExecutionError,
@@ -166,19 +167,30 @@ def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:
 def _as_declared(got: tuple[Any, ...], facts: Facts) -> bool:
     """Whether results are what the schema says they are; False where it does not say enough: the fake function does."""
     schema = facts.operation.schema
-    outputs = [output for output in schema.outputs if output.required]
-    if len(got) != len(outputs) or (len(outputs) < len(schema.outputs) and facts.get("return_lse") is not False):
+    outputs = schema.results(facts)
+    if len(got) != len(outputs):
         return False
     for result, output in zip(got, outputs, strict=True):
-        constraint = output.dtype_constraint or ()
-        dtype = next(iter(constraint)) if len(constraint) == 1 else facts["dtype"]
+        dtype = dtype_of(output, facts)
         fits = isinstance(result, torch.Tensor) and result.dtype is dtype
         if not fits or result.device.type != facts.device.torch_type:
             return False
-        axes = output.axes_in(facts.layout)
+        axes = output.axes_in(facts.layout, schema.canonical)
         if not axes or list(result.shape) != [facts.get(axis) for axis in axes]:
             return False
     return True
+
+
+def dtype_of(output: TensorSchema, facts: Facts) -> torch.dtype:
+    """The dtype that a result of a call has: the only one it may have, that of what it follows, else the call's."""
+    constraint = output.dtype_constraint or ()
+    if len(constraint) == 1:
+        return next(iter(constraint))
+    source = output.dtype_from
+    named = facts.tensors[source].dtype if source in facts.tensors else facts.get(source)
+    dtype = named if isinstance(named, torch.dtype) else facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -188,7 +200,7 @@ def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in facts.tensors.items()
     }
-    arguments = {name: facts[name] for name in (*schema.params, *schema.bounds)} | empty
+    arguments = {name: facts[name] for name in (*schema.chosen, *schema.bounds)} | empty
     results = fake_call(Routed(facts.operation, arguments, facts.layout))
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     return [(tuple(result.shape), result.dtype) for result in results]

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
+from layerzero.core.arguments import Role
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limit import ARGUMENT_CODES, Finding, Findings, Limit, Repair
+from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
@@ -272,21 +273,22 @@ def argument_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """An argument that the kernel does not know must be absent or at the value at which it does nothing."""
     schema = facts.operation.schema
     findings = [
-        _unaccepted(kernel, tensor.name, "absent", "given")
+        _unaccepted(kernel, tensor.name, tensor.code, "absent", "given")
         for tensor in schema.optional
         if tensor.name not in kernel.accepts and facts[tensor.name] != "none"
     ]
-    for name in schema.params:
-        if name in kernel.accepts or name in kernel.implies:
+    for param in schema.params:
+        name = param.name
+        if name in kernel.accepts or name in kernel.implies or name in schema.promises:
             continue
-        neutral, got = schema.neutral.get(name), facts[name]
+        neutral = schema.neutral.get(name) if param.role is Role.CHOSEN else "none"
+        got = facts[name]
         if got != neutral:
-            findings.append(_unaccepted(kernel, name, neutral, got))
+            findings.append(_unaccepted(kernel, name, param.code, neutral, got))
     return findings
 
 
-def _unaccepted(kernel: Kernel, argument: str, wanted: object, got: object) -> Finding:
-    code = ARGUMENT_CODES.get(argument, ReasonCode.CONSTRAINT_FAILED)
+def _unaccepted(kernel: Kernel, argument: str, code: ReasonCode, wanted: object, got: object) -> Finding:
     repair = Repair("fold", argument) if argument in kernel.folds else None
     return Finding(Reason(code, argument, wanted, got), repair)
 
@@ -300,20 +302,23 @@ def adaptations_for(kernel: Kernel, facts: Facts) -> list[Adaptation]:
 
 _REPAIR_TEXT = {
     "copy": "copy {argument} into contiguous memory",
-    "expand": "repeat kv heads to match query heads",
-    "fold": "fold {argument} into the mask",
     "negate": "resolve the negative bit of {argument}",
 }
+"""What a plan can do for any operation; the others bring their own (``Operation.adapters``)."""
 
 
 def _repaired(kernel: Kernel, repair: Repair | None, facts: Facts, policy: Policy) -> Adaptation | None:
     """The adaptation that makes a violation good, None if there is none or it is not allowed."""
     if repair is None or repair.kind == "split" or policy.strict_mode or not policy.allow_adaptation:
         return None
-    if repair.kind in ("copy", "negate"):
-        schema = next(each for each in facts.operation.schema.inputs if each.name == repair.argument)
+    text = _REPAIR_TEXT.get(repair.kind)
+    if text is not None:
+        schema = facts.operation.schema.tensor(repair.argument)
         if schema.mutated or schema.resident:
             return None  # the caller's tensor must change, not a copy of it; a cache is too large for one
-    if repair.kind == "fold" and (not kernel.folds or facts.operation.fold is None):
-        return None
-    return Adaptation(repair.kind, repair.argument, _REPAIR_TEXT[repair.kind].format(argument=repair.argument))
+    else:
+        adapter = facts.operation.adapters.get(repair.kind)
+        if adapter is None or (adapter.absorbs and not kernel.folds):
+            return None
+        text = adapter.text
+    return Adaptation(repair.kind, repair.argument, text.format(argument=repair.argument))

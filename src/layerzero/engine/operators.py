@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.layouts import CANONICAL
-from layerzero.core.operation import Function, Routed, TorchSchema
-from layerzero.engine.reference import fake_call, reference_call
+from layerzero.core.operation import Function, Routed
+from layerzero.core.operator_schema import TorchSchema
+from layerzero.engine.reference import fake_call, moved, reference_call
 from layerzero.ops import FUNCTIONS
 
 LIBRARY = torch.library.Library("layerzero", "DEF")  # type: ignore[no-untyped-call]  # lives as long as the process
@@ -30,6 +31,12 @@ def _register(function: Function, name: str, schema: TorchSchema) -> None:
     if not function.mutates:
         backward, setup = _gradients(function, schema)
         torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _random(function: Function) -> dict[str, object]:
+    """The parameters that make a call random, with the values at which they do not."""
+    params = [each for operation in function.operations for each in operation.schema.params]
+    return {each.name: each.neutral for each in params if each.random}
 
 
 def _bound(schema: TorchSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,27 +61,30 @@ def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
 
         arguments = _bound(schema, args, kwargs)
         result = CALLS[function.name].fast(**arguments)
-        outputs = function.operations[0].schema.outputs
-        if not outputs:
+        if result is None:
             return None
-        layout = arguments.get("layout") if outputs[0].has_layout else None
-        if layout is None and outputs[0].has_layout:
+        first = function.operations[0].schema
+        outputs, layout = first.results(arguments), arguments.get("layout")
+        if layout is None and any(each.has_layout for each in outputs):
             layout = _routed(function, arguments).layout
-        if isinstance(result, tuple):
-            return (_with_promised_strides(result[0], layout), *(each.contiguous() for each in result[1:]))
-        return _with_promised_strides(result, layout)
+        promised = [
+            _with_promised_strides(each, output, first.canonical, layout)
+            for each, output in zip(result if isinstance(result, tuple) else (result,), outputs, strict=True)
+        ]
+        return tuple(promised) if isinstance(result, tuple) else promised[0]
 
     return eager
 
 
-def _with_promised_strides(result: torch.Tensor, layout: str | None) -> torch.Tensor:
+def _with_promised_strides(
+    result: torch.Tensor, output: TensorSchema, canonical: str | None, layout: str | None
+) -> torch.Tensor:
     """Give a result the strides that the fake function promised to compiled code: dense in the canonical layout.
 
-    Kernels differ in theirs; most attention kernels write BSHD, so that nothing is copied.
+    Kernels differ in theirs; most write the canonical layout, so that nothing is copied.
     """
-    if layout in (None, CANONICAL):
-        return result.contiguous()
-    return result.transpose(1, 2).contiguous().transpose(1, 2)
+    dense: torch.Tensor = moved(result, output, layout, canonical).contiguous()
+    return moved(dense, output, canonical, layout)  # type: ignore[no-any-return]  # it moves what it gets
 
 
 def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
@@ -92,11 +102,11 @@ def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., A
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         arguments = dict(zip(schema.order, inputs, strict=True))
-        if arguments.get("dropout_p"):  # recomputing would draw another mask than the forward pass did
-            problem = (
-                f"dropout_p: wanted 0 for gradients through torch.ops, got {arguments['dropout_p']}; call lz instead"
-            )
-            raise InvalidCallError(function.name, [problem])
+        for name, neutral in _random(function).items():
+            got = arguments.get(name, neutral)
+            if got != neutral:  # recomputing would draw others than the forward pass did
+                problem = f"{name}: wanted {neutral} for gradients through torch.ops, got {got}; call lz instead"
+                raise InvalidCallError(function.name, [problem])
         if arguments.get("layout", "given") is None:  # backward may run where another layout is configured
             arguments["layout"] = _routed(function, _bound(schema, inputs, {})).layout
         ctx.names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]

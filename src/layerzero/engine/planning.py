@@ -1,6 +1,7 @@
 """Write a plan: the straight-line Python that adapts the arguments, calls the kernel and adapts the results.
 
-This is the only place that moves layouts, copies, repeats heads, folds masks, cuts batches and guards devices.
+This is the only place that moves layouts, copies, cuts batches and guards devices; what else a plan may do to the
+arguments of an operation, the operation writes (``Operation.adapters``).
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.core import layouts
+from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.layouts import moving
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, split
@@ -23,7 +25,6 @@ from layerzero.engine.accelerator import Passed, Places
 from layerzero.engine.kept import Kept
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
-from layerzero.ops.attention.reference import FOLDABLE
 
 
 class PlanUnusableError(Exception):
@@ -41,8 +42,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     text = _text_of(function, candidate, facts, policy)
     namespace: dict[str, Any] = {
         **_NAMES,
+        **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
         "kernel": target,
-        "fold": facts.operation.fold,
         "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
         "check_values": functools.partial(_check_values, function.name, facts.operation),
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
@@ -73,10 +74,12 @@ TEXTS: Kept[_Text] = Kept()
 def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Policy) -> _Text:
     """Write a plan, or take the text of a call that differed in sizes only."""
     guards = _guards(candidate.kernel, facts)
-    if any(adaptation.kind in ("expand", "split") for adaptation in candidate.adaptations):
+    adapters = facts.operation.adapters
+    kinds = {adaptation.kind for adaptation in candidate.adaptations}
+    if "split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items()):
         return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
-    state = facts.sizeless(), facts.get("mask_ndim"), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
+    state = facts.sizeless(), _broadcast_ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
     return TEXTS.get((named, state), lambda: _written(function, candidate, facts, policy, guards))
 
 
@@ -91,18 +94,20 @@ def _written(function: Function, candidate: Candidate, facts: Facts, policy: Pol
     return _Text(source, _compiled(source), accelerator.places(names, passed) if only_calls else None)
 
 
-def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:
-    """Put zeros in place of what lies beyond each sequence's length."""
-    columns = torch.arange(tensor.shape[axis], device=tensor.device)
-    columns = columns.view([-1 if each == axis else 1 for each in range(4)])
-    return tensor.masked_fill(columns >= lengths.view(-1, 1, 1, 1), 0.0)
+def _broadcast_ranks(facts: Facts) -> tuple[int, ...]:
+    """Ranks of the tensors that broadcast: their text gives them the axes that they lack."""
+    return tuple([
+        len(facts.tensors[each.name].shape)
+        for each in facts.operation.schema.optional
+        if each.broadcast and each.name in facts.tensors
+    ])  # fmt: skip
 
 
 _NAMES: dict[str, Any] = {
-    "blank": _blank,
     "PlanUnusableError": PlanUnusableError,
     "synchronize": torch.cuda.synchronize,
     "contiguous_format": torch.contiguous_format,
+    "torch": torch,
     **split.NAMES,
 }
 """What the text of every plan may name."""
@@ -137,58 +142,49 @@ def _chunk(candidate: Candidate, facts: Facts) -> int:
 
 
 def _dict_of(function: Function, facts: Facts) -> str:
-    names = {*facts.tensors, *(["attn_mask"] if "attn_mask" in function.tensors else [])}
+    names = {*facts.tensors, *(each.gives for each in facts.operation.adapters.values())}
     return "{" + ", ".join(f"{name!r}: {name}" for name in function.tensors if name in names) + "}"
 
 
 def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
     """Statements that make of the caller's tensors what the kernel wants."""
     kernel, operation = candidate.kernel, facts.operation
-    kinds: dict[str, list[str]] = {kind: [] for kind in ("copy", "expand", "fold", "negate")}
+    kinds: dict[str, list[str]] = {}
     for adaptation in candidate.adaptations:
-        if adaptation.kind in kinds:
-            kinds[adaptation.kind].append(adaptation.argument)
-    lines = [f"{name} = {name}.resolve_neg()" for name in kinds["negate"]]
-    if kinds["fold"]:
-        lines.append(_folding(facts))
-    elif "attn_mask" in facts.tensors and facts["mask_ndim"] != 4:  # kernels see (1 or B, 1 or H, 1 or S_q, 1 or S_k)
-        lines.append(f"attn_mask = attn_mask[{'None, ' * (4 - facts.size('mask_ndim'))}...]")
-    if "kv_lens" in kinds["fold"]:  # what lies beyond may be NaN, which no mask hides
-        axis = layouts.sequence_axis(facts.layout or layouts.CANONICAL)
-        lines += [f"{name} = blank({name}, kv_lens, {axis})" for name in ("key", "value")]
-    moved = _moved(kernel, facts)
-    lines += [f"{name} = {name}.transpose(1, 2)" for name in moved]
-    if kinds["expand"]:
-        axis = layouts.heads_axis(kernel.layout or facts.layout or layouts.CANONICAL)
-        lines += [f"{name} = {name}.repeat_interleave({facts['group']}, {axis})" for name in ("key", "value")]
-    dense = ("key", "value") if kinds["expand"] else ()  # repeating has written them anew
-    for name in kinds["copy"]:
+        kinds.setdefault(adaptation.kind, []).append(adaptation.argument)
+    asked = [(kinds[kind], adapter) for kind, adapter in operation.adapters.items() if kind in kinds]
+    lines = [f"{name} = {name}.resolve_neg()" for name in kinds.get("negate", ())]
+    for arguments, adapter in asked:
+        if not adapter.moved:
+            lines += adapter.write(arguments, facts, facts.layout)
+    given = {adapter.gives for _, adapter in asked}
+    for each in operation.schema.optional:  # kernels see what broadcasts with all its axes
+        rank = len(facts.tensors[each.name].shape) if each.name in facts.tensors else len(each.broadcast)
+        if rank < len(each.broadcast) and each.name not in given:
+            lines.append(f"{each.name} = {each.name}[{'None, ' * (len(each.broadcast) - rank)}...]")
+    lines += [f"{each.name} = {each.name}{_move(each, facts.layout, kernel.layout)}" for each in _moved(kernel, facts)]
+    for arguments, adapter in asked:
+        if adapter.moved:
+            lines += adapter.write(arguments, facts, kernel.layout or facts.layout)
+    dense = {name for _, adapter in asked for name in adapter.writes_anew}
+    for name in kinds.get("copy", ()):
         if name not in dense and operation.schema.mutated.count(name) == 0:
             lines.append(f"{name} = {name}.clone(memory_format=contiguous_format)")
     return lines
 
 
-def _moved(kernel: Kernel, facts: Facts) -> list[str]:
+def _moved(kernel: Kernel, facts: Facts) -> list[TensorSchema]:
     if kernel.layout is None or facts.layout is None or kernel.layout == facts.layout:
         return []
     inputs = facts.operation.schema.inputs
-    return [schema.name for schema in inputs if schema.has_layout and schema.name in facts.tensors]
+    return [schema for schema in inputs if schema.has_layout and schema.name in facts.tensors]
 
 
-def _folding(facts: Facts) -> str:
-    """One mask that says causal, mask, window, ALiBi and lengths together."""
-    view = "" if facts.layout in (None, layouts.CANONICAL) else ".transpose(1, 2)"
-    arguments = []
-    for name in FOLDABLE:
-        if name in facts.tensors:
-            arguments.append(f"{name}={name}")
-        elif name in facts.operation.schema.params and facts[name] != facts.operation.schema.neutral.get(name):
-            arguments.append(f"{name}={_literal(facts[name])}")
-    return f"attn_mask = fold(query{view}, key{view}, {', '.join(arguments)})"
-
-
-def _literal(value: object) -> str:
-    return repr(_plain(value))
+def _move(schema: TensorSchema, source: str | None, target: str | None) -> str:
+    """The call that moves a tensor's axes from one layout to another; empty where nothing moves."""
+    if not schema.has_layout or source is None or target is None:
+        return ""
+    return moving(source, target, len(schema.shape_vars))
 
 
 def _plain(value: object) -> object:
@@ -199,6 +195,8 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, torch.dtype):
+        return value
     raise TypeError(f"cannot write {type(value).__name__} {value!r} into a plan")
 
 
@@ -230,15 +228,18 @@ def _checks(facts: Facts, policy: Policy) -> list[str]:
 def _passed(candidate: Candidate, facts: Facts) -> list[Passed]:
     """What the kernel is called with."""
     kernel, schema = candidate.kernel, facts.operation.schema
-    folded = any(adaptation.kind == "fold" for adaptation in candidate.adaptations)
+    kinds = {adaptation.kind for adaptation in candidate.adaptations}
+    absorbing = [each for kind, each in facts.operation.adapters.items() if kind in kinds and each.absorbs]
+    absorbed = {name for each in absorbing for name in each.absorbed}
+    made = {each.gives for each in absorbing}
     passed = [Passed("", tensor.name) for tensor in schema.required]
     for tensor in schema.optional:
-        given = tensor.name in facts.tensors and not (folded and tensor.name in FOLDABLE)
-        if tensor.name in kernel.accepts and (given or (folded and tensor.name == "attn_mask")):
+        given = tensor.name in made or (tensor.name in facts.tensors and tensor.name not in absorbed)
+        if tensor.name in kernel.accepts and given:
             passed.append(Passed(kernel.renames.get(tensor.name, tensor.name), tensor.name))
-    for name in schema.params:
+    for name in schema.chosen:
         if name in kernel.accepts:
-            value = schema.neutral.get(name) if folded and name in FOLDABLE else facts[name]
+            value = schema.neutral.get(name) if name in absorbed else facts[name]
             passed.append(Passed(kernel.renames.get(name, name), "", _plain(value)))
     passed += [Passed(kernel.renames.get(name, name), name) for name in schema.passed if name in kernel.accepts]
     return passed
@@ -258,19 +259,20 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     lines = [_call_text(passed)]
     chunk = _chunk(candidate, facts)
     if chunk:
-        lines = [split.calling(list(map(_text, passed)), split.split_tensors(facts), facts.size("batch"), chunk)]
+        rows = facts.size(split.cut_axis(schema))
+        lines = [split.calling(list(map(_text, passed)), split.split_tensors(facts), rows, chunk)]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
     if _on_device(kernel, facts):
         lines = ["with on_device():", *(f"    {line}" for line in lines)]
     if policy.debug and facts.device.torch_type == "cuda":
         lines.append("synchronize()")
-    if not schema.outputs:
+    moves = [_move(each, kernel.layout, facts.layout) for each in schema.results(facts)]
+    if not moves:
         return lines
-    move = ".transpose(1, 2)" if schema.outputs[0].has_layout and _moved(kernel, facts) else ""
-    if facts.get("return_lse"):
-        return [*lines, f"return output[0]{move}, output[1]"]
-    return [*lines, f"return output{move}"]
+    if len(moves) == 1 or not any(moves):
+        return [*lines, f"return output{moves[0]}"]
+    return [*lines, "return " + ", ".join(f"output[{number}]{move}" for number, move in enumerate(moves))]
 
 
 def _on_device(kernel: Kernel, facts: Facts) -> bool:

@@ -248,4 +248,4 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
 
 def known_facts() -> frozenset[str]:
     """Every fact name that a rule may match."""
-    return frozenset(FACT_ALIASES).union(*(operation.facts for operation in OPERATIONS.values()))
+    return frozenset(FACT_ALIASES).union(*({*each.facts, *each.aliases} for each in OPERATIONS.values()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation, Routed
 
 
@@ -21,23 +23,30 @@ def fake_call(routed: Routed) -> Any:
 def _in_layout(
     operation: Operation, compute: Callable[..., Any], arguments: Mapping[str, Any], layout: str | None
 ) -> Any:
-    """Call with tensors moved to the canonical layout, and move the first result back."""
+    """Call with tensors moved to the canonical layout, and move the results back."""
     schema = operation.schema
-    move = bool(operation.layouts) and layout not in (None, operation.layouts[0])
+    canonical = schema.canonical
     tensors, named = [], {}
     for tensor in schema.inputs:
-        value = arguments.get(tensor.name)
-        if move and tensor.has_layout and value is not None:
-            value = value.transpose(1, 2)
+        value = moved(arguments.get(tensor.name), tensor, layout, canonical)
         if tensor.required:
             tensors.append(value)
         else:
             named[tensor.name] = value
-    named |= {name: arguments[name] for name in schema.params}
-    named |= {name: arguments.get(name) for name in schema.bounds}
+    named |= {name: arguments[name] for name in schema.chosen}
+    named |= {name: arguments.get(name) for name in (*schema.scalars, *schema.bounds)}
+    named |= {name: arguments.get(name) for name in schema.handles if name not in schema.promises}
     result = compute(*tensors, **named)
-    if not move or not schema.outputs or not schema.outputs[0].has_layout:
+    if layout in (None, canonical):
         return result
+    outputs = schema.results(named)
     if isinstance(result, tuple):
-        return (result[0].transpose(1, 2), *result[1:])
-    return result.transpose(1, 2)
+        return tuple(moved(each, output, canonical, layout) for each, output in zip(result, outputs, strict=True))
+    return moved(result, outputs[0], canonical, layout) if outputs else result
+
+
+def moved(tensor: Any, schema: TensorSchema, source: str | None, target: str | None) -> Any:
+    """A tensor or result seen in another layout, where it has one; nothing is copied."""
+    if tensor is None or not schema.has_layout or source is None or target is None or source == target:
+        return tensor
+    return tensor.permute(permutation(source, target, tensor.ndim))

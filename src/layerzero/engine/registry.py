@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib
 import importlib.metadata
 import inspect
 import threading
@@ -145,9 +144,8 @@ class Registry:
         if self._loading:  # done, or asked for by a plugin while it is being loaded
             return
         self._loading = True
-        for module in backends.BUILTIN:
-            for kernel in importlib.import_module(f"{backends.__name__}.{module}").KERNELS:
-                self._add(kernel)
+        for kernel in backends.builtin_kernels():
+            self._add(kernel)
         if self._entry_points:
             for entry_point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
                 self._load_plugin(entry_point)
@@ -254,13 +252,15 @@ class Registry:
 def reference_kernel(operation: Operation) -> Kernel:
     """Make a kernel of an operation's reference: it takes everything, and has priority 0."""
     schema = operation.schema
+    idle = schema.promises.difference(schema.bounds)  # handles that it has no use for
+    taken = [name for name in (*schema.chosen, *schema.passed) if name not in idle]
     return Kernel(
         id=f"reference.{operation.name}",
         operations=(operation.name,),
         backend=REFERENCE_BACKEND,
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
-        accepts=(*(tensor.name for tensor in schema.optional), *schema.params, *schema.bounds),
+        accepts=(*(tensor.name for tensor in schema.optional), *taken),
         sizes_bound=(),
         grad=True,
         deterministic=True,

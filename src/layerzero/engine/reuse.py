@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from layerzero.core.facts import FACT_ALIASES, Facts
+from layerzero.core.facts import Facts, fact_name
 from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Operation
@@ -108,7 +108,7 @@ def _outlined(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | 
 
 def _axes_behind(operation: Operation, name: str) -> Iterable[str]:
     """The axes that a fact follows from; all of them where that is not declared."""
-    name = FACT_ALIASES.get(name, name)
+    name = fact_name(name, operation)
     if name not in operation.derived:
         return (name,)
     return operation.derived_from.get(name, (*operation.facts, "..."))

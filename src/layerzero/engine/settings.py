@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 
 from layerzero.core.errors import PolicyError
-from layerzero.core.layouts import LAYOUTS
+from layerzero.ops import FUNCTIONS
+
+_ASKING = [
+    function
+    for function in FUNCTIONS.values()
+    if any(each.name == "layout" and each.default is None for each in function.parameters)
+]
+_LAYOUTS = tuple(dict.fromkeys(layout for function in _ASKING for layout in function.operations[0].layouts))
+"""Layouts of the functions whose calls need not name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ SETTINGS: dict[str, Setting] = {
         scoped=False,
     ),
     "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
-    "layout": Setting(str | None, None, "attention layout where a call names none", (None, *LAYOUTS)),
+    "layout": Setting(str | None, None, "attention layout where a call names none", (None, *_LAYOUTS)),
     "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),

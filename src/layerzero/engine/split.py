@@ -16,6 +16,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Finding
 from layerzero.core.limit_launch import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
+from layerzero.core.schema import OperationSchema
 from layerzero.engine.policy import Lock, Policy, names_kernel
 
 _ROUND = 16
@@ -45,13 +46,19 @@ def _split(candidate: Candidate, facts: Facts, findings: Judge) -> Candidate:
     size = chunk(candidate.kernel, facts)
     if size == 0:
         return candidate
-    for rows in sizes(facts.size("batch"), size):
+    axis = cut_axis(facts.operation.schema)
+    for rows in sizes(facts.size(axis), size):
         seen = of_batch(facts, rows).seen_in(candidate.kernel.layout)
         if any(finding.reason.code in LAUNCH_CODES for finding in findings(candidate.kernel, seen)):
             return candidate
-    text = f"run the batch of {facts.size('batch')} in chunks of {size}"
-    adaptations = (*candidate.adaptations, Adaptation("split", "batch", text))
+    text = f"run the {axis} of {facts.size(axis)} in chunks of {size}"
+    adaptations = (*candidate.adaptations, Adaptation("split", axis, text))
     return msgspec.structs.replace(candidate, reasons=(), adaptations=adaptations)
+
+
+def cut_axis(schema: OperationSchema) -> str:
+    """The axis along which a call may run in chunks; empty where there is none."""
+    return next((each.name for each in schema.axes if each.apart and not each.leading), "")
 
 
 def chunk(kernel: Kernel, facts: Facts) -> int:
@@ -60,10 +67,11 @@ def chunk(kernel: Kernel, facts: Facts) -> int:
     if any(name in kernel.accepts and facts[name] != "none" for name in schema.handles):
         return 0  # what it planned for the whole batch does not fit a part
     cut = [tensor for tensor in schema.inputs if tensor.name in facts.tensors]
-    unknown = [each for each in cut if not each.shape_vars and each.name != "attn_mask"]
-    if unknown or any(output.shape_vars[:1] != ("batch",) for output in schema.outputs):
+    axis = cut_axis(schema)
+    unknown = [each for each in cut if not each.shape_vars and not each.broadcast]
+    if not axis or unknown or any(output.shape_vars[:1] != (axis,) for output in schema.outputs):
         return 0
-    size = min((limit.safe_batch(facts) for limit in kernel.limits if isinstance(limit, Grid)), default=0)
+    size = min((limit.safe_size(axis, facts) for limit in kernel.limits if isinstance(limit, Grid)), default=0)
     return size - size % _ROUND if size > _ROUND else size
 
 
@@ -75,26 +83,28 @@ def sizes(batch: int, size: int) -> tuple[int, ...]:
 def of_batch(facts: Facts, rows: int) -> Facts:
     """The facts of so many sequences of a call."""
     cut = {name: _cut(facts, name, tensor, rows) for name, tensor in facts.tensors.items()}
-    values = {name: rows if name == "batch" else facts[name] for name in facts}
+    values = {**facts, cut_axis(facts.operation.schema): rows}
     return Facts(facts.operation, facts.device, facts.layout, cut, values)
 
 
 def _cut(facts: Facts, name: str, tensor: TensorFacts, rows: int) -> TensorFacts:
-    if name not in split_tensors(facts) or tensor.shape[0] == 1 or (name == "attn_mask" and len(tensor.shape) < 4):
+    schema = facts.operation.schema.tensor(name)
+    if name not in split_tensors(facts) or tensor.shape[0] == 1 or len(tensor.shape) < len(schema.broadcast):
         return tensor
     return msgspec.structs.replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 
 def split_tensors(facts: Facts) -> frozenset[str]:
-    """Tensors whose first axis is the batch; a mask's may be, which its size tells."""
-    inputs = facts.operation.schema.inputs
-    return frozenset(each.name for each in inputs if each.shape_vars[:1] == ("batch",) or each.name == "attn_mask")
+    """Tensors whose first axis is the one to cut along; that of what broadcasts may be, which its size tells."""
+    inputs, axis = facts.operation.schema.inputs, cut_axis(facts.operation.schema)
+    return frozenset(each.name for each in inputs if axis in (each.shape_vars[:1] or each.broadcast[:1]))
 
 
 def load(kernel: Kernel, facts: Facts, size: int) -> Callable[[int], Callable[..., Any]]:
     """Load the kernel for each chunk size; what it returns answers which callable runs so many sequences."""
     seen = facts.seen_in(kernel.layout)
-    loaded = {rows: kernel.load(of_batch(seen, rows)) for rows in sizes(facts.size("batch"), size)}
+    every = sizes(facts.size(cut_axis(facts.operation.schema)), size)
+    loaded = {rows: kernel.load(of_batch(seen, rows)) for rows in every}
     return loaded.__getitem__
 
 

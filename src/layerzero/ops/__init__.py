@@ -1,31 +1,27 @@
-"""Operations and the functions that lead to them: one file a family, gathered here.
+"""Operations and the functions that lead to them: a folder a family, gathered here.
 
-Add an operation: write its block in its family's file (schema, reference, fake, cases, tolerance) and name it in that
-file's ``OPERATIONS``; a new family adds one line to each tuple below.
+Add an operation: write its block in its family's folder (schema, reference, fake, cases, tolerance) and name it in the
+``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where names of more
+than one operation exist, ``ALIASES``.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from layerzero.core.operation import Function, Operation
-from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.route import ATTENTION
-from layerzero.ops.norm import declare as norm
-from layerzero.ops.paged import declare as paged
-from layerzero.ops.paged import route as paged_call
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for operation in (*attention.OPERATIONS, *paged.OPERATIONS, *norm.OPERATIONS)
-}
-FUNCTIONS: dict[str, Function] = {
-    function.name: function for function in (ATTENTION, *paged_call.FUNCTIONS, *norm.FUNCTIONS)
-}
+OPERATIONS: dict[str, Operation] = {}
+FUNCTIONS: dict[str, Function] = {}
+OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {}
+"""Names for several operations: those that they cover, and the facts that they imply."""
 
-OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-    "attention.causal": (attention.PREFILL, {"causal": True}),
-    "attention.full": (attention.PREFILL, {"causal": False}),
-    "attention.paged": (paged.DECODE_PAGED, {}),
-}
-"""The specification's flat names: the operations they cover and the facts they imply."""
+for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
+    _module = importlib.import_module(f"{__name__}.{_family}")
+    OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
+    FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
+    OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
 
 
 def function_of(operation: str) -> Function | None:

@@ -47,4 +47,4 @@ def case_tensors(
 
 def derived(operation: Operation, case: Case) -> dict[str, object]:
     """Parameters that follow from a case's sizes."""
-    return {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.params else {}
+    return {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.chosen else {}

@@ -217,11 +217,8 @@ def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) ->
 def _with_handles(trial: Trial) -> RandomCall:
     """The call in memory of its own, with the handles whose buffers a captured graph needs to stay where they are."""
     call = duplicate(trial.call)
-    types = trial.facts.operation.schema.handles
-    made = {
-        name: types[name](*(call.arguments[tensor] for tensor in tensor_names), capturable=True)
-        for name, tensor_names in trial.function.handles.items()
-    }
+    params = [trial.function.param(name) for name in trial.function.handles]
+    made = {each.name: each.make(call.arguments, True) for each in params if each is not None and each.make is not None}
     return RandomCall(call.function, {**call.arguments, **made}, call.name)
 
 

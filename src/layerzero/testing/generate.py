@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Case, Operation
 from layerzero.ops import function_of
+from layerzero.ops.attention import layout as layouts
 from layerzero.ops.attention.draw import attention
 from layerzero.ops.draw import Draw
 from layerzero.ops.norm.draw import add_rms_norm, layer_norm, rms_norm

@@ -1,1 +1,6 @@
 """FlashAttention 2, 3 and 4, from Dao-AILab and its CuTe build."""
+
+from __future__ import annotations
+
+MODULES = ("attention", "cute", "paged")
+"""The files that declare kernels, a family each."""

@@ -1,1 +1,6 @@
 """vLLM's kernels for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+MODULES = ("flash_attn", "norm", "paged")
+"""The files that declare kernels, a family each."""

@@ -1,1 +1,6 @@
 """vLLM's kernels for CPUs."""
+
+from __future__ import annotations
+
+MODULES = ("norm", "paged")
+"""The files that declare kernels, a family each."""

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.layouts import LAYOUTS
 from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema, TensorSchema
-from layerzero.ops.attention.reference import attention_bias, attention_fake, attention_reference
+from layerzero.core.reasons import ReasonCode
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.adapt import ADAPTERS
+from layerzero.ops.attention.layout import LAYOUTS
+from layerzero.ops.attention.reference import attention_fake, attention_reference
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -28,20 +31,32 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = "the attention contract; twice the rounding of the output plus that of the probabilities"
 
-_NEUTRAL: dict[str, object] = {
-    "scale": None,
-    "dropout_p": 0.0,
-    "window": None,
-    "softcap": None,
-    "return_lse": False,
+SCALE = Param("scale", float, None, example=0.3, works=False)
+WINDOW = Param("window", tuple, None, example=(3, 0), code=ReasonCode.WINDOW_UNSUPPORTED)
+SOFTCAP = Param("softcap", float, None, example=5.0, code=ReasonCode.SOFTCAP_UNSUPPORTED)
+RETURN_LSE = Param("return_lse", bool, False, example=True, code=ReasonCode.LSE_UNSUPPORTED)
+CAUSAL = Param("causal", bool, False, example=True)
+DROPOUT = Param("dropout_p", float, 0.0, example=0.5, code=ReasonCode.DROPOUT_UNSUPPORTED, random=True)
+
+AXES = (
+    Axis("batch", scales=True, live=True, beside=True, apart=True),
+    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+    Axis("heads", scales=True, beside=True),
+    Axis("seq_q", scales=True, live=True, tiled=True),
+    Axis("seq_k", scales=True, live=True, tiled=True),
+)
+
+ALIASES = {
+    "batch_size": "batch",
+    "seq_len": "seq_k",
+    "seq_len_q": "seq_q",
+    "seq_len_k": "seq_k",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "is_causal": "causal",
+    "attn_mask_type": "attn_mask",
 }
-_PARAMS: dict[str, type | tuple[type, ...]] = {
-    "scale": float,
-    "dropout_p": float,
-    "window": tuple,
-    "softcap": float,
-    "return_lse": bool,
-}
+"""The specification's names for facts of attention."""
 
 
 def _schema(name: str) -> OperationSchema:
@@ -52,17 +67,26 @@ def _schema(name: str) -> OperationSchema:
             TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
             TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
             TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
-            TensorSchema("attn_mask", (), FLOATING | {torch.bool}, required=False, same_dtype=False),
+            TensorSchema(
+                "attn_mask",
+                (),
+                FLOATING | {torch.bool},
+                required=False,
+                same_dtype=False,
+                broadcast=("batch", "heads", "seq_q", "seq_k"),
+                code=ReasonCode.ATTN_MASK_UNSUPPORTED,
+            ),
             TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
             TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
-            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False),
+            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False, counts=("seq_k",)),
         ),
         outputs=(
             TensorSchema("output", ("batch", "seq_q", "heads", "value_dim"), has_layout=True),
-            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), required=False),
+            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
         ),
-        params=_PARAMS if decode else {"causal": bool, **_PARAMS},
-        neutral=_NEUTRAL if decode else {"causal": False, **_NEUTRAL},
+        params=(*(() if decode else (CAUSAL,)), SCALE, DROPOUT, WINDOW, SOFTCAP, RETURN_LSE),
+        axes=AXES,
+        layouts=LAYOUTS,
     )
 
 
@@ -126,13 +150,13 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         cases=cases,
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
-        layouts=LAYOUTS,
         sibling=sibling,
+        aliases=ALIASES,
         derive=_derive,
         derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
         derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
         work=_work,
-        fold=attention_bias,  # type: ignore[arg-type]  # returns None only when there is nothing to fold
+        adapters=ADAPTERS,
     )
 
 

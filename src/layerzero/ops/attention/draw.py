@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import layouts
+from layerzero.ops.attention import layout as layouts
 from layerzero.ops.draw import Draw
 
 _HEAD_DIMS = (1, 7, 8, 16, 32, 33, 64, 96, 128)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import layouts
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Function, Operation, Routed, TorchSchema
+from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
+from layerzero.ops.attention import layout as layouts
 from layerzero.ops.attention.declare import (
     GQA_DECODE,
     GQA_PREFILL,
@@ -20,6 +20,7 @@ from layerzero.ops.attention.declare import (
     STANDARD_DECODE,
     STANDARD_PREFILL,
 )
+from layerzero.ops.attention.draw import attention as draw
 from layerzero.ops.checks import check_dense, score_problems
 
 NAME = "attention"
@@ -129,14 +130,15 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 def _layout(
     arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], default_layout: str | None
-) -> tuple[str, bool]:
+) -> tuple[str, str]:
     layout = default_layout if arguments["layout"] is None else arguments["layout"]
     if layout is None:
         query, key, value = shapes
-        return layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
+        layout, assumed = layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
+        return layout, layouts.assumption(query, key) if assumed else ""
     if not isinstance(layout, str) or layout not in layouts.LAYOUTS:
         raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {layout!r}")
-    return layout, False
+    return layout, ""
 
 
 def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, heads: int) -> None:
@@ -183,27 +185,17 @@ def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
         raise _invalid(f"alibi_slopes: wanted shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
 
 
-_TAIL = (
-    "str? layout=None, Tensor? attn_mask=None, float dropout_p=0.0, int[]? window=None, float? softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_lens=None"
-)
-_ORDER = (
-    *("query", "key", "value", "scale", "causal", "layout", "attn_mask", "dropout_p"),
-    *("window", "softcap", "sinks", "alibi_slopes", "kv_lens"),
-)
-_HEAD = "Tensor query, Tensor key, Tensor value, float? scale=None, bool causal=True, "
-
 ATTENTION = Function(
     name=NAME,
     signature=attention,
     route=route,
     operations=OPERATIONS,
-    tensors=("query", "key", "value", "attn_mask", "sinks", "alibi_slopes", "kv_lens"),
-    torch_schemas={
-        "attention": TorchSchema(f"({_HEAD}{_TAIL}) -> Tensor", _ORDER, lists=("window",)),
-        "attention_lse": TorchSchema(
-            f"({_HEAD}{_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}, lists=("window",)
-        ),
-    },
+    draw=draw,
+    weight=6,
+    order=(
+        *("query", "key", "value", "scale", "causal", "layout", "attn_mask", "dropout_p"),
+        *("window", "softcap", "sinks", "alibi_slopes", "kv_lens"),
+    ),
     state=frozenset({"sdpa"}),
 )
+FUNCTIONS = (ATTENTION,)

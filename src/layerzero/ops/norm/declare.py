@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, TorchSchema, Work
-from layerzero.core.schema import OperationSchema, TensorSchema
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
+from layerzero.core.schema import OperationSchema
 from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.norm import draw
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -32,6 +34,13 @@ _CASES = tuple(
         ("prefill", 512, 1024),
         ("long_prefill", 4096, 4096),
     )
+)
+
+
+_AXES = (
+    Axis("rows", scales=True, live=True, apart=True, leading=True),
+    Axis("hidden", scales=True),
+    Axis("last", scales=True),
 )
 
 
@@ -83,8 +92,8 @@ RMS = Operation(
         operation="norm.rms",
         inputs=(TensorSchema("input", ("...", "hidden"), FLOATING), TensorSchema("weight", ("hidden",), FLOATING)),
         outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
-        params={"eps": float},
-        neutral={"eps": 1e-6},
+        params=(Param("eps", float, 1e-6, example=0.1),),
+        axes=_AXES,
     ),
     summary="Root mean square normalisation",
     reference=rms_norm_reference,
@@ -154,8 +163,8 @@ LAYER = Operation(
             TensorSchema("bias", (), FLOATING, required=False),
         ),
         outputs=(TensorSchema("output", ("...", "last"), FLOATING),),
-        params={"normalized_shape": tuple, "eps": float},
-        neutral={"eps": 1e-5},
+        params=(Param("normalized_shape", tuple), Param("eps", float, 1e-5, example=0.1)),
+        axes=_AXES,
     ),
     summary="Layer normalisation",
     reference=layer_norm_reference,
@@ -242,8 +251,8 @@ ADD_RMS = Operation(
             TensorSchema("weight", ("hidden",), FLOATING),
         ),
         outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
-        params={"eps": float},
-        neutral={"eps": 1e-6},
+        params=(Param("eps", float, 1e-6, example=0.1),),
+        axes=_AXES,
     ),
     summary="Residual addition in place, then root mean square normalisation",
     reference=add_rms_norm_reference,
@@ -313,43 +322,7 @@ def _routed(
 
 OPERATIONS = (RMS, LAYER, ADD_RMS)
 
-RMS_NORM = Function(
-    name="rms_norm",
-    signature=rms_norm,
-    route=_route_rms,
-    operations=(RMS,),
-    tensors=("input", "weight"),
-    torch_schemas={
-        "rms_norm": TorchSchema("(Tensor input, Tensor weight, float eps=1e-06) -> Tensor", ("input", "weight", "eps"))
-    },
-)
-LAYER_NORM = Function(
-    name="layer_norm",
-    signature=layer_norm,
-    route=_route_layer,
-    operations=(LAYER,),
-    tensors=("input", "weight", "bias"),
-    torch_schemas={
-        "layer_norm": TorchSchema(
-            "(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05)"
-            " -> Tensor",
-            ("input", "normalized_shape", "weight", "bias", "eps"),
-            lists=("normalized_shape",),
-        )
-    },
-)
-ADD_RMS_NORM = Function(
-    name="add_rms_norm",
-    signature=add_rms_norm,
-    route=_route_add_rms,
-    operations=(ADD_RMS,),
-    tensors=("input", "residual", "weight"),
-    mutates=("residual",),
-    torch_schemas={
-        "add_rms_norm": TorchSchema(
-            "(Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-06) -> Tensor",
-            ("input", "residual", "weight", "eps"),
-        )
-    },
-)
+RMS_NORM = Function("rms_norm", rms_norm, _route_rms, (RMS,), draw=draw.rms_norm)
+LAYER_NORM = Function("layer_norm", layer_norm, _route_layer, (LAYER,), draw=draw.layer_norm)
+ADD_RMS_NORM = Function("add_rms_norm", add_rms_norm, _route_add_rms, (ADD_RMS,), draw=draw.add_rms_norm)
 FUNCTIONS = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)

@@ -15,15 +15,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.layouts import CACHE_LAYOUTS
 from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema, TensorSchema
-from layerzero.ops.attention.declare import TOLERANCE, TOLERANCE_REASON
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import ALIASES, RETURN_LSE, SCALE, SOFTCAP, TOLERANCE, TOLERANCE_REASON, WINDOW
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged.step import StepMetadata
 
 _INT32 = frozenset({torch.int32})
+
+CACHE_LAYOUTS = ("NHD", "HND")
+"""Of a page: its tokens, kv heads, head dim; the pages come first in both."""
+
+_PAGES = (Axis("pages", live=True, works=False), Axis("max_blocks", scales=True, live=True))
+AXES = (
+    Axis("batch", scales=True, live=True, beside=True, apart=True),
+    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+    Axis("heads", scales=True, beside=True),
+    Axis("seq_q", scales=True, live=True, tiled=True),
+    Axis("context_bound", scales=True),
+    *_PAGES,
+)
+
+
+_TABLES = ("block_tables", "context_lens")
+
+
+def make_step(arguments: Mapping[str, Any], capturable: bool) -> StepMetadata:
+    """The step of a call's tables and lengths."""
+    bound = arguments.get("max_context_len")
+    tables, lens = arguments["block_tables"], arguments["context_lens"]
+    return StepMetadata(tables, lens, max_context_len=bound, capturable=capturable)
+
 
 # attention.standard.decode.paged, attention.gqa.decode.paged
 
@@ -176,17 +200,22 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
                     has_layout=True,
                     resident=True,
                 ),
-                TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False),
-                TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False),
+                TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False, indexes=("pages",)),
+                TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False, counts=("max_blocks", "page_size")),
             ),
             outputs=(
                 TensorSchema("output", ("batch", "seq_q", "heads", "value_dim")),
-                TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), required=False),
+                TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
             ),
-            params={"scale": float, "window": tuple, "softcap": float, "return_lse": bool},
-            neutral={"scale": None, "window": None, "softcap": None, "return_lse": False},
-            bounds=("max_context_len",),
-            handles={"step": StepMetadata},
+            params=(
+                *(SCALE, WINDOW, SOFTCAP, RETURN_LSE),
+                Param("max_context_len", int, None, Role.BOUND, made_of=("context_lens",)),
+                Param(
+                    "step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step
+                ),
+            ),
+            axes=AXES,
+            layouts=CACHE_LAYOUTS,
         ),
         summary=summary,
         reference=paged_attention_reference,
@@ -194,8 +223,8 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         cases=cases,
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
-        layouts=CACHE_LAYOUTS,
         sibling=sibling,
+        aliases=ALIASES,
         derive=_derive,
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
@@ -299,9 +328,19 @@ APPEND_PAGED = Operation(
             TensorSchema("value", ("tokens", "kv_heads", "value_dim"), FLOATING),
             TensorSchema("key_cache", (*_CACHE, "head_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
             TensorSchema("value_cache", (*_CACHE, "value_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
-            TensorSchema("slot_mapping", ("tokens",), frozenset({torch.int64}), same_dtype=False),
+            TensorSchema(
+                "slot_mapping",
+                ("tokens",),
+                frozenset({torch.int64}),
+                same_dtype=False,
+                indexes=("pages", "page_size"),
+                holes=True,
+                distinct=True,
+            ),
         ),
         outputs=(),
+        axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("kv_heads", scales=True, apart=True), *_PAGES),
+        layouts=CACHE_LAYOUTS,
     ),
     summary="Write new keys and values into the slots of a paged cache",
     reference=append_paged_kv_reference,
@@ -313,7 +352,6 @@ APPEND_PAGED = Operation(
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
-    layouts=CACHE_LAYOUTS,
     check_values=_check_slots,
     work=_append_work,
     examples=_append_examples,

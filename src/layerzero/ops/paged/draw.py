@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.layouts import CACHE_LAYOUTS
 from layerzero.ops.draw import Draw
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.step import StepMetadata
 
 _HEAD_DIMS = (1, 7, 16, 32, 64, 128)

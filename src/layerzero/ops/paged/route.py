@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.layouts import CACHE_LAYOUTS
-from layerzero.core.operation import Function, Routed, TorchSchema
+from layerzero.core.operation import Function, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import check_dense, overlaps, score_problems
-from layerzero.ops.paged.declare import APPEND_PAGED, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
+from layerzero.ops.paged import draw
+from layerzero.ops.paged.declare import APPEND_PAGED, CACHE_LAYOUTS, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
 from layerzero.ops.paged.step import StepMetadata, table_problems
 
 
@@ -174,42 +174,21 @@ def _layout_problems(layout: object) -> list[str]:
     return [] if fits else [f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {layout!r}"]
 
 
-_HEAD = "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lens"
-_TAIL = 'float? scale=None, str layout="NHD", int[]? window=None, float? softcap=None, int? max_context_len=None'
-_ORDER = (
-    *("query", "key_cache", "value_cache", "block_tables", "context_lens", "scale", "layout", "window", "softcap"),
-    "max_context_len",
-)
-
 PAGED_ATTENTION = Function(
     name="paged_attention",
     signature=paged_attention,
     route=_route_attention,
     operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED),
-    tensors=("query", "key_cache", "value_cache", "block_tables", "context_lens"),
-    torch_schemas={
-        "paged_attention": TorchSchema(f"({_HEAD}, {_TAIL}) -> Tensor", _ORDER, lists=("window",)),
-        "paged_attention_lse": TorchSchema(
-            f"({_HEAD}, {_TAIL}) -> (Tensor, Tensor)", _ORDER, {"return_lse": True}, lists=("window",)
-        ),
-    },
+    draw=draw.paged_attention,
     state=frozenset({"sdpa"}),
-    handles={"step": ("block_tables", "context_lens")},
 )
 APPEND_PAGED_KV = Function(
     name="append_paged_kv",
     signature=append_paged_kv,
     route=_route_append,
     operations=(APPEND_PAGED,),
-    tensors=("key", "value", "key_cache", "value_cache", "slot_mapping"),
-    mutates=("key_cache", "value_cache"),
-    torch_schemas={
-        "append_paged_kv": TorchSchema(
-            "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-            'str layout="NHD") -> ()',
-            ("key", "value", "key_cache", "value_cache", "slot_mapping", "layout"),
-        )
-    },
+    draw=draw.append_paged_kv,
+    weight=1,
     may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
 )
 FUNCTIONS = (PAGED_ATTENTION, APPEND_PAGED_KV)

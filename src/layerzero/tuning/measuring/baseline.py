@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from layerzero.core import layouts
+from layerzero.ops.attention import layout as layouts
 from layerzero.tuning.measuring.timing import Run
 
 

@@ -82,7 +82,7 @@ class Job:
             if layout != operation.layouts[0]:
                 moving = [schema.name for schema in operation.schema.inputs if schema.has_layout]
                 arguments |= {name: tensors[name].transpose(1, 2).contiguous() for name in moving if name in tensors}
-        if "normalized_shape" in operation.schema.params:
+        if "normalized_shape" in operation.schema.chosen:
             arguments["normalized_shape"] = (self.case.sizes["hidden"],)
         if "max_context_len" in operation.schema.bounds:  # all layers of a step share what a kernel plans on the host
             longest = self.case.sizes["max_blocks"] * self.case.sizes["page_size"]
@@ -128,7 +128,7 @@ def jobs_of_shape(
         operation = REGISTRY.operation(name)
         sizes = _sizes(operation, query, key, layout)
         if sizes is not None:
-            case = {parameter: value for parameter, value in params.items() if parameter in operation.schema.params}
+            case = {parameter: value for parameter, value in params.items() if parameter in operation.schema.chosen}
             found.append(Job(name, Case(text, sizes, case), dtype, layout))
     if not found:
         raise ValueError(
@@ -142,14 +142,14 @@ def _sizes(
     operation: Operation, query: tuple[int, ...], key: tuple[int, ...], layout: str | None
 ) -> dict[str, int] | None:
     """Axis sizes of a call with these shapes; None if the operation has no such calls."""
-    axes = operation.schema.inputs[0].axes_in(layout)
+    axes = operation.schema.inputs[0].axes_in(layout, operation.schema.canonical)
     if operation.examples is not None:
         return None
     if axes[0] == "...":
         return {"rows": math.prod(query[:-1]), "hidden": query[-1]} if query else None
     if len(query) != 4 or len(key) != 4:
         return None
-    of_key = operation.schema.inputs[1].axes_in(layout)
+    of_key = operation.schema.inputs[1].axes_in(layout, operation.schema.canonical)
     sizes = dict(zip(of_key, key, strict=True)) | dict(zip(axes, query, strict=True))
     sizes["value_dim"] = sizes["head_dim"]
     grouped, single = sizes["heads"] != sizes["kv_heads"], sizes["seq_q"] == 1

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.core import layouts
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention import layout as layouts
 from layerzero.testing.compare import Expected, as_tuple, check, difference, expected, for_kernel
 from layerzero.testing.generate import RandomCall
 

@@ -135,12 +135,10 @@ def rebuilt(recipe: CallRecipe) -> RandomCall:
     for name in REGISTRY.operation(recipe.operation).schema.bounds:  # what the call promised, its values keep
         if values[name] is not None:
             values[f"{name.removeprefix('max_')}s"].clamp_(max=values[name])
-    for name, tensors in function.handles.items():  # of the kind that the call had
-        kind = values.pop(name, "none")
-        if kind != "none":
-            made_of = [values[each] for each in tensors]
-            handle = REGISTRY.operation(recipe.operation).schema.handles[name]
-            values[name] = handle(*made_of, capturable=kind == "capturable")
+    for name in function.handles:  # of the kind that the call had
+        kind, param = values.pop(name, "none"), function.param(name)
+        if kind != "none" and param is not None and param.make is not None:
+            values[name] = param.make(values, kind == "capturable")
     values["layout"] = recipe.layout
     values.setdefault("causal", False)  # a single query's operation has no such argument, but its function does
     accepted = {parameter.name for parameter in function.parameters}
@@ -158,7 +156,11 @@ def _indices(recipe: CallRecipe) -> dict[str, Tensor]:
     sizes: dict[str, int] = {}
     for schema in operation.schema.inputs:
         if schema.name in recipe.tensors:
-            sizes |= zip(schema.axes_in(recipe.layout), recipe.tensors[schema.name].shape, strict=True)
+            sizes |= zip(
+                schema.axes_in(recipe.layout, operation.schema.canonical),
+                recipe.tensors[schema.name].shape,
+                strict=True,
+            )
     # On the call's device: an H200's host took most of a minute for a large cache that is thrown away (2026-11-21).
     made = operation.examples(Case("again", sizes), torch.bfloat16, torch.device(recipe.device), None)
     return {name: made[name] for name in names}

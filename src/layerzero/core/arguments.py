@@ -1,0 +1,200 @@
+"""The words of an operation's schema: axes and what their sizes mean, tensors, parameters with a role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from layerzero.core.layouts import permutation
+from layerzero.core.reasons import ReasonCode
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What a size means: an axis of tensors, or a size derived of several.
+
+    Attributes:
+        name: as tensors or ``Operation.derived`` name it.
+        scales: whether a time changes smoothly along it; sizes that do not select code (``head_dim``).
+        live: whether it changes while a program runs; a frozen choice holds a power of two of it, of others the size.
+        tiled: whether kernels work through it in tiles.
+        beside: whether its entries run side by side, so that only the product with its like counts for a time.
+        apart: whether its entries are worked on apart from each other, so that a call may be cut along it.
+        carries: axes that shrink and grow with it where a call is cut.
+        leading: whether it stands for all leading axes of a tensor whose axes begin with ``...``.
+        works: whether it changes how much there is to do.
+    """
+
+    name: str
+    scales: bool = False
+    live: bool = False
+    tiled: bool = False
+    beside: bool = False
+    apart: bool = False
+    carries: tuple[str, ...] = ()
+    leading: bool = False
+    works: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSchema:
+    """One tensor argument or result.
+
+    Attributes:
+        name: the argument's name.
+        shape_vars: names of the axes; a leading ``...`` takes any number of axes; equal names must have equal sizes;
+            a numeral is a fixed size. For tensors that have a layout, in the order of the canonical one.
+        dtype_constraint: allowed dtypes; None means any.
+        required: whether the call must bring it.
+        mutated: whether the operation writes into it.
+        has_layout: whether its axes move with the call's layout.
+        same_dtype: whether it must have the call's dtype.
+        resident: whether it lives longer than the call and is large (a KV cache); a plan never copies it.
+        broadcast: the axes that it broadcasts to, where it may have fewer or axes of one element; kernels see it with
+            all of them.
+        indexes: of integers, the axes whose product they are places in: from 0, below it.
+        counts: of integers, the axes whose product they count up to: from 0 to it.
+        holes: whether -1 among them stands for nothing.
+        distinct: whether no place may be named twice, because it is written into.
+        dtype_from: of a result, the parameter or tensor whose dtype it has; the call's if empty.
+        when: of a result, the flag that asks for it; always there if empty.
+        code: of an optional tensor, the reason that a kernel which lacks it is refused with.
+        ndim: number of axes; derived from ``shape_vars``, None where it is open.
+    """
+
+    name: str
+    shape_vars: tuple[str, ...] = ()
+    dtype_constraint: frozenset[torch.dtype] | None = None
+    required: bool = True
+    mutated: bool = False
+    has_layout: bool = False
+    same_dtype: bool = True
+    resident: bool = False
+    broadcast: tuple[str, ...] = ()
+    indexes: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    holes: bool = False
+    distinct: bool = False
+    dtype_from: str = ""
+    when: str = ""
+    code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+
+    @property
+    def ndim(self) -> int | None:
+        """Number of axes, None where it is open."""
+        return None if not self.shape_vars or self.shape_vars[0] == "..." else len(self.shape_vars)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether its values are places or counts, which no random number stands for."""
+        return bool(self.indexes or self.counts)
+
+    def most(self, sizes: Mapping[str, int]) -> int:
+        """The largest value that it may hold in a call of these sizes; -1 where there is no place."""
+        if self.indexes:
+            return math.prod(sizes[axis] for axis in self.indexes) - 1
+        return math.prod(sizes[axis] for axis in self.counts)
+
+    def axes_in(self, layout: str | None, canonical: str | None) -> tuple[str, ...]:
+        """Names of the axes in the order of a layout, where the schema is written in the canonical one."""
+        if not self.has_layout or canonical is None or layout in (None, canonical):
+            return self.shape_vars
+        order = permutation(canonical, layout, len(self.shape_vars))
+        return tuple(self.shape_vars[axis] for axis in order)
+
+
+class Role(StrEnum):
+    """What a parameter is to a choice."""
+
+    CHOSEN = "chosen"
+    """Its value is in the key and in the plan: a kernel may be chosen by it."""
+    PASSED = "passed"
+    """It reaches the kernel as it is and chooses nothing but by being given: a seed, a temperature."""
+    BOUND = "bound"
+    """It promises an upper bound of values on the device. It changes no result; a choice depends on the power of two
+    above it, and a kernel that accepts it gets the number itself."""
+    HANDLE = "handle"
+    """An object that the caller keeps. A choice depends on its kind, and a kernel that accepts it gets the object."""
+
+
+REQUIRED: Any = type("_Required", (), {"__repr__": lambda _: "REQUIRED"})()
+"""The neutral value of a parameter that every call brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One argument that is no tensor.
+
+    Attributes:
+        name: the argument's name.
+        types: what it may be, beside its neutral value; a float may be given as an int.
+        neutral: the value at which it does nothing; a kernel that does not know it may run then. None for what is
+            passed, bounds and handles.
+        role: what it is to a choice.
+        least, most: of a passed number, tested on every call, since no key holds it.
+        made_of: of a handle, the tensors of the call that it was made of; of a bound, the one whose values it bounds.
+        kind: of a handle, what a choice depends on, given the handle and what it was made of; ``kind_for`` if None.
+        make: of a handle, one for these arguments, with buffers that stay where they are if ``capturable``.
+        changes_result: of a handle, whether a kernel that lacks it must not run without (a generator).
+        example: a value that is not neutral, for checks; drawn where there is None.
+        code: the reason that a kernel which lacks it is refused with.
+        works: whether it changes how much there is to do.
+        random: whether results are random where it is not neutral.
+    """
+
+    name: str
+    types: type | tuple[type, ...]
+    neutral: object = REQUIRED
+    role: Role = Role.CHOSEN
+    least: float = -math.inf
+    most: float = math.inf
+    made_of: tuple[str, ...] = ()
+    kind: Callable[..., str] | None = None
+    make: Callable[[Mapping[str, Any], bool], object] | None = None
+    changes_result: bool = False
+    example: object = None
+    code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+    works: bool = True
+    random: bool = False
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """Its types as a tuple."""
+        return self.types if isinstance(self.types, tuple) else (self.types,)
+
+    @property
+    def plain(self) -> frozenset[type]:
+        """The types of values that need no closer look."""
+        plain = {*self.kinds, int} if float in self.kinds else {*self.kinds}
+        return frozenset(plain | {type(None)} if self.neutral is None else plain)
+
+    def kind_of(self, value: object, arguments: Mapping[str, Any]) -> str:
+        """What a choice sees of a handle."""
+        if value is None:
+            return "none"
+        made_of = [arguments.get(name) for name in self.made_of]
+        return self.kind(value, *made_of) if self.kind is not None else value.kind_for(*made_of)  # type: ignore[attr-defined]
+
+    def problem(self, value: object) -> str:
+        """What is wrong with a value, with wanted and got; empty if nothing is."""
+        if type(value) in self.plain and self.role in (Role.CHOSEN, Role.HANDLE):
+            return ""
+        if self.role is Role.BOUND:
+            fits = value is None or (type(value) is int and value >= 1)
+            return "" if fits else f"{self.name}: wanted a number of at least 1 or None, got {value!r}"
+        if value is None and self.neutral is None:
+            return ""
+        accepted = (*self.kinds, int) if float in self.kinds else self.kinds
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.kinds):
+            wanted = " or ".join(each.__name__ for each in self.kinds)
+            if self.role is Role.HANDLE:
+                return f"{self.name}: wanted a {wanted} or None, got {type(value).__name__}"
+            return f"{self.name}: wanted {wanted}, got {value!r}"
+        if self.role is Role.PASSED and isinstance(value, (int, float)) and not self.least <= value <= self.most:
+            return f"{self.name}: wanted {self.least:g} to {self.most:g}, got {value!r}"
+        return ""

@@ -1,0 +1,60 @@
+"""What a plan may do to attention's arguments: fold what hides keys into one mask, repeat kv heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerzero.core.facts import Facts
+from layerzero.core.layouts import moving
+from layerzero.core.operation import Adapter
+from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis
+from layerzero.ops.attention.reference import FOLDABLE, attention_bias
+
+
+def _blank(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> torch.Tensor:
+    """Put zeros in place of what lies beyond each sequence's length."""
+    columns = torch.arange(tensor.shape[axis], device=tensor.device)
+    columns = columns.view([-1 if each == axis else 1 for each in range(4)])
+    return tensor.masked_fill(columns >= lengths.view(-1, 1, 1, 1), 0.0)
+
+
+def _fold(arguments: Sequence[str], facts: Facts, layout: str | None) -> list[str]:
+    """One mask that says causal, mask, window, ALiBi and lengths together."""
+    layout, schema = layout or CANONICAL, facts.operation.schema
+    view = moving(layout, CANONICAL)
+    told = []
+    for name in FOLDABLE:
+        if name in facts.tensors:
+            told.append(f"{name}={name}")
+        elif name in schema.chosen and facts[name] != schema.neutral.get(name):
+            told.append(f"{name}={facts[name]!r}")
+    lines = [f"attn_mask = fold(query{view}, key{view}, {', '.join(told)})"]
+    if "kv_lens" in arguments:  # what lies beyond may be NaN, which no mask hides
+        lines += [f"{name} = blank({name}, kv_lens, {sequence_axis(layout)})" for name in ("key", "value")]
+    return lines
+
+
+def _expand(_: Sequence[str], facts: Facts, layout: str | None) -> list[str]:
+    axis = heads_axis(layout or CANONICAL)
+    return [f"{name} = {name}.repeat_interleave({facts['group']}, {axis})" for name in ("key", "value")]
+
+
+ADAPTERS = {
+    "fold": Adapter(
+        text="fold {argument} into the mask",
+        write=_fold,
+        names={"fold": attention_bias, "blank": _blank},
+        absorbs=True,
+        absorbed=FOLDABLE,
+        gives="attn_mask",
+    ),
+    "expand": Adapter(
+        text="repeat kv heads to match query heads",
+        write=_expand,
+        moved=True,
+        names_sizes=True,
+        writes_anew=("key", "value"),
+    ),
+}
