@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 from layerzero.engine import operators as _operators
+from layerzero.ops import EXPORTS as _EXPORTS
+from layerzero.ops import FUNCTIONS as _FUNCTIONS
 
 __version__ = "0.1.0"
 
@@ -56,13 +58,13 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
+    "layerzero.core.handle": ("Handle",),
     "layerzero.core.kernel": ("Backend", "Kernel"),
     "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Tolerance"),
     "layerzero.core.arguments": ("Axis", "Param", "Role", "TensorSchema"),
     "layerzero.core.schema": ("OperationSchema",),
     "layerzero.core.plan": ("Plan", "Report"),
     "layerzero.core.reasons": ("Reason", "ReasonCode"),
-    "layerzero.ops.paged.step": ("StepMetadata",),
     "layerzero.core.errors": (
         "CudaGraphUnsafeError",
         "DescriptorError",
@@ -79,7 +81,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RegistrationError",
     ),
 }
-_FUNCTIONS = ("add_rms_norm", "append_paged_kv", "attention", "layer_norm", "paged_attention", "rms_norm")
 _MODULES = {"limits": "layerzero.core.limits", "testing": "layerzero.testing"}
 _ALIASES = {  # the specification's longer names
     "DeviceSpec": "Device",
@@ -89,7 +90,7 @@ _ALIASES = {  # the specification's longer names
     "SelectionContextBuilder": "FactsBuilder",
     "SelectionReport": "Report",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in _HOMES.items() for name in names} | _EXPORTS
 
 __all__ = sorted([*_HOME, *_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])  # noqa: PLE0605  # a list of str
 

@@ -43,6 +43,7 @@ from layerzero.core.errors import (
     RegistrationError,
 )
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.handle import Handle
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance
 from layerzero.core.plan import Plan, Report
@@ -71,6 +72,7 @@ __all__ = [
     "FactsBuilder",
     "FrozenChoiceError",
     "Function",
+    "Handle",
     "InvalidCallError",
     "Kernel",
     "KernelExecutionError",

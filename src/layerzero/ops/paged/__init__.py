@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from layerzero.ops.paged.declare import DECODE_PAGED, OPERATIONS
 from layerzero.ops.paged.route import FUNCTIONS
+from layerzero.ops.paged.step import StepMetadata
 
-__all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
+__all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "StepMetadata"]
+
+EXPORTS = ("StepMetadata",)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {"attention.paged": (DECODE_PAGED, {})}
 """The specification's flat name."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.handle import Handle
 
 
-class StepSlot(Protocol):
-    """What one kernel keeps on a step: made of the values of block tables and lengths, once for all layers."""
-
-    def update(self, step: StepMetadata) -> None:
-        """Read the values again, after they changed. A capturable step's slots keep their buffers."""
-
-
-Slot = TypeVar("Slot", bound=StepSlot)
-
-
-class StepMetadata:
+class StepMetadata(Handle):
     """The block tables and lengths of one forward pass, and one slot for each kernel that plans on their values.
 
     Some kernels read lengths on the host before they launch (FlashInfer's ``plan``). With a step they do so once for
@@ -56,12 +45,8 @@ class StepMetadata:
         problems = table_problems(block_tables, context_lens) + _bound_problems(max_context_len)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
-        self._tensors = block_tables, context_lens
-        self._versions = self._current_versions()
+        super().__init__((block_tables, context_lens), "capturable" if capturable else "eager")
         self._max_context_len = max_context_len
-        self.kind = "capturable" if capturable else "eager"
-        self._slots: dict[Hashable, StepSlot] = {}
-        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"StepMetadata({self.kind}, max_context_len={self._max_context_len})"
@@ -81,39 +66,10 @@ class StepMetadata:
         """Upper bound of the lengths; None for what the tables hold."""
         return self._max_context_len
 
-    def _current_versions(self) -> tuple[int, ...]:
-        """How often torch wrote into the tensors; those of inference mode do not count."""
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
-
     @property
     def capturable(self) -> bool:
         """Whether its buffers stay where they are."""
         return self.kind == "capturable"
-
-    def kind_for(self, block_tables: Tensor, context_lens: Tensor) -> str:
-        """``eager`` or ``capturable``; ``foreign`` for other tables or lengths, ``stale`` once these changed."""
-        if block_tables is not self._tensors[0] or context_lens is not self._tensors[1]:
-            return "foreign"
-        return self.kind if self._versions == self._current_versions() else "stale"
-
-    def slot(self, owner: Hashable, make: Callable[[StepMetadata], Slot]) -> Slot:
-        """The slot of a kernel, made on its first call of the step.
-
-        Raises: InvalidCallError inside a CUDA graph capture if it does not exist yet: making it reads device values.
-        """
-        slot = self._slots.get(owner)
-        if slot is None:
-            with self._lock:
-                slot = self._slots.get(owner)
-                if slot is None:
-                    if self.block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
-                        problem = (
-                            "step: wanted one that was used before the capture, got a new one; run one forward pass "
-                            "with it outside of the capture first"
-                        )
-                        raise InvalidCallError("StepMetadata", [problem])
-                    slot = self._slots[owner] = make(self)
-        return slot  # type: ignore[return-value]  # an owner makes slots of one type
 
     def advance(self, *, max_context_len: int | None = None) -> None:
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture."""
@@ -122,11 +78,7 @@ class StepMetadata:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
             self._max_context_len = max_context_len or self._max_context_len
-            slots, self._slots = self._slots, {}
-            for owner, slot in slots.items():  # one that raises takes those after it along: all are made anew
-                slot.update(self)
-                self._slots[owner] = slot
-            self._versions = self._current_versions()
+            self.refresh()
 
     def slot_mapping(self, page_size: int, tokens: int = 1) -> Tensor:
         """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
@@ -135,7 +87,7 @@ class StepMetadata:
         sequence's first or beyond what its table holds. The same buffer after each :meth:`advance`.
         Raises: InvalidCallError where tables or lengths changed since.
         """
-        if self._versions != self._current_versions():
+        if self.is_stale:
             problem = "step: wanted advance() after tables or lengths changed, got a question about the old ones"
             raise InvalidCallError("StepMetadata.slot_mapping", [problem])
         return self.slot(("slot_mapping", page_size, tokens), lambda step: _SlotMapping(step, page_size, tokens)).slots
@@ -146,8 +98,8 @@ class _SlotMapping:
         self._page_size, self._tokens = page_size, tokens
         self.slots = self._compute(step)
 
-    def update(self, step: StepMetadata) -> None:
-        self.slots.copy_(self._compute(step))
+    def update(self, handle: Handle) -> None:
+        self.slots.copy_(self._compute(cast(StepMetadata, handle)))
 
     def _compute(self, step: StepMetadata) -> Tensor:
         offsets = torch.arange(-self._tokens, 0, device=step.context_lens.device)

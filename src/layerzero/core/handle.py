@@ -1,0 +1,88 @@
+"""An object that the caller keeps, for kernels to keep things on: made once of a step's tables, or of a weight.
+
+A call brings a handle as an argument of its own. It changes no result: a kernel that has a use for it finds there what
+it made before, one that has none leaves it be. A choice depends on its kind, which it tells for the tensors of the
+call, so that a handle of other tensors, or of tensors that were written into since, is never used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+
+FOREIGN, STALE = "foreign", "stale"
+"""Kinds of a handle that does not belong to a call: made of other tensors, or of values that changed since."""
+
+Kept = TypeVar("Kept")
+
+
+class Slot(Protocol):
+    """What one kernel keeps on a handle."""
+
+    def update(self, handle: Handle) -> None:
+        """Read the values again, after they changed. What is captured in a graph keeps its buffers."""
+
+
+class Handle:
+    """One slot for each kernel that keeps something, made on its first call with the handle.
+
+    Args:
+        tensors: what it is made of.
+        kind: what a choice depends on while it belongs to a call.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], kind: str) -> None:
+        self._tensors = tensors
+        self._versions = self._current_versions()
+        self.kind = kind
+        self._slots: dict[Hashable, Slot] = {}
+        self._lock = threading.RLock()
+
+    def _current_versions(self) -> tuple[int, ...]:
+        """How often torch wrote into the tensors; those of inference mode do not count."""
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its tensors were written into since it was made or brought up to date."""
+        return self._versions != self._current_versions()
+
+    def kind_for(self, *tensors: Tensor) -> str:
+        """Its kind; ``foreign`` for other tensors than it was made of, ``stale`` once these changed."""
+        if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=True)):
+            return FOREIGN
+        return STALE if self.is_stale else self.kind
+
+    def slot(self, owner: Hashable, make: Callable[[Self], Kept]) -> Kept:
+        """What a kernel keeps here, made on its first call.
+
+        Raises: InvalidCallError inside a CUDA graph capture if it does not exist yet: making it reads device values.
+        """
+        slot = self._slots.get(owner)
+        if slot is None:
+            with self._lock:
+                slot = self._slots.get(owner)
+                if slot is None:
+                    if self._tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                        problem = (
+                            "handle: wanted one that was used before the capture, got a new one; run one forward pass "
+                            "with it outside of the capture first"
+                        )
+                        raise InvalidCallError(type(self).__name__, [problem])
+                    slot = self._slots[owner] = make(self)  # type: ignore[assignment]  # an owner keeps one type
+        return slot  # type: ignore[return-value]
+
+    def refresh(self) -> None:
+        """Bring every slot up to date after the tensors changed, outside of any capture."""
+        with self._lock:
+            slots, self._slots = self._slots, {}
+            for owner, slot in slots.items():  # one that raises takes those after it along: all are made anew
+                slot.update(self)
+                self._slots[owner] = slot
+            self._versions = self._current_versions()
