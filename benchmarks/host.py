@@ -18,9 +18,10 @@ from entries import own_entry
 
 import layerzero as lz
 from layerzero.engine.functions import CALLS
+from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
+from layerzero.ops.norm.sweep import norm_case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.contest import bound_plan, window
-from layerzero.tuning.measuring.grid import Heads, decode_case, norm_case, prefill_case
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import quantile
 

@@ -270,7 +270,7 @@ ERRORS = {
     "explain attention --case minilm --shape 1x8x4x64": "wanted either --case or --shape, got both",
     "explain attention.full --shape 1x8x4x64 --causal": "wanted attention.full",
     "explain rms_norm --shape 4x8 --causal": "--causal: rms_norm has no argument 'causal'; it has input, weight, eps",
-    "explain rms_norm --shape 4x8 --kv-shape 4x8": "wanted attention, got rms_norm, which has no keys",
+    "explain rms_norm --shape 4x8 --kv-shape 4x8": "wanted a function of two tensors alike, got rms_norm",
     "kernels rms_nrm": "unknown operation 'rms_nrm'; did you mean 'rms_norm'?",
     "fuzz --calls 1 --kernel torhc": "--kernel: wanted a library or kernel, got 'torhc', which names none here",
     "config check nowhere.yaml": "nowhere.yaml: wanted a file of settings, got nothing",

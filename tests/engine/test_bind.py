@@ -230,10 +230,10 @@ def test_gradients_flow_and_grad_mode_is_guarded(call):
 
 def test_a_step_and_a_bound_are_passed(path):
     from layerzero.engine.registry import REGISTRY
-    from layerzero.serving.warmup import case_tensors
+    from layerzero.ops.calls import arguments_of
 
     operation = REGISTRY.operation("attention.gqa.decode.paged")
-    tensors = case_tensors(operation, operation.cases[0], torch.float32, "cpu")
+    tensors = arguments_of(operation, operation.cases[0], torch.float32)
     tables, lens = tensors["block_tables"], tensors["context_lens"]
     step = lz.StepMetadata(tables, lens)
     longest = int(lens.max())

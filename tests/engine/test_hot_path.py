@@ -188,7 +188,7 @@ def resized(sizes, varies, operation, factor):
 def test_a_route_gives_the_same_for_every_size_that_it_says_may_vary(name):
     from layerzero.engine.registry import REGISTRY
     from layerzero.ops import function_of
-    from layerzero.serving.warmup import case_tensors
+    from layerzero.ops.calls import accepted, arguments_of
 
     operation = REGISTRY.operation(name)
     function = function_of(name)
@@ -200,13 +200,9 @@ def test_a_route_gives_the_same_for_every_size_that_it_says_may_vary(name):
             )
             if sizes.get("pages"):
                 sizes["pages"] = max(sizes["pages"], sizes.get("batch", 1) * sizes.get("max_blocks", 1))
-            tensors = case_tensors(operation, Case("moved", sizes, case.params), torch.float32, "meta")
-            given = {"layout": operation.layouts[0]} if operation.layouts else {}
-            if name == "norm.layer":
-                given["normalized_shape"] = (sizes["hidden"],)
-            params = {key: value for key, value in case.params.items() if key in function.signature.__annotations__}
-            routed = function.route(function.bind((), {**tensors, **params, **given}), None)
-            values = tuple((key, routed.arguments[key]) for key in operation.schema.params if key in routed.arguments)
+            made = arguments_of(operation, Case("moved", sizes, case.params), torch.float32, "meta")
+            routed = function.route(function.bind((), accepted(function, made)), None)
+            values = tuple((key, routed.arguments[key]) for key in operation.schema.chosen if key in routed.arguments)
             seen.add((routed.operation.name, values, routed.layout, routed.varies))
             assert routed.varies
         assert len(seen) == 1

@@ -15,21 +15,16 @@ from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
+from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
+from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.paged.sweep import paged_case
 from layerzero.testing.compare import expected
 from layerzero.testing.generate import case_call
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.measuring import truth
 from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.contest import Status, contest
-from layerzero.tuning.measuring.grid import (
-    Heads,
-    decode_case,
-    default_grid,
-    norm_case,
-    paged_case,
-    prefill_case,
-    spread,
-)
+from layerzero.tuning.measuring.grid import default_grid, spread
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
 from layerzero.tuning.measuring.timing import Effort
 

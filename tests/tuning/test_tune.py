@@ -15,13 +15,15 @@ from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.ops.attention.sweep import Heads
+from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.paged.sweep import append_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import contest, grid, tune
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.grid import Heads, append_case, norm_case
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.predicting.fitting import fit
 from layerzero.tuning.predicting.prediction import Point, is_uneven
@@ -154,9 +156,13 @@ def test_shapes_find_their_operations():
     assert job.case.sizes["heads"] == 4
 
 
+def of_grid():
+    return [(job.operation, job.case) for job in grid.default_grid("cuda")]
+
+
 def test_every_kind_of_prefill_of_the_grid_tells_tiles():
     kinds = defaultdict(list)
-    for operation, case in grid.cases_of(grid.GPU):
+    for operation, case in of_grid():
         if operation.endswith("prefill"):
             heads = tuple(case.sizes[name] for name in ("heads", "kv_heads", "head_dim"))
             kinds[heads, case.params["causal"]].append(case.sizes)
@@ -176,7 +182,7 @@ def in_tiles(batch, seq):
 
 def test_decoding_of_the_grid_lies_off_the_powers_of_two_for_the_middle_batches():
     contexts = defaultdict(set)
-    for operation, case in grid.cases_of(grid.GPU):
+    for operation, case in of_grid():
         if operation == "attention.gqa.decode":
             contexts[case.sizes["batch"]].add(case.sizes["seq_k"])
     powers = {2**each for each in range(20)}

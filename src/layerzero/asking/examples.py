@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from layerzero.core.device import Device
-from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.calls import case_tensors, derived
+from layerzero.ops import function_of
+from layerzero.ops.calls import facts_of
 
 
 def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
     """Facts of small calls that the kernel's limits accept, in its layout; to load it without running it."""
     for name in kernel.operations:
         operation = REGISTRY.operation(name)
+        if function_of(name) is None or not operation.cases:
+            continue
         for dtype in operation.tolerance:
             case = operation.cases[0]
-            tensors = case_tensors(operation, case, dtype, "meta")
-            arguments = {**operation.schema.neutral, **case.params, **derived(operation, case), **tensors}
-            layout = operation.layouts[0] if operation.layouts else None
-            facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout).seen_in(kernel.layout)
+            facts = facts_of(operation, case, dtype, device).seen_in(kernel.layout)
             if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
                 yield facts
 

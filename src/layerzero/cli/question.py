@@ -18,6 +18,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.settings import ALIASES, SETTINGS, nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, function_of
+from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function_for
 
 _SIZES = re.compile(r"\d+(?:[x,]\d+)*")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -72,24 +73,23 @@ def question(flags: Flags) -> Question:
     device = device_of(flags.device)
     dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
     given = dict(_pair(text, "--param", "name=value") for text in flags.params)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if operations[0].examples is None:
-        shapes, arguments = _shapes(flags, function, operations)
-    else:
-        arguments = _example(flags, operations, dtype)
+    kinds = {each.name: each.types for operation in function.operations for each in operation.schema.params}
+    values = {
+        name: _value(kinds.get(name, str), text, f"--param {name}")
+        for name, text in given.items()
+        if name not in function.tensors
+    }
+    for name in given:
+        _check_parameter(function, name, "--param")
+    arguments = (
+        _of_case(flags, operations, dtype) if flags.case is not None else _of_shapes(flags, operations, dtype, values)
+    )
+    arguments |= values
     for name in ("layout", "causal"):
         value = getattr(flags, name)
         if value is not None:
             _check_parameter(function, name, f"--{name}")
             arguments[name] = value
-    kinds = {each.name: each.types for operation in function.operations for each in operation.schema.params}
-    for name, text in given.items():
-        _check_parameter(function, name, "--param")
-        if name not in function.tensors:
-            arguments[name] = _value(kinds.get(name, str), text, f"--param {name}")
-    _norm_shapes(function, shapes, arguments)
-    for name, shape in shapes.items():
-        arguments[name] = torch.empty(shape, dtype=dtype, device="meta")
     for name in function.tensors:
         if name in given:
             arguments[name] = _tensor(function, name, given[name], dtype)
@@ -127,58 +127,55 @@ def _named(name: str) -> tuple[Function, Sequence[Operation]]:
     raise KeyError(f"unknown operation {name!r}{near}")
 
 
-def _example(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a named case whose tensors are more than shapes."""
-    names = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
-    if flags.case is None or flags.shape is not None or flags.kv_shape is not None:
-        got = "--shape or --kv-shape" if flags.shape or flags.kv_shape else "nothing"
-        raise ValueError(f"{flags.name}: wanted --case and one of {names}, got {got}")
-    operation, case = _case(flags.case, operations)
-    assert operation.examples is not None
-    tensors: dict[str, Any] = dict(operation.examples(case, dtype, torch.device("meta"), None))
-    if flags.layout not in (None, operation.layouts[0]):
-        moving = [schema.name for schema in operation.schema.inputs if schema.has_layout]
-        tensors |= {name: tensors[name].transpose(1, 2) for name in moving}
-    return {**case.params, **tensors}
+def _of_case(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a named case."""
+    if flags.shape is not None or flags.kv_shape is not None:
+        raise ValueError("--case: wanted either --case or --shape, got both")
+    operation, case = _case(flags.case or "", operations)
+    return _made(operation, case, flags, dtype)
 
 
-def _shapes(
-    flags: Flags, function: Function, operations: Sequence[Operation]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Shapes of the implied tensors, and the arguments that a case brings."""
-    attention = "query" in function.tensors
-    if flags.kv_shape is not None and not attention:
-        raise ValueError(f"--kv-shape: wanted attention, got {function.name}, which has no keys")
-    if flags.case is not None:
-        if flags.shape is not None or flags.kv_shape is not None:
-            raise ValueError("--case: wanted either --case or --shape, got both")
-        operation, case = _case(flags.case, operations)
-        sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0), "...": case.sizes.get("rows", 0)}
-        tensors = operation.schema.required
-        shapes = {
-            each.name: tuple(sizes[axis] for axis in each.axes_in(flags.layout, operation.schema.canonical))
-            for each in tensors
-        }
-        layout = {"layout": operation.layouts[0]} if operation.layouts else {}
-        return shapes, {**layout, **case.params}
+def _made(operation: Operation, case: Case, flags: Flags, dtype: torch.dtype) -> dict[str, Any]:
+    made = arguments_of(operation, case, dtype, "meta", layout=flags.layout or None)
+    return accepted(function_for(operation), made)
+
+
+def _of_shapes(
+    flags: Flags, operations: Sequence[Operation], dtype: torch.dtype, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that the shapes of the first tensors say; the others follow from them."""
+    first = operations[0].schema
     if flags.shape is None:
         cases = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
         raise ValueError(f"{flags.name}: wanted --shape (1x2048x32x128) or --case, got neither; cases: {cases}")
-    shape = _sizes(flags.shape, "--shape")
-    if attention:
-        kv_shape = _sizes(flags.kv_shape, "--kv-shape") if flags.kv_shape else shape
-        return {"query": shape, "key": kv_shape, "value": kv_shape}, {}
-    return {name: shape for name in function.tensors if name in ("input", "residual")}, {}
+    shapes = [_sizes(flags.shape, "--shape")]
+    if flags.kv_shape is not None:
+        if len(first.required) < 2 or first.required[0].ndim != first.required[1].ndim:
+            raise ValueError(f"--kv-shape: wanted a function of two tensors alike, got {flags.name}")
+        shapes.append(_sizes(flags.kv_shape, "--kv-shape"))
+    layout = flags.layout or None
+    for operation in operations:
+        case = case_of_shapes(operation, shapes, layout, values)
+        if case is not None:
+            made = _made(operation, case, flags, dtype)
+            break
+    else:  # what is wrong with them, the function says best
+        alike = first.required[0].ndim
+        made = {each.name: _empty(shapes[-1], dtype) for each in first.required if each.ndim in (alike, None)}
+        missing = [each.name for each in first.required if each.name not in made]
+        if missing:
+            cases = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
+            wanted = f"wanted --case and one of {cases}"
+            raise ValueError(
+                f"{flags.name}: {wanted}, got --shape or --kv-shape, which do not say {', '.join(missing)}"
+            )
+    if layout is None:
+        made.pop("layout", None)  # nobody named one
+    return made | {each.name: _empty(shape, dtype) for each, shape in zip(first.required, shapes, strict=False)}
 
 
-def _norm_shapes(function: Function, shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) -> None:
-    """Add what a norm's input implies: the normalised shape, weight and bias."""
-    if "input" not in shapes:
-        return
-    hidden = shapes["input"][-1:]
-    if any(parameter.name == "normalized_shape" for parameter in function.parameters):
-        hidden = arguments["normalized_shape"] = arguments.get("normalized_shape") or hidden
-    shapes |= {name: hidden for name in function.tensors if name in ("weight", "bias")}
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _case(name: str, operations: Sequence[Operation]) -> tuple[Operation, Case]:

@@ -54,11 +54,13 @@ class Case:
         name: short and unique within the operation.
         sizes: axis name to size.
         params: parameters that differ from their neutral value.
+        given: optional tensors that the call brings.
     """
 
     name: str
     sizes: Mapping[str, int]
     params: Mapping[str, object] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
 
 
 class Write(Protocol):
@@ -126,6 +128,7 @@ class Operation:
         tolerance: allowed distance from the reference by dtype.
         tolerance_reason: why these numbers.
         kind: what it works on.
+        fixed: arguments that its function has and it has not, with the values that they have in its calls.
         sibling: the operation with equal head counts that this one generalises, if any.
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
@@ -141,10 +144,10 @@ class Operation:
         work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
         scratch: elements that the reference needs beside the tensors (scores), from the sizes of a call.
         parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
-        sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order.
+        sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order; other sizes
+            where somebody asks for them by name, none where the operation does not know the name.
         stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
             result; None where torch has none for them.
-        extents: what a time depends on, from sizes, where that is not each of them for itself.
     """
 
     schema: OperationSchema
@@ -155,6 +158,7 @@ class Operation:
     tolerance: Mapping[torch.dtype, Tolerance]
     tolerance_reason: str
     kind: OpKind = OpKind.TENSOR
+    fixed: Mapping[str, object] = field(default_factory=dict)
     sibling: str = ""
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
@@ -168,9 +172,8 @@ class Operation:
     work: Callable[[Mapping[str, Any]], Work] | None = None
     scratch: Callable[[Mapping[str, int]], int] | None = None
     parts: Callable[[Mapping[str, Any], Any], Sequence[Part] | None] | None = None
-    sweep: Callable[[str], Iterable[Case]] | None = None
+    sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
-    extents: Callable[[Mapping[str, int]], Mapping[str, float]] | None = None
 
     @property
     def name(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import home_of
-
-_SHORT_NDIM = 4
-"""A class holds the number of axes as a power of two; a command's shapes make inputs with fewer than these."""
+from layerzero.core.ledger import class_text, home_of
+from layerzero.core.operation import Case
+from layerzero.ops.calls import case_of_shapes, facts_of
 
 
 def how_to_vet(kernel: Kernel, facts: Facts) -> str:
@@ -27,13 +28,19 @@ def how_to_vet(kernel: Kernel, facts: Facts) -> str:
 
 def _shapes(facts: Facts) -> str:
     """The call's shapes as the command takes them; empty where they would make a call of another class."""
-    sizes, operation = facts.sizes(), facts.operation
-    if operation.examples is not None:
-        return ""
-    if "rows" in sizes:
-        plain = 1 < sizes["input_ndim"] < _SHORT_NDIM and sizes.get("last", sizes["hidden"]) == sizes["hidden"]
-        return f"{sizes['rows']}x{sizes['hidden']}" if plain else ""
-    if sizes["mask_ndim"] or sizes["value_dim"] != sizes["head_dim"]:
-        return ""
-    query, key = ["x".join(str(sizes[axis]) for axis in each.shape_vars) for each in operation.schema.inputs[:2]]
-    return query if query == key else f"{query}:{key}"
+    wanted = class_text(facts)
+    shapes = [facts.tensors[each.name].shape for each in facts.operation.schema.required]
+    for count in (1, 2):
+        try:
+            case = case_of_shapes(facts.operation, shapes[:count], facts.layout)
+            if case is not None and class_text(_facts_of(case, facts)) == wanted:
+                return case.name
+        except KeyError:  # no function calls the operation: nothing that can be typed does
+            return ""
+    return ""
+
+
+def _facts_of(case: Case, facts: Facts) -> Facts:
+    dtype = facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    return facts_of(facts.operation, case, dtype, facts.device, facts.layout)

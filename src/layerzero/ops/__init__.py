@@ -20,13 +20,6 @@ OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {}
 EXPORTS: dict[str, str] = {}
 """What families offer users beside their functions (a handle's class): the name and the module that it lives in."""
 
-for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
-    _module = importlib.import_module(f"{__name__}.{_family}")
-    OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
-    FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
-    OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
-    EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)
-
 
 def function_of(operation: str) -> Function | None:
     """The public function whose calls may be routed to an operation, None where there is none."""
@@ -34,3 +27,11 @@ def function_of(operation: str) -> Function | None:
         if any(each.name == operation for each in function.operations):
             return function
     return None
+
+
+for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
+    _module = importlib.import_module(f"{__name__}.{_family}")
+    OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
+    FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
+    OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
+    EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)

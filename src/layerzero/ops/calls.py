@@ -1,50 +1,281 @@
-"""Calls of an operation from its cases."""
+"""Calls of any operation, made from its schema: of a case, of shapes, of facts; for tests, tuning, warmup, questions.
+
+Nothing here knows an operation. What a schema cannot tell how to draw (tables whose pages must not meet) an operation
+gives itself, as ``examples``.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from layerzero.core.operation import Case, Operation
-
-
-def case_of(operation: Operation, shape: tuple[int, ...]) -> Case | None:
-    """A case from the shape of the first tensor; None if the operation cannot have it."""
-    if operation.examples is not None:  # one shape does not say it all: only its cases can be built
-        return None
-    if operation.layouts:
-        if len(shape) != 4:
-            return None
-        batch, seq, heads, head_dim = shape
-        if operation.sibling or (seq == 1) != operation.name.endswith("decode"):
-            return None
-        sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": heads}
-        return Case("given", sizes | {"head_dim": head_dim, "value_dim": head_dim})
-    return Case("given", {"rows": math.prod(shape[:-1]), "hidden": shape[-1]})
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.layouts import permutation
+from layerzero.core.operation import Case, Function, Operation, Routed
+from layerzero.ops import function_of
 
 
-def case_tensors(
-    operation: Operation, case: Case, dtype: torch.dtype, device: torch.device | str
-) -> dict[str, torch.Tensor]:
-    """Random tensors of a case, the required ones and, for norms, weight and bias; in the first of its layouts."""
+def function_for(operation: Operation | str) -> Function:
+    """The function whose calls are routed to an operation. Raises: KeyError where there is none."""
+    name = operation if isinstance(operation, str) else operation.name
+    function = function_of(name)
+    if function is None:
+        raise KeyError(f"{name} belongs to no public function, so nothing calls it; lz.register_function gives it one")
+    return function
+
+
+def sizes_of(operation: Operation, case: Case) -> dict[str, int]:
+    """Every size of a case, with those that follow from others."""
+    sizes = dict(case.sizes)
+    return {**operation.complete(sizes), **sizes} if operation.complete is not None else sizes
+
+
+def arguments_of(
+    operation: Operation,
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    layout: str | None = None,
+    generator: torch.Generator | None = None,
+    promised: bool = False,
+) -> dict[str, Any]:
+    """What the function is called with in a case: random tensors, the case's parameters, the layout.
+
+    Args:
+        dtype: that of the call.
+        device: where the tensors lie; ``meta`` gives shapes alone.
+        layout: of tensors that have one; the schema's if None.
+        generator: draws the numbers on its device; one of the CPU draws the same everywhere. The device's own if None.
+        promised: also bring the bounds and handles that a serving engine brings, so that kernels plan once.
+    """
+    schema, target = operation.schema, torch.device(device)
+    sizes = sizes_of(operation, case)
+    made: dict[str, Any] = {}
+    for tensor in schema.inputs:
+        if tensor.required or tensor.name in case.given:
+            shape = shape_of(tensor, sizes, schema.leading)
+            if shape is not None:
+                made[tensor.name] = drawn(tensor, shape, dtype_for(tensor, dtype), target, sizes, generator)
     if operation.examples is not None:
-        return operation.examples(case, dtype, torch.device(device), None)
-    sizes = dict(case.sizes) | {"last": case.sizes.get("hidden", 0)}
-    tensors = {}
-    for schema in operation.schema.inputs:
-        if schema.shape_vars and schema.shape_vars[0] == "...":
-            shape: tuple[int, ...] = (sizes["rows"], *(sizes[axis] for axis in schema.shape_vars[1:]))
-        elif schema.required:
-            shape = tuple(sizes[axis] for axis in schema.shape_vars)
-        elif schema.name in ("weight", "bias"):
-            shape = (sizes["hidden"],)
+        made |= operation.examples(case, dtype, target, generator)
+    made |= {**operation.fixed, **case.params}
+    if schema.layouts:
+        made["layout"] = layout or schema.layouts[0]
+        made |= {name: in_layout(made[name], made["layout"], operation) for name in _moving(made, operation)}
+    if promised:
+        for name in schema.bounds:
+            (bounded,) = schema.param(name).made_of
+            made.setdefault(name, schema.tensor(bounded).most(sizes))
+        made |= handles_of(operation, made)
+    return made
+
+
+def _moving(made: Mapping[str, Any], operation: Operation) -> list[str]:
+    return [
+        each.name for each in operation.schema.inputs if each.has_layout and isinstance(made.get(each.name), Tensor)
+    ]
+
+
+def in_layout(tensor: Tensor, layout: str, operation: Operation) -> Tensor:
+    """A tensor of the schema's layout as a dense one of another."""
+    canonical = operation.schema.canonical
+    if canonical is None or layout == canonical:
+        return tensor
+    return tensor.permute(permutation(canonical, layout, tensor.ndim)).contiguous()
+
+
+def handles_of(operation: Operation, arguments: Mapping[str, Any], *, capturable: bool = False) -> dict[str, Any]:
+    """A handle of each kind for these arguments."""
+    params = [operation.schema.param(name) for name in operation.schema.handles]
+    return {each.name: each.make(arguments, capturable) for each in params if each.make is not None}
+
+
+def shape_of(tensor: TensorSchema, sizes: Mapping[str, int], leading: str = "") -> tuple[int, ...] | None:
+    """The shape of a tensor in the schema's layout; None where the sizes do not say."""
+    axes = tensor.shape_vars or tensor.broadcast
+    if not axes:
+        return None
+    shape: list[int] = []
+    for axis in axes:
+        if axis == "...":
+            shape += [sizes[leading]] if leading in sizes else []
+        elif axis.isdigit():
+            shape.append(int(axis))
+        elif axis in sizes:
+            shape.append(sizes[axis])
         else:
-            continue
-        tensors[schema.name] = torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
-    return tensors
+            return None
+    return tuple(shape)
 
 
-def derived(operation: Operation, case: Case) -> dict[str, object]:
-    """Parameters that follow from a case's sizes."""
-    return {"normalized_shape": (case.sizes["hidden"],)} if "normalized_shape" in operation.schema.chosen else {}
+def dtype_for(tensor: TensorSchema, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a call of this dtype: the call's where it may have that, else the first by name."""
+    allowed = tensor.dtype_constraint
+    if allowed is None or dtype in allowed:
+        return dtype
+    return min(allowed, key=dtype_name)
+
+
+def drawn(
+    tensor: TensorSchema,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Mapping[str, int],
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Random values that mean something: unit normal numbers, places that exist, full counts."""
+    shape = tuple(shape)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    where = generator.device if generator is not None else device
+    if tensor.mutated and tensor.resident:
+        made = torch.zeros(shape, dtype=dtype, device=device)
+    elif tensor.counts:
+        made = torch.full(shape, tensor.most(sizes), dtype=dtype)
+    elif tensor.indexes:
+        made = _places(shape, tensor.most(sizes) + 1, distinct=tensor.distinct, where=where, generator=generator)
+    elif dtype is torch.bool:
+        made = torch.rand(shape, generator=generator, device=where) < 0.9
+    elif dtype.is_floating_point:
+        wide = dtype if generator is None and dtype.itemsize > 1 else torch.float32
+        made = torch.randn(shape, generator=generator, device=where, dtype=wide)
+    else:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        made = torch.randint(max(low, -(2**15)), min(high, 2**15) + 1, shape, generator=generator, device=where)
+    return made.to(device, dtype)
+
+
+def _places(
+    shape: tuple[int, ...], count: int, *, distinct: bool, where: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    if distinct and math.prod(shape) <= count:
+        return torch.randperm(count, generator=generator, device=where)[: math.prod(shape)].view(shape)
+    return torch.randint(0, max(count, 1), shape, generator=generator, device=where)
+
+
+def routed(function: Function, arguments: Mapping[str, Any], default_layout: str | None = None) -> Routed:
+    """What a call is routed to. Raises: InvalidCallError for a call that means nothing."""
+    return function.route(function.bind((), arguments), default_layout)
+
+
+def accepted(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has."""
+    names = {parameter.name for parameter in function.parameters}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def is_call_of(operation: Operation, case: Case, dtype: torch.dtype, layout: str | None = None) -> bool:
+    """Whether a case is a call of this operation, and not of a sibling or of none."""
+    function = function_for(operation)
+    try:
+        found = routed(function, accepted(function, arguments_of(operation, case, dtype, "meta", layout=layout)))
+    except (InvalidCallError, KeyError, ValueError):
+        return False
+    return found.operation.name == operation.name
+
+
+def facts_of(operation: Operation, case: Case, dtype: torch.dtype, device: Device, layout: str | None = None) -> Facts:
+    """The facts of a case on a device, which need not be here; no data is made."""
+    function = function_for(operation)
+    found = routed(function, accepted(function, arguments_of(operation, case, dtype, "meta", layout=layout)))
+    return FactsBuilder(found.operation).of_valid(found.arguments, device=device, layout=found.layout)
+
+
+def as_shapes(shape: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The shape of one tensor, or of several, as a list of shapes."""
+    several = [tuple(each) for each in shape if isinstance(each, (tuple, list))]
+    return several or [tuple(each for each in shape if isinstance(each, int))]
+
+
+def case_of_shapes(
+    operation: Operation,
+    shapes: Sequence[Sequence[int]],
+    layout: str | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> Case | None:
+    """The case of a call by the shapes of its first required tensors; None where they do not make one.
+
+    A tensor whose shape is not given is like the last one that was, where it has as many axes and the sizes do not say
+    otherwise: keys are like queries, values like keys.
+    """
+    schema = operation.schema
+    if layout not in (None, *schema.layouts):
+        return None
+    sizes: dict[str, int] = {}
+    given = {name: value for name, value in (params or {}).items() if name in schema.chosen or name in schema.scalars}
+    for number, tensor in enumerate(schema.required):
+        shape = tuple(shapes[number]) if number < len(shapes) else None
+        axes = tensor.axes_in(layout, schema.canonical)
+        if shape is not None:
+            if not _bind(sizes, axes, shape, schema.leading):
+                return None
+        elif shape_of(tensor, {**_completed(operation, sizes), **sizes}, schema.leading) is None:
+            if len(axes) != len(shapes[-1]):
+                return None
+            for axis, size in zip(axes, shapes[-1], strict=True):
+                sizes.setdefault(axis, size)
+    sizes = {**_completed(operation, sizes), **sizes}
+    every = {axis for case in operation.cases for axis in case.sizes}
+    if not every <= sizes.keys():
+        return None
+    text = ":".join("x".join(map(str, shape)) for shape in shapes)
+    case = Case(text, {axis: sizes[axis] for axis in sizes if axis in every}, given, operation.cases[0].given)
+    return case if is_call_of(operation, case, next(iter(operation.tolerance)), layout) else None
+
+
+def _completed(operation: Operation, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    try:
+        return operation.complete(sizes) if operation.complete is not None else {}
+    except KeyError:  # too little is known yet
+        return {}
+
+
+def _bind(sizes: dict[str, int], axes: Sequence[str], shape: tuple[int, ...], leading: str) -> bool:
+    """Name the sizes of a shape; False where it contradicts what is known."""
+    if axes and axes[0] == "...":
+        axes = axes[1:]
+        if len(shape) < len(axes):
+            return False
+        rows = math.prod(shape[: len(shape) - len(axes)])
+        if leading and sizes.setdefault(leading, rows) != rows:
+            return False
+        shape = shape[len(shape) - len(axes) :]
+    if len(shape) != len(axes):
+        return False
+    for axis, size in zip(axes, shape, strict=True):
+        if (int(axis) if axis.isdigit() else sizes.setdefault(axis, size)) != size:
+            return False
+    return True
+
+
+def case_of_sizes(operation: Operation, name: str, sizes: Mapping[str, int], params: Mapping[str, Any]) -> Case | None:
+    """The case that the facts of a call describe; None if they do not name every axis."""
+    axes = operation.cases[0].sizes
+    if not set(axes) <= set(sizes):
+        return None
+    schema = operation.schema
+    given = {
+        each.name: value
+        for each in schema.params
+        if each.name in params and (value := read(params[each.name])) != schema.neutral.get(each.name)
+    }
+    return Case(name, {axis: sizes[axis] for axis in axes}, given, operation.cases[0].given)
+
+
+def read(value: Any) -> Any:
+    """A parameter as it was before it was written as JSON: a list is a tuple, a dtype has its name."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Operation
+from layerzero.ops.calls import accepted, arguments_of, dtype_for, routed
 
 Form = Callable[[Tensor, random.Random], Tensor]
 """Puts the values of a tensor into other memory."""
@@ -100,3 +105,49 @@ def _negated(tensor: Tensor, stream: random.Random) -> Tensor:
 
 
 _FORMS = (_permuted, _padded, _stepped, _offset, _loose, _expanded, _negated)
+
+
+_SIZES = (1, 2, 3, 7, 8, 16, 33)
+_MOST_ELEMENTS = 2**18
+_TRIES = 50
+
+
+def drawn_of_cases(function: Function, draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Random arguments of a function that says nothing about how to draw them: its cases with other sizes.
+
+    Axes that have one size in every case go together. Parameters take their examples and optional tensors are there now
+    and then; what the function refuses is drawn again, the case itself last.
+    """
+    operation = draw.of(function.operations)
+    allowed = operation.schema.dtype_tensor.dtype_constraint
+    dtype = dtype if allowed is None or dtype in allowed else dtype_for(operation.schema.dtype_tensor, dtype)
+    case = draw.of(operation.cases)
+    for attempt in range(_TRIES):
+        changed = case if attempt == _TRIES - 1 else _other_sizes(operation, case, draw)
+        arguments = accepted(function, arguments_of(operation, changed, dtype, draw.device, generator=draw.data))
+        for name, value in arguments.items():
+            schema = next((each for each in operation.schema.inputs if each.name == name), None)
+            if schema is not None and value.is_floating_point():
+                arguments[name] = draw.laid_out(value, expand=not schema.mutated)
+        try:
+            routed(function, arguments)
+        except InvalidCallError:
+            continue
+        return arguments
+    return arguments
+
+
+def _other_sizes(operation: Operation, case: Case, draw: Draw) -> Case:
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for axis in case.sizes:
+        groups.setdefault(tuple(each.sizes[axis] for each in operation.cases), []).append(axis)
+    sizes: dict[str, int] = {}
+    for axes in groups.values():
+        small = min(case.sizes[axes[0]], 64)
+        sizes |= dict.fromkeys(axes, draw.of((*_SIZES, small)))
+    if math.prod(sizes.values()) > _MOST_ELEMENTS:
+        sizes = {axis: min(size, 8) for axis, size in sizes.items()}
+    schema = operation.schema
+    params = {each.name: each.example for each in schema.params if each.example is not None and draw.chance(0.3)}
+    given = tuple(each.name for each in schema.optional if draw.chance(0.3))
+    return Case("drawn", sizes, {**case.params, **params}, given)

@@ -12,7 +12,7 @@ import torch
 
 from layerzero import _assembly
 from layerzero.core.device import Device
-from layerzero.core.dtypes import dtype_named
+from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
@@ -23,14 +23,14 @@ from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
-from layerzero.ops.calls import case_of, case_tensors, derived
+from layerzero.ops.calls import accepted
+from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 
 log = logging.getLogger("layerzero")
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class Artefact:
     """One artefact that warmup made: kernel, operation, seconds, and the error where it failed."""
 
     kernel_id: str
@@ -41,86 +41,67 @@ class Built:
 
 def warmup(
     operation: str = "*",
-    shapes: Sequence[Sequence[int]] | None = None,
+    shapes: Sequence[Shape] | None = None,
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device | None = None,
     **params: Any,
-) -> list[Built]:
+) -> list[Artefact]:
     """Compile and load every legal kernel of an operation for given shapes, so that calls may choose it.
 
     Args:
         operation: an operation, function, alias or glob.
-        shapes: shapes of the first tensor; attention: (B, S, H, D) with equal lengths and heads, norms: (*, D). The
-            operation's own cases if None.
+        shapes: shapes of the first tensor, or of the first several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128),
+            (1, 64, 8, 128))`` of query and key, ``(512, 4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
         params: further arguments of the calls.
+    Raises: ValueError for shapes that no operation of this name has; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors. A kernel that fails to build stays refused. One that may not run
         before it was vetted is vetted first, in a child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is
         set, every legal kernel is also measured on these calls, as ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    implied = OPERATION_ALIASES[operation][1] if operation in OPERATION_ALIASES else {}
-    given, wanted = {**implied, **params}, dtype_named(dtype)
+    jobs = _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
     if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels(operation)):
-        calls = _every_call(operation, shapes, wanted, target, given)
-        _assembly.vet([pair for chosen, arguments in calls for pair in _awaiting(chosen, arguments)])
+        _assembly.vet([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))])
     results = []
-    for chosen, arguments in _every_call(operation, shapes, wanted, target, given):
-        results += _warm(chosen, arguments)
+    for job in jobs:  # the tensors of one call at a time
+        results += _warm(REGISTRY.operation(job.operation), *_bound(job, target, params))
     if results:
         ENGINE.bump()
     if current_policy()["auto_tune_on_warmup"]:
-        _assembly.tune([_facts(*each) for each in _every_call(operation, shapes, wanted, target, given)])
+        _assembly.tune([_facts(*_bound(job, target, params)) for job in jobs])
     return results
 
 
-def _every_call(
-    operation: str,
-    shapes: Sequence[Sequence[int]] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    given: Mapping[str, Any],
-) -> Iterator[tuple[Operation, dict[str, Any]]]:
-    """The calls that warmup makes, their tensors made one call at a time."""
-    for name in sorted({name for kernel in REGISTRY.kernels(operation) for name in kernel.operations}):
-        chosen = REGISTRY.operation(name)
-        if not _covered(operation, name):
-            continue
-        for tensors, case_params in _calls(chosen, shapes, dtype, device):
-            canonical = {"layout": chosen.layouts[0]} if chosen.layouts else {}
-            yield chosen, {**canonical, **case_params, **given, **tensors}
+def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
+    """The calls that are asked for: of the operations that the name covers, and of no sibling."""
+    implied, names = operations_named(operation)
+    given, layout = {**implied, **params}, params.get("layout")
+    if shapes is None:
+        return list(jobs_of_cases(names, [dtype], layout))
+    return [job for shape in shapes for job in jobs_of_shape(names, shape, dtype, given, layout)]
 
 
-def _covered(pattern: str, name: str) -> bool:
-    return any(name in kernel.operations for kernel in REGISTRY.kernels(pattern)) and (
-        pattern not in FUNCTIONS or any(operation.name == name for operation in FUNCTIONS[pattern].operations)
-    )
+def _bound(job: Job, device: torch.device, params: Mapping[str, Any]) -> tuple[Dispatcher, dict[str, Any]]:
+    call = job.make(device)
+    dispatcher = CALLS[call.function].dispatcher
+    return dispatcher, dispatcher.function.bind((), {**call.arguments, **accepted(dispatcher.function, params)})
 
 
-def _bound(operation: Operation, arguments: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any]]:
-    dispatcher = _dispatcher(operation)
-    accepted = {parameter.name for parameter in dispatcher.function.parameters}
-    given = {name: value for name, value in arguments.items() if name in accepted}
-    return dispatcher, dispatcher.function.bind((), given)
-
-
-def _facts(operation: Operation, arguments: dict[str, Any]) -> Facts:
-    dispatcher, bound = _bound(operation, arguments)
+def _facts(dispatcher: Dispatcher, bound: dict[str, Any]) -> Facts:
     return dispatcher.explain(bound, current_policy())[0].facts
 
 
-def _awaiting(operation: Operation, arguments: dict[str, Any]) -> Iterator[tuple[Kernel, Facts]]:
+def _awaiting(dispatcher: Dispatcher, bound: dict[str, Any]) -> Iterator[tuple[Kernel, Facts]]:
     """The kernels that only vetting keeps from a call."""
-    dispatcher, bound = _bound(operation, arguments)
     with SCOPES.scope({"allow_jit_compile": True}):
         report, ranked = dispatcher.explain(bound, current_policy())
     for kernel in legality.awaiting(ranked, report.facts):
         yield kernel, report.facts
 
 
-def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
-    dispatcher, bound = _bound(operation, arguments)
+def _warm(operation: Operation, dispatcher: Dispatcher, bound: dict[str, Any]) -> list[Artefact]:
     results = []
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
@@ -140,26 +121,10 @@ def _warm(operation: Operation, arguments: dict[str, Any]) -> list[Built]:
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
-            results.append(Built(kernel.id, operation.name, time.perf_counter() - started, error))
+            results.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
     return results
 
 
 def _copies(arguments: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
     mutated = operation.schema.mutated
     return {name: value.clone() if name in mutated else value for name, value in arguments.items()}
-
-
-def _dispatcher(operation: Operation) -> Dispatcher:
-    function = function_of(operation.name)
-    if function is None:
-        raise KeyError(f"{operation.name} belongs to no public function")
-    return CALLS[function.name].dispatcher
-
-
-def _calls(
-    operation: Operation, shapes: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, object]]]:
-    cases = operation.cases if shapes is None else tuple(case_of(operation, tuple(shape)) for shape in shapes)
-    for case in cases:
-        if case is not None:
-            yield case_tensors(operation, case, dtype, device), dict(case.params) | derived(operation, case)

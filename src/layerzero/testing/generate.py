@@ -9,7 +9,7 @@ layer norm whose variance is nearly zero, mask rows in which every score drowns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.handle import FOREIGN
 from layerzero.core.operation import Case, Operation
-from layerzero.ops import function_of
-from layerzero.ops.attention import layout as layouts
-from layerzero.ops.attention.draw import attention
-from layerzero.ops.draw import Draw
-from layerzero.ops.norm.draw import add_rms_norm, layer_norm, rms_norm
-from layerzero.ops.paged.draw import append_paged_kv, paged_attention
-from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops import FUNCTIONS as FUNCTIONS_BY_NAME
+from layerzero.ops.calls import accepted, arguments_of, function_for
+from layerzero.ops.draw import Draw, drawn_of_cases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_WEIGHTS = (4, 3, 3, 1)
@@ -45,15 +42,17 @@ class RandomCall:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Give a call whose tables were copied or moved a step of its own: a step belongs to its very tensors."""
-        step, tables = (
-            self.arguments.get("step"),
-            [self.arguments.get(name) for name in ("block_tables", "context_lens")],
-        )
-        if not isinstance(step, StepMetadata) or step.kind_for(*tables) != "foreign":  # type: ignore[arg-type]
-            return
-        own = StepMetadata(*tables, max_context_len=step.max_context_len, capturable=step.capturable)  # type: ignore[arg-type]
-        object.__setattr__(self, "arguments", {**self.arguments, "step": own})
+        """Give a call whose tensors were copied or moved handles of its own: a handle belongs to its very tensors."""
+        function = FUNCTIONS_BY_NAME[self.function]
+        own = {}
+        for name in function.handles:
+            param, handle = function.param(name), self.arguments.get(name)
+            if param is None or param.make is None or handle is None:
+                continue
+            if param.kind_of(handle, self.arguments) == FOREIGN:
+                own[name] = param.make(self.arguments, getattr(handle, "kind", "") == "capturable")
+        if own:
+            object.__setattr__(self, "arguments", {**self.arguments, **own})
 
     @property
     def text(self) -> str:
@@ -76,16 +75,8 @@ def _shown(value: object) -> str:
     return f"{dtype_name(value.dtype)}{tuple(value.shape)}{strides}{offset}"
 
 
-_FUNCTIONS: dict[str, Callable[[Draw, torch.dtype], dict[str, Any]]] = {
-    "attention": attention,
-    "paged_attention": paged_attention,
-    "append_paged_kv": append_paged_kv,
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
-    "add_rms_norm": add_rms_norm,
-}
-FUNCTIONS = tuple(_FUNCTIONS)
-"""The public functions that calls are drawn of; a test compares them with the library's."""
+FUNCTIONS = tuple(FUNCTIONS_BY_NAME)
+"""The public functions that calls are drawn of: all of them."""
 
 
 def random_call(
@@ -100,16 +91,18 @@ def random_call(
     """Draw call ``number`` of a seed.
 
     Args:
-        function: draw a call of this one; half of all calls are attention otherwise.
+        function: draw a call of this one; otherwise each as often as its weight says.
         dtype: use this dtype instead of drawing one.
         data: another number gives the same call with other data.
         device: where the tensors lie; the values are the same everywhere.
     """
     draw = Draw(f"{seed}:{number}", data, device)
-    drawn = draw.of(tuple(_FUNCTIONS), (6, 2, 1, 2, 2, 2))
+    names = tuple(FUNCTIONS_BY_NAME)
+    drawn = draw.of(names, [FUNCTIONS_BY_NAME[name].weight for name in names])
     drawn_dtype = draw.of(DTYPES, _DTYPE_WEIGHTS)
     function, dtype = function or drawn, dtype or drawn_dtype
-    arguments = _FUNCTIONS[function](draw, dtype)
+    chosen = FUNCTIONS_BY_NAME[function]
+    arguments = chosen.draw(draw, dtype) if chosen.draw is not None else drawn_of_cases(chosen, draw, dtype)
     return RandomCall(function, arguments, f"seed {seed}, call {number}")
 
 
@@ -122,31 +115,7 @@ def case_call(
     device: torch.device | str = "cpu",
 ) -> RandomCall:
     """The call that one of an operation's own cases describes, with random data."""
-    draw, sizes = Draw(f"{operation.name}:{case.name}", 0, device), case.sizes
-    function = function_of(operation.name)
-    assert function is not None, f"{operation.name} has no public function"
-    if operation.examples is not None:
-        made = operation.examples(case, dtype, torch.device(device), draw.data)
-        if layout not in (None, operation.layouts[0]):
-            moving = [schema.name for schema in operation.schema.inputs if schema.has_layout]
-            made |= {name: made[name].transpose(1, 2).contiguous() for name in moving}
-        given = {"layout": layout or operation.layouts[0]} if operation.layouts else {}
-        return RandomCall(function.name, {**made, **case.params, **given}, f"{operation.name} {case.name}")
-    if operation.layouts:
-        layout = layout or operation.layouts[0]
-        query = draw.normal((sizes["batch"], sizes["seq_q"], sizes["heads"], sizes["head_dim"]), dtype)
-        key = draw.normal((sizes["batch"], sizes["seq_k"], sizes["kv_heads"], sizes["head_dim"]), dtype)
-        value = draw.normal((sizes["batch"], sizes["seq_k"], sizes["kv_heads"], sizes["value_dim"]), dtype)
-        tensors = [
-            tensor if layout == layouts.CANONICAL else tensor.transpose(1, 2).contiguous()
-            for tensor in (query, key, value)
-        ]
-        arguments = dict(zip(("query", "key", "value"), tensors, strict=True)) | dict(case.params) | {"layout": layout}
-        return RandomCall(function.name, arguments, f"{operation.name} {case.name}")
-    shape, weight = (sizes["rows"], sizes["hidden"]), draw.normal((sizes["hidden"],), dtype)
-    arguments = {"input": draw.normal(shape, dtype), "weight": weight, **case.params}
-    if operation.name == "norm.layer":
-        arguments |= {"normalized_shape": (sizes["hidden"],), "bias": draw.normal((sizes["hidden"],), dtype)}
-    if operation.name == "norm.add_rms":
-        arguments["residual"] = draw.normal(shape, dtype)
-    return RandomCall(function.name, arguments, f"{operation.name} {case.name}")
+    draw = Draw(f"{operation.name}:{case.name}", 0, device)
+    function = function_for(operation)
+    made = arguments_of(operation, case, dtype, device, layout=layout or None, generator=draw.data)
+    return RandomCall(function.name, accepted(function, made), f"{operation.name} {case.name}")

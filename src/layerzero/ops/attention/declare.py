@@ -19,9 +19,11 @@ from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention import parts, stock
 from layerzero.ops.attention.adapt import ADAPTERS
 from layerzero.ops.attention.layout import LAYOUTS
 from layerzero.ops.attention.reference import attention_fake, attention_reference
+from layerzero.ops.attention.sweep import sweep_of
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -157,6 +159,11 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
         work=_work,
         adapters=ADAPTERS,
+        fixed={"causal": False} if name.endswith("decode") else {},
+        scratch=parts.scratch,
+        parts=parts.parts,
+        sweep=sweep_of(name),
+        stock=stock.attention,
     )
 
 

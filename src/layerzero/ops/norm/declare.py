@@ -14,8 +14,10 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense, overlaps
-from layerzero.ops.norm import draw
+from layerzero.ops.norm import draw, stock
+from layerzero.ops.norm.sweep import sweep
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -105,6 +107,8 @@ RMS = Operation(
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
     work=_work(tensors=2, flops=4),
+    sweep=sweep,
+    stock=stock.rms_norm,
 )
 
 
@@ -154,6 +158,16 @@ def layer_norm_reference(
     return output.to(input.dtype)
 
 
+def _layer_examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    given: Any = case.params.get("normalized_shape")
+    shape = tuple(given or (case.sizes["hidden"],))
+    schemas = [TensorSchema(name) for name in ("weight", "bias")]
+    made = {each.name: drawn(each, shape, dtype, device, case.sizes, generator) for each in schemas}
+    return {**made, "normalized_shape": shape}
+
+
 LAYER = Operation(
     schema=OperationSchema(
         operation="norm.layer",
@@ -176,6 +190,10 @@ LAYER = Operation(
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
     work=_work(tensors=2, flops=8),
+    examples=_layer_examples,
+    complete=lambda sizes: {"last": sizes["hidden"]} if "hidden" in sizes else {"hidden": sizes["last"]},
+    sweep=sweep,
+    stock=stock.layer_norm,
 )
 
 
@@ -264,6 +282,8 @@ ADD_RMS = Operation(
     derived=("hidden", "rows", "input_ndim"),
     derived_from=_DERIVED_FROM,
     work=_work(tensors=4, flops=5),
+    sweep=sweep,
+    stock=stock.add_rms_norm,
 )
 
 

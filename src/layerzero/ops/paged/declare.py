@@ -21,7 +21,9 @@ from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import ALIASES, RETURN_LSE, SCALE, SOFTCAP, TOLERANCE, TOLERANCE_REASON, WINDOW
 from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.paged import parts
 from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.paged.sweep import append_sweep, sweep_of
 
 _INT32 = frozenset({torch.int32})
 
@@ -146,27 +148,16 @@ def _examples(
 ) -> dict[str, Tensor]:
     """Sequences on shuffled pages, each page in one place: where the cache is small, sequences are short."""
     size = case.sizes
-    cache = (size["pages"], size["page_size"], size["kv_heads"])
     batch, blocks = size["batch"], size["max_blocks"]
     used = min(blocks, size["pages"] // max(batch, 1))  # pages that each sequence has
     shared = used == 0 and size["pages"] > 0 and blocks > 0  # fewer pages than sequences: all see the same prefix
     tokens = (1 if shared else used) * size["page_size"]
-    meta = device.type == "meta"
-
-    def normal(*shape: int) -> Tensor:
-        if meta:
-            return torch.empty(shape, dtype=dtype, device=device)
-        if generator is None:  # nobody asks for the same numbers everywhere: drawn where they are wanted
-            return torch.randn(shape, device=device, dtype=dtype)
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
     table = torch.zeros(batch, blocks, dtype=torch.int64)  # beyond a sequence's last page: any page
     if not shared:
-        table[:, :used] = torch.randperm(size["pages"], generator=generator)[: batch * used].view(batch, used)
+        where = torch.device("cpu") if generator is None else generator.device
+        order = torch.randperm(size["pages"], generator=generator, device=where).cpu()
+        table[:, :used] = order[: batch * used].view(batch, used)
     return {
-        "query": normal(size["batch"], 1, size["heads"], size["head_dim"]),
-        "key_cache": normal(*cache, size["head_dim"]),
-        "value_cache": normal(*cache, size["value_dim"]),
         "block_tables": table.to(device, torch.int32),
         "context_lens": torch.full((batch,), tokens).to(device, torch.int32),
     }
@@ -231,6 +222,9 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         work=_work,
         check_values=_check_tables,
         examples=_examples,
+        scratch=parts.scratch,
+        parts=parts.parts,
+        sweep=sweep_of(name),
     )
 
 
@@ -292,22 +286,6 @@ def _check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", *
     return problems
 
 
-def _append_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
-    size = case.sizes
-    cache = (size["pages"], size["page_size"], size["kv_heads"], size["head_dim"])
-    new = (size["tokens"], *cache[2:])
-    slots = torch.randperm(cache[0] * cache[1], generator=generator)[: size["tokens"]]
-    tensors = {
-        name: torch.zeros(shape, dtype=dtype, device=device)
-        if device.type == "meta" or name.endswith("cache")
-        else torch.randn(shape, generator=generator).to(device, dtype)
-        for name, shape in (("key", new), ("value", new), ("key_cache", cache), ("value_cache", cache))
-    }
-    return tensors | {"slot_mapping": slots.to(device)}
-
-
 def _append_case(name: str, tokens: int, kv_heads: int, head_dim: int, pages: int, page_size: int = 16) -> Case:
     sizes = {"tokens": tokens, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
     return Case(name, sizes | {"pages": pages, "page_size": page_size})
@@ -354,7 +332,7 @@ APPEND_PAGED = Operation(
     tolerance_reason="it only moves numbers",
     check_values=_check_slots,
     work=_append_work,
-    examples=_append_examples,
+    sweep=append_sweep,
 )
 
 OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, APPEND_PAGED)

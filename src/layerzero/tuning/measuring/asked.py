@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.tuning.measuring.grid import CPU, GPU, Extent, Heads, cases_of, default_grid, spread
+from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import Manifest, jobs_of
 
@@ -26,8 +26,10 @@ def asked_jobs(
 ) -> list[Job]:
     """List what :func:`layerzero.tune` measures, in order; its arguments are described there."""
     implied, names = operations_named(operation)
-    of_grid = {"head_dim": head_dim, "seq_lens": seq_lens, "batch_sizes": batch_sizes}
-    narrowing = [name for name, value in of_grid.items() if value is not None]
+    dims = None if head_dim is None else (head_dim,)
+    of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
+    narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
+    narrowing = list(narrow)
     if manifest is not None and (shapes is not None or narrowing):
         raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'} beside it")
     if shapes is not None and narrowing:
@@ -41,38 +43,10 @@ def asked_jobs(
     if shapes is not None:
         asked = [(shape, dtype) for dtype in dtypes for shape in shapes]
         return [job for shape, dtype in asked for job in jobs_of_shape(names, shape, dtype, implied, layout)]
-    if narrowing:
-        jobs = _narrowed(GPU if device == "cuda" else CPU, dtypes, head_dim, seq_lens, batch_sizes)
-    else:
-        jobs = default_grid(device, dtypes)
+    jobs = default_grid(device, dtypes, narrow=narrow)
     kept = [job for job in jobs if job.operation in names and _implied(job, implied)]
     return [dataclasses.replace(job, layout=layout) for job in kept] if layout else kept
 
 
 def _implied(job: Job, implied: dict[str, Any]) -> bool:
     return all(job.case.params.get(name, value) == value for name, value in implied.items())
-
-
-def _narrowed(
-    extent: Extent,
-    dtypes: Sequence[str],
-    head_dim: int | None,
-    seq_lens: Sequence[int] | None,
-    batch_sizes: Sequence[int] | None,
-) -> list[Job]:
-    """Attention of the grid with other sizes."""
-    heads = tuple(each for each in extent.heads if head_dim in (None, each.head_dim))
-    if not heads:  # none of the common models: as many heads as the first of them has
-        first = extent.heads[0]
-        heads = (Heads(first.heads, first.kv_heads, head_dim or first.head_dim),)
-    lengths, batches = tuple(seq_lens or ()), tuple(batch_sizes or ())
-    narrowed = dataclasses.replace(
-        extent,
-        heads=heads,
-        batches=batches or extent.batches,
-        decode_batches=batches or extent.decode_batches,
-        lengths=lengths or extent.lengths,
-        contexts=lengths or extent.contexts,
-    )
-    cases = [(name, case) for name, case in cases_of(narrowed) if name.startswith("attention.")]
-    return spread([Job(name, case, dtype) for dtype in dtypes for name, case in cases])

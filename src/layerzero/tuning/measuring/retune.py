@@ -10,7 +10,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import call_work
 from layerzero.core.facts import Facts
 from layerzero.ops import OPERATION_ALIASES
-from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, jobs_of_shape
 
 RECORDED = '`with lz.record("calls.json"): …` around it, then `layerzero tune --manifest calls.json --again`'
 
@@ -33,19 +33,14 @@ def command_for(facts: Facts) -> str:
 def _ways(facts: Facts) -> Iterator[tuple[str, list[Job]]]:
     """Arguments of the command that may mean the call, with the jobs of its operation that they stand for."""
     operation, dtype = facts.operation, dtype_name(facts["dtype"])  # type: ignore[arg-type]
-    shape, text = _shape(facts)
+    shapes = [each.shape for each in facts.tensors.values()]
     aliases = [(name, implied) for name, (names, implied) in OPERATION_ALIASES.items() if operation.name in names]
     for name, implied in [(operation.name, {}), *aliases]:
-        try:
-            yield f"{name} --shapes {text}", jobs_of_shape([operation.name], shape, dtype, implied, facts.layout)
-        except ValueError:  # calls that no shape says
-            break
+        for count in (1, 2):
+            text = ":".join("x".join(map(str, each)) for each in shapes[:count])
+            try:
+                jobs = jobs_of_shape([operation.name], shapes[:count], dtype, implied, facts.layout)
+            except ValueError:  # calls that no shape says
+                continue
+            yield f"{name} --shapes {text}", jobs
     yield f"{operation.name} --cases", list(jobs_of_cases([operation.name], [dtype], facts.layout))
-
-
-def _shape(facts: Facts) -> tuple[Shape, str]:
-    """The shape of the first tensor, or of query and key, as the command reads them."""
-    first, *others = [each.shape for each in facts.tensors.values()]
-    both = [first, others[0]] if facts.operation.layouts and others and others[0] != first else [first]
-    text = ":".join("x".join(map(str, each)) for each in both)
-    return (both if len(both) > 1 else first), text

@@ -26,7 +26,7 @@ import torch
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, class_text, home_of
 from layerzero.core.operation import Operation
@@ -35,7 +35,8 @@ from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import calls, function_of
+from layerzero.ops import function_of
+from layerzero.ops.calls import as_shapes, case_of_shapes, facts_of
 from layerzero.testing import brief
 from layerzero.testing.conformance import Lines
 from layerzero.testing.process import APART, child_environment, hand_over, how_it_ended
@@ -141,19 +142,14 @@ def classes(
     """Facts of calls that the kernel's limits allow, one for each class, in the operation's layouts."""
     if function_of(operation.name) is None:
         return
-    cases = operation.cases if shapes is None else [calls.case_of(operation, tuple(shape)) for shape in shapes]
+    cases = operation.cases if shapes is None else [case_of_shapes(operation, as_shapes(each)) for each in shapes]
     seen = set()
     for case in cases:
         for dtype in dtypes or operation.tolerance:
             for layout in operation.layouts or (None,):
                 if case is None:
                     continue
-                tensors = calls.case_tensors(operation, case, dtype, "meta")
-                arguments = {**operation.schema.neutral, **case.params, **calls.derived(operation, case), **tensors}
-                if layout not in (None, *operation.layouts[:1]):
-                    moving = [each.name for each in operation.schema.inputs if each.has_layout and each.name in tensors]
-                    arguments |= {name: tensors[name].transpose(1, 2).contiguous() for name in moving}
-                facts = FactsBuilder(operation).of_valid(arguments, device=device, layout=layout)
+                facts = facts_of(operation, case, dtype, device, layout)
                 text = class_text(facts)
                 if text not in seen and _allowed(kernel, facts):
                     seen.add(text)

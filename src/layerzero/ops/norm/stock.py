@@ -1,0 +1,41 @@
+"""torch's own norms, with the arguments of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+Run = Callable[[], torch.Tensor]
+
+
+def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Run:  # noqa: A002  # torch's name
+    """``torch.nn.functional.rms_norm``."""
+    return lambda: functional.rms_norm(input, weight.shape, weight, eps)
+
+
+def layer_norm(
+    input: torch.Tensor,  # noqa: A002
+    normalized_shape: tuple[int, ...],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Run:
+    """``torch.nn.functional.layer_norm``."""
+    return lambda: functional.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def add_rms_norm(
+    input: torch.Tensor,  # noqa: A002
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+) -> Run:
+    """``residual.add_`` and ``torch.nn.functional.rms_norm``."""
+
+    def run() -> torch.Tensor:
+        residual.add_(input)
+        return functional.rms_norm(residual, weight.shape, weight, eps)
+
+    return run
