@@ -49,6 +49,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unload_descriptor",
     ),
     "layerzero.serving.warmup": ("warmup",),
+    "layerzero.engine.functions": ("register_function",),
     "layerzero.engine.probe": ("Machine",),
     "layerzero.tuning.proving.confirm": ("confirm_suspects",),
     "layerzero.tuning.measuring.record": ("record",),

@@ -49,6 +49,7 @@ from layerzero.core.operation import Case, Function, Operation, OpKind, Toleranc
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
+from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.paged.step import StepMetadata
@@ -129,6 +130,7 @@ __all__ = [
     "prefer",
     "record",
     "register_backend",
+    "register_function",
     "register_kernel",
     "register_operation",
     "register_with_transformers",

@@ -1,8 +1,107 @@
-"""The public functions of this process: ``attention``, ``rms_norm``, and the others."""
+"""The public functions of this process: those of the families in ``ops/``, and those that others register."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.errors import RegistrationError
+from layerzero.core.operation import Case, Function, Operation
+from layerzero.engine import operators
 from layerzero.engine.call import Call
+from layerzero.engine.reference import fake_call, reference_call
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS
+from layerzero.ops.calls import accepted, arguments_of, routed
 
 CALLS: dict[str, Call] = {name: Call(function) for name, function in FUNCTIONS.items()}
+
+
+def register_function(function: Function) -> Callable[..., Any]:
+    """Give operations a public function: what users call, routed, chosen for and explained like every other.
+
+    Register the operations first. Each is tried once on its smallest case, on the CPU, so that a schema, a reference
+    and a shape function that do not agree are found here and not in a user's call.
+
+    Returns: the function to call; ``lz.NAME`` and ``torch.ops.layerzero.NAME`` are the same.
+    Raises: RegistrationError for a name that is taken or no identifier, an operation that is not registered, a
+        signature that no torch operator can have, or an operation whose parts do not agree, with the line at fault.
+    """
+    if not function.name.isidentifier():
+        raise RegistrationError(f"function {function.name!r}: wanted a Python identifier")
+    if function.name in FUNCTIONS:
+        raise RegistrationError(f"function {function.name!r} is registered already")
+    known = REGISTRY.operations()
+    for operation in function.operations:
+        if known.get(operation.name) is not operation:
+            problem = f"wanted operations that are registered, got {operation.name!r}; lz.register_operation adds it"
+            raise RegistrationError(f"function {function.name!r}: {problem}")
+    FUNCTIONS[function.name] = function
+    try:
+        for operation in function.operations:
+            _try(function, operation)
+        CALLS[function.name] = Call(function)
+        operators.register(function)
+    except BaseException:
+        FUNCTIONS.pop(function.name)
+        CALLS.pop(function.name, None)
+        raise
+    return CALLS[function.name].fast
+
+
+def _try(function: Function, operation: Operation) -> None:
+    """Make the smallest call of an operation by its reference and by shapes alone, and compare what they give."""
+    if not operation.cases:
+        raise RegistrationError(f"operation {operation.name!r}: cases: wanted at least one, got none")
+    where = f"operation {operation.name!r}"
+    case = min(operation.cases, key=lambda each: sum(each.sizes.values()))
+    dtype = next(iter(operation.tolerance), torch.float32)
+    try:
+        step = "its case makes no call of the function"
+        arguments = accepted(function, arguments_of(operation, case, dtype))
+        found = routed(function, arguments)
+        _check_route(found.operation, operation, case)
+        step = "its shape function (fake) raised"
+        shapes = _results(fake_call(found))
+        step = "its reference raised"
+        values = _results(reference_call(found))
+    except RegistrationError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{last.filename}:{last.lineno}"
+        raise RegistrationError(f"{where}: {step}: {type(error).__name__}: {error} ({at})") from error
+    outputs = operation.schema.results(found.arguments)
+    if not len(values) == len(shapes) == len(outputs):
+        got = f"{len(values)} of the reference and {len(shapes)} of fake"
+        raise RegistrationError(f"{where}: wanted {len(outputs)} results as the schema says, got {got}")
+    for output, value, shape in zip(outputs, values, shapes, strict=True):
+        problem = _difference(output, value, shape)
+        if problem:
+            raise RegistrationError(f"{where}: result {output.name}: {problem}")
+
+
+def _check_route(found: Operation, operation: Operation, case: Case) -> None:
+    if found is not operation:
+        where = f"operation {operation.name!r}"
+        raise RegistrationError(f"{where}: the route sends its case {case.name!r} to {found.name!r}")
+
+
+def _results(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def _difference(output: TensorSchema, value: Any, shape: Any) -> str:
+    for part, each in (("the reference", value), ("fake", shape)):
+        if not isinstance(each, torch.Tensor):
+            return f"wanted a tensor of {part}, got {type(each).__name__}"
+    if value.shape != shape.shape or value.dtype != shape.dtype:
+        return f"fake says {shape.dtype} {tuple(shape.shape)}, the reference gives {value.dtype} {tuple(value.shape)}"
+    allowed = output.dtype_constraint
+    if allowed is not None and value.dtype not in allowed:
+        return f"the schema does not allow {value.dtype}"
+    return ""

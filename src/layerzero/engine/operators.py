@@ -20,8 +20,13 @@ LIBRARY = torch.library.Library("layerzero", "DEF")  # type: ignore[no-untyped-c
 def register_all() -> None:
     """Define the operators of every function; the engine behind them is imported when one first runs."""
     for function in FUNCTIONS.values():
-        for name, schema in function.torch_schemas.items():
-            _register(function, name, schema)
+        register(function)
+
+
+def register(function: Function) -> None:
+    """Define the operators of one function."""
+    for name, schema in function.torch_schemas.items():
+        _register(function, name, schema)
 
 
 def _register(function: Function, name: str, schema: TorchSchema) -> None:
