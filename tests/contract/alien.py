@@ -10,6 +10,7 @@ from torch import Tensor
 
 import layerzero as lz
 
+INDEX = frozenset({torch.int32, torch.int64})
 FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
@@ -47,7 +48,7 @@ BLEND = lz.Operation(
         inputs=(
             lz.TensorSchema("foo", ("...", "qux"), FLOATING),
             lz.TensorSchema("bar", ("pool", "qux"), FLOATING),
-            lz.TensorSchema("pick", ("...",), frozenset({torch.int32, torch.int64}), same_dtype=False, indexes=("pool",)),
+            lz.TensorSchema("pick", ("...",), INDEX, same_dtype=False, indexes=("pool",)),
         ),
         outputs=(
             lz.TensorSchema("mixed", ("...", "qux")),
@@ -67,7 +68,11 @@ BLEND = lz.Operation(
         lz.Case("tiny", {"blips": 3, "qux": 16, "pool": 5}),
         lz.Case("some", {"blips": 33, "qux": 64, "pool": 7}, {"sharp": True}),
     ),
-    tolerance={torch.float64: lz.Tolerance(1e-6, 1e-6), torch.float32: lz.Tolerance(1e-5, 1e-5), torch.bfloat16: lz.Tolerance(2e-2, 2e-2)},
+    tolerance={
+        torch.float64: lz.Tolerance(1e-6, 1e-6),
+        torch.float32: lz.Tolerance(1e-5, 1e-5),
+        torch.bfloat16: lz.Tolerance(2e-2, 2e-2),
+    },
     tolerance_reason="one product and one sum",
     derive=lambda arguments, values: {"blips": arguments["pick"].numel()},
     derived=("blips",),

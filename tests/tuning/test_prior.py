@@ -17,10 +17,10 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive, environment
-from layerzero.tuning.keeping.rows import SCALING, work_of
+from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.predicting import prior
-from layerzero.tuning.predicting.prior import FOLDER, LOOSE, Priors, read_table, table_of
+from layerzero.tuning.predicting.prior import FOLDER, Priors, read_table, table_of, told_apart
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 H200 = Device.named("H200")
@@ -235,6 +235,6 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
 def test_the_table_knows_every_fact_of_a_call():
     """A new fact of attention makes the table say nothing: it has to be written into the table then."""
     work = dict(work_of(attention(1, 2048)).facts)
-    facts = {name for name in work if name not in LOOSE and name not in SCALING}
+    facts = {name for name, _ in told_apart(work)}
     table = read_table(FOLDER / "nvidia-h200.json")
     assert facts == set(table.families[0].facts)

@@ -28,6 +28,7 @@ class Axis:
         carries: axes that shrink and grow with it where a call is cut.
         leading: whether it stands for all leading axes of a tensor whose axes begin with ``...``.
         works: whether it changes how much there is to do.
+        implied: whether it follows from other sizes, so that works which differ in it alone are of one family.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Axis:
     carries: tuple[str, ...] = ()
     leading: bool = False
     works: bool = True
+    implied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Param:
         code: the reason that a kernel which lacks it is refused with.
         works: whether it changes how much there is to do.
         random: whether results are random where it is not neutral.
+        implied: whether it follows from sizes.
     """
 
     name: str
@@ -161,6 +164,7 @@ class Param:
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
     works: bool = True
     random: bool = False
+    implied: bool = False
 
     @property
     def kinds(self) -> tuple[type, ...]:

@@ -68,8 +68,8 @@ class Measurement:
     host_us: float | None = None
 
 
-_NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic", "scale", "pages"})
-"""Facts that change which kernels are legal, or a number that they read, but not how much there is to do."""
+_NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic"})
+"""State that changes which kernels are legal, but not how much there is to do."""
 
 
 def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
@@ -79,7 +79,7 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     from the first tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
     """
     memory = " ".join(_memory(facts))
-    ignored = _NO_WORK if memory else _NO_WORK | {"input_ndim"}  # dense rows are the same rows in any number of axes
+    ignored = _NO_WORK | facts.operation.schema.idle
     bounds = facts.operation.schema.bounds  # what follows from one is a size of its own, as context_bound is
     named = [
         (name, _amount(value) if name not in bounds or value is None else "given")

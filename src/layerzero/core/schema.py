@@ -44,6 +44,9 @@ class OperationSchema:
         passed: arguments that reach a kernel as they are, without their value being part of what is chosen.
         arguments, known: every argument, tensors first, and the same as a set.
         sizeless: the facts of a call that are no sizes and do not follow from them.
+        scaling: sizes along which a time changes smoothly; others (``head_dim``, ``page_size``) select code.
+        implied: facts that sizes imply: works that differ in them alone are of one family.
+        idle: facts that change which kernels are legal, or a number that they read, but not how much there is to do.
     """
 
     operation: str
@@ -66,6 +69,9 @@ class OperationSchema:
     arguments: tuple[str, ...] = field(init=False, repr=False, compare=False)
     known: frozenset[str] = field(init=False, repr=False, compare=False)
     sizeless: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    scaling: frozenset[str] = field(init=False, repr=False, compare=False)
+    implied: frozenset[str] = field(init=False, repr=False, compare=False)
+    idle: frozenset[str] = field(init=False, repr=False, compare=False)
     _axes: dict[str | None, tuple[tuple[TensorSchema, tuple[str, ...]], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -98,6 +104,15 @@ class OperationSchema:
             "arguments": arguments,
             "known": frozenset(arguments),
             "sizeless": (*(tensor.name for tensor in optional), *by_role[Role.CHOSEN], *passed, *_OF_THE_STATE),
+            "scaling": frozenset(each.name for each in self.axes if each.scales),
+            "implied": frozenset({
+                *(each.name for each in self.axes if each.implied),
+                *(each.name for each in self.params if each.implied),
+            }),
+            "idle": frozenset({
+                *(each.name for each in self.axes if not each.works),
+                *(each.name for each in self.params if not each.works),
+            }),
         }  # fmt: skip
         for name, value in derived.items():
             object.__setattr__(self, name, value)

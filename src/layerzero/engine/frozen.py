@@ -16,9 +16,6 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 
-LIVE_SIZES = frozenset({"batch", "seq_q", "seq_k", "rows", "tokens", "pages", "max_blocks", "max_context_len"})
-"""Sizes that change while a program runs; a class of choices holds a power of two of each, and all others exactly."""
-
 STATE = ("deterministic", "capturing", "autocast", "sdpa_disabled")
 """Facts that a recipe does not have."""
 
@@ -128,12 +125,13 @@ def choice_of(plan: Plan, policy: Policy) -> Choice:
 
 def class_name(facts: Facts, policy: Policy) -> str:
     """The class of a call as text: every fact by value, but live sizes as powers of two and factors as given or not."""
+    schema = facts.operation.schema
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
     for name, value in sorted(facts.items()):
         if name in ("operation", "dtype") or value is None or value is False or value == "none":
             continue
-        if name in LIVE_SIZES and type(value) is int:
+        if type(value) is int and (schema.axis(name).live or name in schema.bounds):
             words.append(f"{name}<{1 << max(value, 1).bit_length()}")
         elif type(value) is float:
             words.append(f"{name}={'0' if value == 0 else 'below 0' if value < 0 else 'given'}")

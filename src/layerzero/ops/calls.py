@@ -265,10 +265,12 @@ def case_of_sizes(operation: Operation, name: str, sizes: Mapping[str, int], par
         return None
     schema = operation.schema
     given = {
-        each.name: value
-        for each in schema.params
-        if each.name in params and (value := read(params[each.name])) != schema.neutral.get(each.name)
+        name: value
+        for name in schema.chosen
+        if name in params and name not in schema.implied
+        if (value := read(params[name])) != schema.neutral.get(name)
     }
+    given |= {name: schema.param(name).example for name in schema.scalars if params.get(name) not in (None, "none")}
     return Case(name, {axis: sizes[axis] for axis in axes}, given, operation.cases[0].given)
 
 

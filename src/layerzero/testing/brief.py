@@ -16,6 +16,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
+from layerzero.ops.calls import case_of_sizes
 from layerzero.testing import execution, gradients
 from layerzero.testing.battery import drawn_numbers, function_of
 from layerzero.testing.compare import check
@@ -258,13 +259,4 @@ def case_of(
     operation: Operation, sizes: Mapping[str, int], params: Mapping[str, Any], accepted: set[str]
 ) -> Case | None:
     """The case that a call's facts describe; None if they do not name every axis."""
-    axes = operation.cases[0].sizes
-    if not set(axes) <= set(sizes):
-        return None
-    neutral = operation.schema.neutral
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in params.items()
-        if name in accepted and name != "normalized_shape" and value != neutral.get(name)
-    }
-    return Case("class", {axis: sizes[axis] for axis in axes}, given)
+    return case_of_sizes(operation, "class", sizes, {name: each for name, each in params.items() if name in accepted})

@@ -108,7 +108,7 @@ def results_of_their_own(trial: Trial) -> Outcome:
 
 
 def advanced(trial: Trial) -> Outcome:
-    """A step plans anew when it advances: shorter sequences, in tables the other way round."""
+    """A handle is brought up to date after what it was made of changed: fewer of what it counts, the rest turned round."""
     call = _with_handles(trial)
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
@@ -116,11 +116,15 @@ def advanced(trial: Trial) -> Outcome:
     plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     plan.run(**bound)
-    indices = {name: each for name, each in tensors(call).items() if not each.is_floating_point()}
-    for tensor in indices.values():
-        tensor.copy_(tensor.flip(0) if tensor.ndim > 1 else (tensor + 1) // 2)
+    params = [trial.function.param(name) for name in trial.function.handles]
+    sources = {name for each in params if each is not None for name in each.made_of}
+    for name, tensor in tensors(call).items():
+        if name in sources and not tensor.is_floating_point() and tensor.ndim == 1:  # counts may shrink, not grow
+            tensor.copy_((tensor + 1) // 2)
+        elif name in sources:
+            tensor.copy_(tensor.flip(0))
     for name in trial.function.handles:
-        call.arguments[name].advance()
+        call.arguments[name].refresh()
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")
@@ -190,7 +194,7 @@ def captured(trial: Trial) -> Outcome:
             for name, tensor in tensors(second).items():
                 call.arguments[name].copy_(tensor)
             for name in trial.function.handles:
-                call.arguments[name].advance()
+                call.arguments[name].refresh()
             graph.replay()
             torch.cuda.synchronize()
             return result

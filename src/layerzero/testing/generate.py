@@ -75,7 +75,7 @@ def _shown(value: object) -> str:
     return f"{dtype_name(value.dtype)}{tuple(value.shape)}{strides}{offset}"
 
 
-FUNCTIONS = tuple(FUNCTIONS_BY_NAME)
+FUNCTIONS = FUNCTIONS_BY_NAME
 """The public functions that calls are drawn of: all of them."""
 
 

@@ -44,6 +44,7 @@ AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True),
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
+    Axis("group", implied=True),
     Axis("seq_q", scales=True, live=True, tiled=True),
     Axis("seq_k", scales=True, live=True, tiled=True),
 )

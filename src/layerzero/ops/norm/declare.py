@@ -43,6 +43,7 @@ _AXES = (
     Axis("rows", scales=True, live=True, apart=True, leading=True),
     Axis("hidden", scales=True),
     Axis("last", scales=True),
+    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
 )
 
 
@@ -177,7 +178,7 @@ LAYER = Operation(
             TensorSchema("bias", (), FLOATING, required=False),
         ),
         outputs=(TensorSchema("output", ("...", "last"), FLOATING),),
-        params=(Param("normalized_shape", tuple), Param("eps", float, 1e-5, example=0.1)),
+        params=(Param("normalized_shape", tuple, implied=True), Param("eps", float, 1e-5, example=0.1)),
         axes=_AXES,
     ),
     summary="Layer normalisation",

@@ -36,6 +36,7 @@ AXES = (
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
     Axis("seq_q", scales=True, live=True, tiled=True),
+    Axis("group", implied=True),
     Axis("context_bound", scales=True),
     *_PAGES,
 )

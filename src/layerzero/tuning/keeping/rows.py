@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 
 from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
+from layerzero.core.schema import OperationSchema
+from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.environment import Environment
-from layerzero.tuning.predicting.prediction import DERIVED
 
-SCALING = frozenset(
-    {"batch", "seq_q", "seq_k", "heads", "kv_heads", "rows", "hidden", "last", "tokens", "max_blocks", "context_bound"}
-)
-"""Sizes along which a time changes smoothly. Others (``head_dim``, ``page_size``, ``group``) select code."""
+
+@functools.cache
+def _schema(operation: str) -> OperationSchema | None:
+    found = REGISTRY.operations().get(operation)
+    return None if found is None else found.schema
+
+
+def scaling_of(facts: Mapping[str, str]) -> frozenset[str]:
+    """Names of the scaling sizes of a work; none of an operation that this process does not know."""
+    schema = _schema(facts.get("operation", ""))
+    return frozenset() if schema is None else schema.scaling
+
+
+def implied_of(facts: Mapping[str, str]) -> frozenset[str]:
+    """Names of the facts that sizes of a work imply."""
+    schema = _schema(facts.get("operation", ""))
+    return frozenset() if schema is None else schema.implied
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -38,18 +54,16 @@ class Work(msgspec.Struct, frozen=True):
     @property
     def family(self) -> bytes:
         """Hash of the facts that are no scaling sizes."""
-        told = [
-            pair for pair in self.facts if pair[0] not in DERIVED and (pair[0] not in SCALING or not pair[1].isdigit())
-        ]
-        return _digest(tuple(told))
+        named = dict(self.facts)
+        scaling, implied = scaling_of(named), implied_of(named)
+        sized = {name for name, value in self.facts if name in scaling and value.isdigit()}
+        return _digest(tuple([pair for pair in self.facts if pair[0] not in implied and pair[0] not in sized]))
 
     @property
     def sizes(self) -> dict[str, int]:
         """The scaling sizes."""
-        return {name: int(value) for name, value in self.facts if name in SCALING and value.isdigit()}
-
-
-_OTHER_LAYOUT = {"BSHD": "BHSD", "BHSD": "BSHD", "NHD": "HND", "HND": "NHD"}
+        scaling = scaling_of(dict(self.facts))
+        return {name: int(value) for name, value in self.facts if name in scaling and value.isdigit()}
 
 
 def is_plain(memory: str) -> bool:
@@ -60,7 +74,9 @@ def is_plain(memory: str) -> bool:
 def in_other_layout(work: Work) -> Work | None:
     """The same work on dense tensors with their axes in the other order; None where there is no such thing."""
     facts = dict(work.facts)
-    layout = _OTHER_LAYOUT.get(facts["layout"])
+    schema = _schema(facts.get("operation", ""))
+    others = [each for each in (schema.layouts if schema is not None else ()) if each != facts["layout"]]
+    layout = others[0] if others and facts["layout"] != str(None) else None
     if layout is None or not is_plain(facts["memory"]):
         return None
     return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))

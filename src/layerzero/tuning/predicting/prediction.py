@@ -59,9 +59,6 @@ Choices recomputed from an H200's stored times took 1.009 to 1.010 times the bes
 WAITS = 1.1
 """A burst that takes so many times the device's time waits for the host; gaps between two calls are less."""
 
-DERIVED = frozenset({"group", "normalized_shape"})
-"""Facts that sizes imply: what differs in them alone is of one family."""
-
 MAY_DIFFER = {"group": 1.0}
 """Sizes that may differ from all measured ones, by so many doublings: then all kernels are off alike."""
 

@@ -22,9 +22,9 @@ from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine import probe
-from layerzero.tuning.keeping.rows import SCALING, Row, Work, is_plain, work_of
+from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, work_of
 from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import DERIVED, Model, Point, predict
+from layerzero.tuning.predicting.prediction import Model, Point, predict
 from layerzero.tuning.predicting.weighing import Time, weighed
 
 FORMAT = 1
@@ -37,8 +37,19 @@ CONFIDENCE = 0.7
 NOISE = 0.05
 """Relative difference below which two of them do not count."""
 
-LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm", "input_ndim", *DERIVED})
-"""Facts that a table does not tell apart."""
+LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm"})
+"""Facts that a table does not tell apart, beside those that sizes imply."""
+
+
+def told_apart(facts: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """What a table tells works apart by: everything that is no scaling size and does not follow from one."""
+    left_out = LOOSE | implied_of(facts)
+    scaling = scaling_of(facts)
+    return frozenset(
+        (name, value)
+        for name, value in facts.items()
+        if name not in left_out and not (name in scaling and value.isdigit())
+    )
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,11 +112,12 @@ def _problems(family: Family, table: Table) -> Iterable[str]:
     facts = family.facts
     if not facts.get("operation") or facts.get("dtype") not in DTYPES:
         yield f"wanted an operation and a dtype, got {facts.get('operation')!r} and {facts.get('dtype')!r}"
-    misplaced = sorted(facts.keys() & (LOOSE | SCALING))
+    scaling = scaling_of(facts)
+    misplaced = sorted(facts.keys() & (LOOSE | implied_of(facts) | scaling))
     if misplaced:
         yield f"facts: wanted none that a table does not tell apart or that is a size, got {', '.join(misplaced)}"
     names = [set(case.sizes) for case in family.cases]
-    if not names or any(each != names[0] or not each <= SCALING for each in names):
+    if not names or any(each != names[0] or not each <= scaling for each in names):
         yield f"cases: wanted the same scaling sizes in each, got {sorted(set().union(*names))}"
     for case in family.cases:
         for kernel_id, time_us in case.times_us.items():
@@ -169,7 +181,7 @@ class Priors:
         told = dict(work.facts)
         if told["row_alignment"] != "16" or not is_plain(told["memory"]):
             return {}
-        key = frozenset((name, value) for name, value in work.facts if name not in LOOSE and name not in work.sizes)
+        key = told_apart(told)
         table, family = self._families.get((key, bool(facts["capturing"])), (None, None))
         if table is None or family is None:
             return {}
@@ -244,7 +256,7 @@ def table_of(found: Iterable[Row], script: str) -> Table:
     rows = [row for row in rows if row.facts.get("row_alignment") == "16"]
     for row in rows:
         sizes = Work(tuple(sorted(row.facts.items()))).sizes
-        facts = frozenset((name, value) for name, value in row.facts.items() if name not in LOOSE and name not in sizes)
+        facts = told_apart(row.facts)
         case = times.setdefault((facts, row.graph), {}).setdefault(tuple(sorted(sizes.items())), {})
         if row.kernel not in case or case[row.kernel].written_at < row.written_at:
             case[row.kernel] = row
