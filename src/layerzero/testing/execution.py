@@ -108,7 +108,7 @@ def results_of_their_own(trial: Trial) -> Outcome:
 
 
 def advanced(trial: Trial) -> Outcome:
-    """A handle is brought up to date after what it was made of changed: fewer of what it counts, the rest turned round."""
+    """A handle is brought up to date after what it was made of changed: lower counts, the rest turned round."""
     call = _with_handles(trial)
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
