@@ -1,4 +1,5 @@
-# ruff: noqa: A002  # torch's argument names
+# ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
+# Written by `layerzero docs` from the declarations; edit those.
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -52,7 +53,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
-from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.paged import StepMetadata
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -152,11 +153,44 @@ __all__ = [
 __version__: str
 
 DeviceSpec = Device
+ExecutionPlan = Plan
+KernelSpec = Kernel
 SelectionContext = Facts
 SelectionContextBuilder = FactsBuilder
-KernelSpec = Kernel
-ExecutionPlan = Plan
 SelectionReport = Report
+
+def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
+    """Add the input to the residual in place and return the sum, normalised by its root mean square.
+
+    Shapes: input and residual (*, D), the same; weight (D,) → (*, D)
+    Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
+        overlaps itself in memory, or that shares memory with the input.
+    Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+
+def append_paged_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens into a paged cache, in place.
+
+    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,).
+    Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
+    Args:
+        slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
+        tokens or with each other; in debug mode for slots beyond the cache, too.
+    Source: reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
 
 @overload
 def attention(
@@ -211,7 +245,48 @@ def attention(
     alibi_slopes: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from query to key and value with the fastest kernel that is valid for this call.
+
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD;
+        H a multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
+    Dtype: all three the same floating dtype; the output has it too.
+    Args:
+        causal: hide keys in the future; aligned bottom-right when S_q != S_k.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
+            they cannot, BSHD is assumed with a warning (an error in strict mode).
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. Excludes causal.
+        dropout_p: probability of dropping an attention weight.
+        window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
+            -1 is unbounded.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        sinks: (H,), one extra logit a head.
+        alibi_slopes: (H,) or (B, H).
+        kv_lens: (B,) on the device, valid keys of each sequence in a longer cache; what lies beyond is not read.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, S_q), natural logarithm.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
+        NoKernelFoundError if policy leaves no kernel.
+    Source: arXiv:1706.03762.
+    """
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor:
+    """Normalise the last axes to mean 0 and variance 1, then scale and shift.
+
+    Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    Source: arXiv:1607.06450.
+    """
+
 @overload
 def paged_attention(
     query: Tensor,
@@ -256,25 +331,39 @@ def paged_attention(
     layout: str = "NHD",
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
-    return_lse: bool,
+    return_lse: bool = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def append_paged_kv(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    layout: str = "NHD",
-) -> None: ...
-def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor: ...
-def layer_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-05,
-) -> Tensor: ...
-def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor: ...
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of each sequence to all its tokens in a paged cache.
+
+    Shapes: query (B, 1, H, D); key_cache (P, N, K, D) and value_cache (P, N, K, D_v) in NHD, axes 1 and 2 swapped in
+        HND; H a multiple of K; block_tables (B, max_blocks); context_lens (B,) → (B, 1, H, D_v).
+    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
+        context_lens: tokens of each sequence that are in the cache, the query's own included. 0 gives 0 and -inf.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        layout: ``"NHD"`` or ``"HND"``.
+        window: (left, right) as in ``lz.attention``; only left counts, since nothing is to the right.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
+            size their work by it. A length above it is the caller's mistake; debug mode finds it.
+        step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
+            do so once for all layers.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
+        debug mode for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
+    Source: PagedAttention, arXiv:2309.06180.
+    """
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
+    """Normalise the last axis by its root mean square and scale by the weight.
+
+    Shapes: input (*, D), weight (D,) → (*, D)
+    Dtype: floating, the same for both; sums are in float32; returns input.dtype.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    Source: arXiv:1910.07467.
+    """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from layerzero.cli import pages, pages_descriptors, pages_usage
+from layerzero.cli import pages, pages_descriptors, pages_stub, pages_usage
 from layerzero.cli.output import FINE, NO, Answer
 
 START, END = "<!-- generated: support -->", "<!-- /generated -->"
@@ -17,6 +17,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/operations.md": pages.operations,
     "docs/reasons.md": pages.reasons,
     "docs/settings.md": pages_usage.settings,
+    "src/layerzero/__init__.pyi": pages_stub.stub,
 }
 
 

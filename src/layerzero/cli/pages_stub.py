@@ -1,0 +1,119 @@
+"""The stub that editors read, ``__init__.pyi``: every exported name, and the real signatures of the functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+
+import layerzero
+from layerzero.core.operation import Function
+from layerzero.ops import FUNCTIONS
+
+_PACKAGE = vars(layerzero)
+_WIDTH = 120
+_SOURCES = {
+    "Any": "typing",
+    "Literal": "typing",
+    "Mapping": "collections.abc",
+    "Sequence": "collections.abc",
+    "Tensor": "torch",
+    "overload": "typing",
+}
+"""Where names of signatures come from, beside what layerzero exports itself."""
+
+
+def stub() -> str:
+    """Write the stub from what is exported and declared."""
+    functions = [FUNCTIONS[name] for name in sorted(FUNCTIONS)]
+    written = "\n".join(part for function in functions for part in _functions(function))
+    aliases = [f"{alias} = {name}" for alias, name in _PACKAGE["_ALIASES"].items()]
+    exported = [f'    "{name}",' for name in layerzero.__all__]
+    parts = [
+        "# ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings",
+        "# Written by `layerzero docs` from the declarations; edit those.",
+        "\n".join(_imports(written)),
+        "",
+        "__all__ = [",
+        *exported,
+        "]",
+        "",
+        "__version__: str",
+        "",
+        *aliases,
+        "",
+        written,
+    ]
+    return "\n".join(parts)
+
+
+def _imports(written: str) -> Iterator[str]:
+    used: dict[str, list[str]] = defaultdict(list)
+    for name, module in _SOURCES.items():
+        if f"{name}" in written.replace("[", " ").replace("]", " ").replace("@", " "):
+            used[module].append(name)
+    if "torch.dtype" in written or "torch.Generator" in written:
+        yield "import torch"
+    for module in ("collections.abc", "typing"):
+        if used[module]:
+            yield _import(module, used[module])
+    yield ""
+    yield _import("torch", used["torch"])
+    yield ""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, module in _PACKAGE["_HOME"].items():
+        homes[module].append(name)
+    for name, module in _PACKAGE["_MODULES"].items():
+        parent, _, last = module.rpartition(".")
+        homes[parent].append(last if last == name else f"{last} as {name}")
+    for module in sorted(homes):
+        yield _import(module, homes[module])
+
+
+def _import(module: str, names: list[str]) -> str:
+    ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name.lower()))
+    line = f"from {module} import {', '.join(ordered)}"
+    if len(line) <= _WIDTH:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in ordered), ")"])
+
+
+def _functions(function: Function) -> Iterator[str]:
+    """A function, with an overload for each value of the flag that decides what it returns."""
+    signature = inspect.signature(function.signature)
+    returns = str(signature.return_annotation)
+    flag = next((each.when for each in function.operations[0].schema.outputs if each.when), "")
+    variants = returns.split(" | ")
+    if flag and len(variants) == 2:
+        yield "\n".join(["@overload", _written(function, {flag: ("Literal[False]", "False")}, variants[0], "...")])
+        yield "\n".join(["@overload", _written(function, {flag: ("Literal[True]", None)}, variants[1], "...")])
+        yield "\n".join(["@overload", _written(function, {}, returns, "")])
+    else:
+        yield _written(function, {}, returns, "")
+
+
+def _written(function: Function, changed: dict[str, tuple[str, str | None]], returns: str, body: str) -> str:
+    parameters, keyword_only = [], False
+    for each in function.parameters:
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            parameters.append("*")
+            keyword_only = True
+        annotation, default = str(each.annotation), None if each.default is each.empty else _literal(each.default)
+        if each.name in changed:
+            annotation, default = changed[each.name]
+        parameters.append(f"{each.name}: {annotation}" + (f" = {default}" if default is not None else ""))
+    head = f"def {function.name}({', '.join(parameters)}) -> {returns}:"
+    if len(head) + 4 > _WIDTH or not body:
+        lines = [f"def {function.name}(", *(f"    {each}," for each in parameters), f") -> {returns}:"]
+        head = head if len(head) <= _WIDTH and not body else "\n".join(lines)
+    if body:
+        return f"{head} {body}"
+    doc = (inspect.getdoc(function.signature) or "").splitlines()
+    text = [f'    """{doc[0]}', *(f"    {line}" if line else "" for line in doc[1:])]
+    if len(doc) == 1:
+        return f'{head}\n    """{doc[0]}"""\n'
+    return "\n".join([head, *text, '    """', ""])
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
