@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import probe
+from layerzero.engine import foreign, probe
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import fake_call
 
@@ -45,6 +45,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
     """
+    foreign.let_pass(error)
     if out_of_memory(error):
         raise error
     if isinstance(error, (ImportError, OSError)):
@@ -99,12 +100,14 @@ def check_retry(
 ) -> None:
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
-    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, so are a warning
-    that the user turned into an error and values on the device that debug mode found wrong. A device error that stays
+    What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
+    memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
+    are the caller's mistake. A device error that stays
     leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device will
     not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases the
     kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
+    foreign.let_pass(error)
     kernel, operation = plan.kernel, plan.report.operation
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
