@@ -6,7 +6,6 @@ Later wins, and each effective value knows its origin.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from layerzero.core import forking
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
@@ -38,7 +38,7 @@ class Configuration:
     """The layers of settings of this process and the policies that follow from them."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._environment = os.environ if environment is None else environment
         self._file: tuple[str, dict[str, Any]] = ("file", {})
         self._configured: dict[str, Any] = {}
@@ -272,7 +272,7 @@ class Scopes:
     def __init__(self) -> None:
         self.active = 0
         self._watchers: list[Callable[[int], None]] = []
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
 
     def watch(self, watcher: Callable[[int], None]) -> None:

@@ -6,12 +6,12 @@ A call that was chosen before never gets here past the table lookup that :mod:`l
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
@@ -52,9 +52,10 @@ class Engine:
         self.epoch = 0
         self.watchers: tuple[Watcher, ...] = ()
         self.frozen: Frozen | None = None
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
+        forking.when_torn(self.bump)  # a table may hold half of a plan
 
     @property
     def ledger(self) -> Ledger:

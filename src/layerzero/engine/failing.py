@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import (
     InvalidCallError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("layerzero")
 
 _told: set[tuple[str, str]] = set()
-_told_lock = threading.Lock()
+_told_lock = forking.lock()
 
 
 class WrongResultError(RuntimeError):

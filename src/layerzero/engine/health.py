@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from layerzero.core import forking
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 
@@ -57,7 +58,7 @@ class Health:
     def __init__(self, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_change = on_change
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._breakers: dict[tuple[str, str], Breaker] = {}
         self._timers: dict[tuple[str, str], threading.Timer] = {}
         self._counts: dict[tuple[str, str], Counts] = {}

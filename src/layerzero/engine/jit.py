@@ -5,9 +5,9 @@ Which calls are alike the kernel says (``build_key``); where it says nothing, th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 
+from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
@@ -17,7 +17,7 @@ class Built:
     """The (kernel, build key) pairs that were compiled in this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._pairs: set[tuple[str, Hashable]] = set()
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:

@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import importlib.metadata
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from layerzero import backends
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import LayerZeroWarning, RegistrationError
@@ -35,7 +35,7 @@ class Registry:
     """Every operation and every kernel that this process knows."""
 
     def __init__(self, entry_points: bool = True, before_use: Callable[[], None] = lambda: None) -> None:
-        self.lock = self._lock = threading.RLock()
+        self.lock = self._lock = forking.rlock()
         self._before_use = before_use
         self.revise: Callable[[Kernel], Kernel] = lambda kernel: kernel
         self._operations: dict[str, Operation] = {}

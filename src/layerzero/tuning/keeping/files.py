@@ -8,7 +8,6 @@ Records hold for one version of the library and of torch, and one kind of device
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 import warnings
@@ -21,6 +20,7 @@ import msgspec
 import platformdirs
 import torch
 
+from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
@@ -78,10 +78,15 @@ class FileLedger(MemoryLedger):
         super().__init__()
         self.files = RecordFolder(folder / f"ledger-{records.FORMAT}")
         self._proved: set[tuple[str, tuple[object, ...]]] = set()
-        self._opening = threading.RLock()
+        self._opening = forking.rlock()
         self._opened = False
         self._look_at = 0.0
         self._wrong: dict[str, list[Record]] = {}
+        forking.when_torn(self._list_anew)
+
+    def _list_anew(self) -> None:
+        """A forked child may have half of a list that another thread was making: a ban could be missing in it."""
+        self._opened = False
 
     # what the engine asks
 

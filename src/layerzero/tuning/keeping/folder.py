@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 import uuid
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import RUNNING, Name, Record
@@ -40,7 +40,7 @@ class RecordFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.writable = True
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._names: dict[str, dict[str, set[Name]]] = {}  # by kind, then by the slug of the kernel
         self._read: dict[Name, Record] = {}
         self._seen_ns = -1
