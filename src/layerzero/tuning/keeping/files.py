@@ -27,7 +27,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import probe
+from layerzero.engine import ending, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
@@ -142,13 +142,17 @@ class FileLedger(MemoryLedger):
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)
         file = self.files.write(path, record)
-        return None if file is None else Marker(path, file, name, identity)
+        if file is None:
+            return None
+        ending.begin(file)
+        return Marker(path, file, name, identity)
 
     def accept(self, marker: object) -> None:
         """The marker becomes the proof: one rename."""
         assert isinstance(marker, Marker)
         name = Name(marker.name.slug, marker.name.key, PROVED)
         self.files.move(marker.path, self.files.path / name.file())
+        ending.end(marker.file)
         os.close(marker.file)
         self.files.known(name)
         self._proved.add(marker.identity)
@@ -157,6 +161,7 @@ class FileLedger(MemoryLedger):
         """Remove the marker."""
         assert isinstance(marker, Marker)
         self.files.move(marker.path, None)
+        ending.end(marker.file)
         os.close(marker.file)
 
     # what is recorded

@@ -18,6 +18,7 @@ import msgspec
 
 from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.engine import ending
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import RUNNING, Name, Record
 
@@ -161,6 +162,9 @@ class RecordFolder:
             return None
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if ending.from_outside(path):  # a signal ended it, which is no kernel's doing
+                path.unlink(missing_ok=True)
+                return None
             return self._trusted(path, name)
         except BlockingIOError:  # held: that process lives
             return None
