@@ -194,6 +194,9 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
             values[key] = when_set if _boolean(variable, text) else not when_set
         elif name in _LISTS:
             values[_LISTS[name]] = [item.strip() for item in text.split(",") if item.strip()]
+        elif name == "PLUGINS":
+            names = [item.strip() for item in text.split(",") if item.strip()]
+            values["plugins"] = names[0] if names in (["all"], ["none"]) else names or "none"
         elif name in _PATHS:
             values[_PATHS[name]] = [item for item in text.split(os.pathsep) if item]
         elif name == "LOCK":
@@ -215,7 +218,7 @@ def known_variables() -> list[str]:
     ]
     return [
         _PREFIX + name
-        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "LOCK", *sorted(_ELSEWHERE))
+        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "PLUGINS", "LOCK", *sorted(_ELSEWHERE))
         if "." not in name
     ]
 
