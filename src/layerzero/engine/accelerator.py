@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,10 +100,9 @@ def _libraries() -> dict[str, str | None]:
 
 def _samples() -> tuple[torch.Tensor, ...]:
     """Tensors that two ways of reading must agree about before the faster one serves."""
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
-        others = plain.transpose(0, 2)[1:], torch.zeros(5, dtype=torch.int64), torch._neg_view(plain)
-        return plain, *others, plain.clone().requires_grad_()
+    plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
+    others = plain.transpose(0, 2)[1:], torch.zeros(5, device="cpu", dtype=torch.int64), torch._neg_view(plain)
+    return plain, *others, plain.clone().requires_grad_()
 
 
 def _reads_rightly(hot: Any) -> bool:
@@ -125,10 +125,36 @@ def _reads_rightly(hot: Any) -> bool:
 ABSENT = ""
 """Why Python serves every call; empty if C does."""
 
-try:
-    HOT: Any = _load()
-except _Absent as reason:
-    HOT, ABSENT = None, str(reason)
+HOT: Any = None
+"""The extension; None where Python serves."""
+
+
+def _load_or_tell() -> None:
+    global HOT, ABSENT
+    try:
+        HOT = _load()
+    except _Absent as reason:
+        ABSENT = str(reason)
+
+
+def _in_plain_state(work: Callable[[], None]) -> None:
+    """Run in a new thread: transforms, modes and the grad mode of the first call belong to the thread that makes it."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised below, where somebody hears it
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="layerzero-setup")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+_in_plain_state(_load_or_tell)
 
 
 def _owner(name: str) -> Any:
