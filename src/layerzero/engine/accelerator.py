@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from layerzero.core import indices
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
@@ -34,7 +35,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 3
+INTERFACE = 4
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -88,6 +89,7 @@ def _load() -> Any:
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
     SCOPES.watch(hot.set_scopes)
+    indices.NAMES.update(within=hot.within, firsts_within=hot.firsts_within)
     return hot
 
 
