@@ -78,6 +78,34 @@ def test_a_length_above_a_promised_bound_is_an_error():
         lz.paged_attention(QUERY, keys, values, tables, lens, max_context_len=19)
 
 
+@pytest.mark.parametrize("moment", ["asked", "advanced"])
+@pytest.mark.parametrize(("change", "pages"), [
+    (lambda tables, lens: lens.fill_(33), None),
+    (lambda tables, lens: tables.fill_(-1), None),
+    (lambda tables, lens: tables.fill_(4), 4),
+])  # fmt: skip
+def test_a_step_tells_of_a_token_without_a_place(change, pages, moment):
+    tables, lens = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
+    if moment == "advanced":
+        step = lz.StepMetadata(tables, lens, pages=pages)
+        assert step.slot_mapping(16).tolist() == [19, 36]
+    change(tables, lens)
+    with pytest.raises(lz.InvalidCallError, match="got 2 tokens beyond their table or on a page that does not exist"):
+        step.advance() if moment == "advanced" else lz.StepMetadata(tables, lens, pages=pages).slot_mapping(16)
+
+
+def test_tokens_before_the_first_are_padding():
+    tables, lens = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    assert lz.StepMetadata(tables, lens).slot_mapping(16, tokens=3).tolist() == [-1, -1, -1, -1, 32, 33]
+
+
+@pytest.mark.parametrize("numbers", [(0,), (-1,), (16, 0), ("16",)])
+def test_slots_of_no_page_or_token_are_refused(numbers):
+    tables, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(lz.InvalidCallError, match="wanted a number of at least 1, got"):
+        lz.StepMetadata(tables, lens).slot_mapping(*numbers)
+
+
 @pytest.mark.parametrize("length", [-1, 9, 2**40])
 def test_lengths_beyond_the_keys_are_errors(length):
     query = torch.randn(2, 8, 4, 16)
