@@ -39,6 +39,7 @@ typedef struct {
     int grad;          /* gradients are recorded */
     int deterministic; /* torch.use_deterministic_algorithms */
     int sdpa;          /* one bit for each switch of torch's attention kernels */
+    int threads;       /* that torch's kernels on the CPU use in this thread; 0 where nothing tells */
 } EagerState;
 
 extern PyTypeObject *tensor_type, *parameter_type, *dtype_type;

@@ -78,6 +78,7 @@ class Call:
             "_shares_memory": _shares_memory,
             "_deterministic": torch._C._get_deterministic_algorithms,
             "_autocast": torch._C._is_any_autocast_enabled,
+            "_threads": torch.get_num_threads,
             "_dispatch_modes": torch._C._len_torch_dispatch_stack,
             "_function_modes": torch._C._len_torch_function_stack,
             "_transforms": torch._C._functorch.peek_interpreter_stack,

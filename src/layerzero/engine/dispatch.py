@@ -231,7 +231,7 @@ class Dispatcher:
             problem = failing.wrong_result(plan, result)
             if problem is not None:
                 raise problem
-        self.engine.health.worked(plan.kernel, plan.report.operation)
+        self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
         return result
 
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
         engine.bump()
     else:
         log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
-        engine.health.failed(kernel, report.operation, error)
+        engine.health.failed(kernel, report.operation, error, device=report.facts.device.name)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -108,7 +108,7 @@ def check_retry(
     kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
     foreign.let_pass(error)
-    kernel, operation = plan.kernel, plan.report.operation
+    kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
     sticky = _context_is_dead(error)
@@ -116,14 +116,16 @@ def check_retry(
         check_values(plan, arguments)
     if kernel.is_reference and not sticky:  # nothing is wrong with a definition: the call is, or this process
         for failed in tried:
-            engine.health.pardon(failed, operation)
+            engine.health.pardon(failed, operation, device)
         raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
     if "no kernel image" in str(error):
         hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
-        engine.health.failed(kernel, operation, error, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint)
+        engine.health.failed(
+            kernel, operation, error, device=device, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint
+        )
     else:
-        engine.health.failed(kernel, operation, error, forever=sticky)
+        engine.health.failed(kernel, operation, error, device=device, forever=sticky)
     if isinstance(error, torch.AcceleratorError):
         engine.health.device_error(kernel.backend, error)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")

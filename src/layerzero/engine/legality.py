@@ -111,7 +111,7 @@ def trust_reasons(
     verdict = None if judgement is None else judgement.verdict
     library = None if machine is None else library_reason(kernel, facts, machine, verdict)
     reasons = [] if library is None else [library]
-    reasons += health.reasons(kernel, str(facts["operation"]))
+    reasons += health.reasons(kernel, str(facts["operation"]), facts.device.name)
     suspicion = ledger.suspicion(kernel, facts)
     if suspicion is not None:
         hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"

@@ -61,6 +61,10 @@ def _date(at_unix_s: float) -> str:
         return f"at {at_unix_s} s, which is no date"
 
 
+_Identity = tuple[str, str, tuple[object, ...]]
+"""A kernel, the kind of device, and the class of calls: what is proved."""
+
+
 @dataclass(frozen=True, slots=True)
 class Marker:
     """A committed marker: its file, the open file that its lock hangs on, and the class that it is about."""
@@ -68,7 +72,7 @@ class Marker:
     path: Path
     file: int
     name: Name
-    identity: tuple[str, tuple[object, ...]]
+    identity: _Identity
 
 
 class FileLedger(MemoryLedger):
@@ -77,7 +81,7 @@ class FileLedger(MemoryLedger):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.files = RecordFolder(folder / f"ledger-{records.FORMAT}")
-        self._proved: set[tuple[str, tuple[object, ...]]] = set()
+        self._proved: set[_Identity] = set()
         self._opening = forking.rlock()
         self._opened = False
         self._look_at = 0.0
@@ -125,7 +129,7 @@ class FileLedger(MemoryLedger):
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
-        identity = (kernel.id, call_class(facts))
+        identity = (kernel.id, facts.device.name, call_class(facts))
         if identity in self._proved or not self.files.writable:
             return False
         if self._recorded(kernel, facts, PROVED) is not None:
@@ -137,7 +141,7 @@ class FileLedger(MemoryLedger):
         """Commit a marker; None where the class was proved here, or where nothing can be written."""
         if not self.unproved(kernel, facts):
             return None
-        identity = (kernel.id, call_class(facts))
+        identity = (kernel.id, facts.device.name, call_class(facts))
         record = self._about(kernel, facts)
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)
