@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -25,6 +26,15 @@ def descriptors_in_force() -> None:
     from layerzero.asking.descriptors import DESCRIPTORS
 
     DESCRIPTORS.sync()
+
+
+def importing(plugin: str, version: str) -> AbstractContextManager[str]:
+    """Have a plugin's name on disk while it is imported; gives how it ended an earlier process, if it did."""
+    from layerzero.tuning.keeping.files import cache_folder
+    from layerzero.tuning.keeping.imports import importing as marked
+
+    folder = cache_folder()
+    return nullcontext("") if folder is None else marked(folder, plugin, version)
 
 
 def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:

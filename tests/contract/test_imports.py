@@ -59,6 +59,7 @@ def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
     assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == [
         "dispatch.py",
+        "plugins.py",
         "registry.py",
         "warmup.py",
     ]

@@ -158,3 +158,16 @@ def test_random_paged_calls_agree_with_float64(seed):
     report = fuzz.run(1500, seed, device="cuda", kernels=kernels)
     assert report.ok, "\n".join(str(failure) for failure in report.failures[:10])
     assert report.comparisons > 100
+
+
+def test_a_later_advance_tells_of_a_token_that_had_no_place():
+    _, tables = cache(2)
+    lens = torch.tensor([20, 128], dtype=torch.int32, device="cuda")  # 128: what a table holds
+    step = lz.StepMetadata(tables, lens)
+    step.slot_mapping(PAGE)
+    lens += 1
+    with pytest.raises(lz.InvalidCallError, match="got 1 tokens beyond their table"):
+        step.advance()  # where the device has answered already
+        torch.cuda.synchronize()
+        step.advance()
+    assert step.slot_mapping(PAGE).tolist()[1] == -1

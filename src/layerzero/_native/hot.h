@@ -6,6 +6,7 @@
  *   conditions.c  what a plan demands of the exact arguments beyond its coarse key
  *   table.c       keys to plans
  *   bound.c       kernels with their constants in place, and callables that are bound to a plan
+ *   indices.c     whether indices in memory are where they must be
  *   module.c      the callable of a function, and the module
  *
  * A call that this code does not understand in full goes to the Python callable with its original arguments: semantics
@@ -20,7 +21,7 @@
 
 #include "dlpack.h"
 
-#define INTERFACE 3 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
+#define INTERFACE 4 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
 #define MAX_TENSORS 24
@@ -38,6 +39,7 @@ typedef struct {
     int grad;          /* gradients are recorded */
     int deterministic; /* torch.use_deterministic_algorithms */
     int sdpa;          /* one bit for each switch of torch's attention kernels */
+    int threads;       /* that torch's kernels on the CPU use in this thread; 0 where nothing tells */
 } EagerState;
 
 extern PyTypeObject *tensor_type, *parameter_type, *dtype_type;
@@ -144,6 +146,11 @@ void index_find(PyObject *index, Function *function, Key *key, Found *found);
 /* `negated`: whether the plan's kernel reads tensors with the negative bit rightly */
 int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan, PyObject *run, int negated,
               int64_t *program);
+
+/* indices.c: True, False, or None for what is no tensor of integers in this process's memory */
+
+PyObject *indices_within(PyObject *module, PyObject *args);
+PyObject *indices_firsts_within(PyObject *module, PyObject *args);
 
 /* module.c */
 

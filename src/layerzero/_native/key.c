@@ -334,7 +334,8 @@ int key_make(Function *self, PyObject *const *values, Key *key)
         if (!put_tensor(key, i, &tensor, parameter->kind == OPTIONAL_TENSOR ? grad : 0))
             return 0;
     }
-    key->exact[0] = (uint64_t)(wants_gradient | state.deterministic << 1 | state.autocast << 2 | state.sdpa << 3);
+    key->exact[0] = (uint64_t)(wants_gradient | state.deterministic << 1 | state.autocast << 2 | state.sdpa << 3) |
+                    (uint64_t)(uint32_t)state.threads << 32;
     return self->mutated_count ? may_be_written(self, values, key, state.grad) : 1;
 }
 

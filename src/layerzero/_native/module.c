@@ -386,6 +386,9 @@ static PyMethodDef module_methods[] = {
     {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
     {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
     {"reader", reader_name, METH_NOARGS, "What tells about tensors: torch's C functions by handle, or DLPack."},
+    {"within", indices_within, METH_VARARGS, "within(tensor, low, high): whether all are from low to below high"},
+    {"firsts_within", indices_firsts_within, METH_VARARGS,
+     "firsts_within(table, counts, per, high): the same for the first counts / per of each row, from 0"},
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };

@@ -222,7 +222,7 @@ class Diagnosis:
         health: failures and fallbacks of each kernel that failed in this process.
         failures: errors of this process and of earlier ones, the latest of each kernel.
         suspects: kernels that may have killed a process, and those that a child process found guilty.
-        plugin_errors: plugins that did not load.
+        plugin_errors: plugins that failed to load, or were left out, and why.
         descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
     """
@@ -281,7 +281,7 @@ class Diagnosis:
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
         lines += [f"  {line}" for line in self.health_lines()]
-        lines += [f"  plugin {name} failed: {error}" for name, error in self.plugin_errors.items()]
+        lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
         lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
         lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
         return "\n".join(lines)
@@ -322,7 +322,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         devices=tuple(devices),
         libraries=tuple(libraries),
         resting=resting,
-        plugin_errors=dict(REGISTRY.plugin_errors),
+        plugin_errors=REGISTRY.plugins.told() if REGISTRY.plugins else {},
         descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
         issues=(
             *_issues(libraries, devices, resting),

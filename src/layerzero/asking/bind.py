@@ -88,6 +88,8 @@ class Bound:
             if exact is None or (SCOPES.active and current_policy() is not now.policy) or ENGINE.watchers:
                 return self._call.fast(**arguments)  # something listens, or a scope decides otherwise
             if exact != self._exact:
+                if exact[:-1] == self._exact[:-1]:  # another number of threads: whoever chooses for it is the function
+                    return self._call.fast(**arguments)
                 raise InvalidCallError(f"{self.function}, bound", self._differences(exact))
             if any(isinstance(value, torch.Tensor) and value.is_neg() for value in values):
                 return self._call.fast(**arguments)
@@ -218,7 +220,8 @@ def bind(
     Guarded, a call must be like the example in shapes, strides, dtypes, devices, alignment, grad mode, autocast,
     deterministic mode and torch's attention switches: InvalidCallError names what is not. Once the epoch moved
     (settings, a failing or banned kernel, a new winner), the next call chooses anew. Inside a mode, a transform or a
-    scope with other settings a call is one of the function itself. A failure is answered as everywhere.
+    scope with other settings, and with another number of threads, a call is one of the function itself. A failure is
+    answered as everywhere.
 
     ``guard=False`` looks at nothing: the first call is checked, every later one runs that kernel whatever it is given
     and whatever was decided since, and the caller gets the kernel's own exception.

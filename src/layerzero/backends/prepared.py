@@ -7,10 +7,10 @@ it, and what a capture used is kept for the life of the process.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
@@ -23,7 +23,7 @@ class Prepared:
         self._make, self._size = make, size
         self._kept: dict[Hashable, Any] = {}
         self._pinned: dict[Hashable, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
 
     def get(self, *key: Hashable, capturing: bool) -> Any:
         """The thing for a key; it is made where it is missing. Raises RuntimeError if that happens in a capture."""

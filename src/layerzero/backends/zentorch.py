@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -45,7 +45,7 @@ ZENTORCH = Backend(
     homepage="https://github.com/amd/ZenDNN-pytorch-plugin",
 )
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = forking.lock()
 """zentorch_sdpa sets OpenMP's nesting depth to 1 for the whole process, and back: of two threads in it, one soon spins
 for ever in a barrier of its matrix product (float32 and bfloat16, within 100 calls, 2026-11-21)."""
 

@@ -120,10 +120,12 @@ def doctor(
     """
     from layerzero.asking.answers import doctor as diagnose
     from layerzero.cli import tables
+    from layerzero.cli.plugins import ask_a_child
     from layerzero.tuning.proving.confirm import confirm_suspects
 
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
+    ask_a_child()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load)
     code = NO if strict and diagnosis.issues else FINE

@@ -160,7 +160,7 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
     for line in found.health_lines():
         yield Text(line)
     for name, error in found.plugin_errors.items():
-        yield Text(f"plugin {name} failed: {error}", style="red")
+        yield Text(f"plugin {name}: {error}", style="red")
     for each in found.descriptors:
         yield Text(f"descriptor: {each['name']} (sha256 {each['sha256']})")
     for issue in found.issues:

@@ -7,13 +7,13 @@ call, so that a handle of other tensors, or of tensors that were written into si
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError
 
 FOREIGN, STALE = "foreign", "stale"
@@ -42,7 +42,7 @@ class Handle:
         self._versions = self._current_versions()
         self.kind = kind
         self._slots: dict[Hashable, Slot] = {}
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
 
     def _current_versions(self) -> tuple[int, ...]:
         """How often torch wrote into the tensors; those of inference mode do not count."""

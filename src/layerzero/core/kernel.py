@@ -146,6 +146,8 @@ class Kernel:
         jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
         build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
         prebuilt: whether the artefact for a call came with an installed package, so that nothing compiles.
+        checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
+            looks before any other kernel runs.
         handles_empty: whether it may see a tensor without elements.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
         device_guard: whether it sets the current device itself.
@@ -176,6 +178,7 @@ class Kernel:
     jit: bool = False
     build_key: Callable[[Facts], Hashable] | None = None
     prebuilt: Callable[[Facts], bool] | None = None
+    checks_indices: bool = False
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False

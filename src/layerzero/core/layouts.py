@@ -8,15 +8,15 @@ first of an operation's layouts is the one that its schema is written in.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import warnings
 
+from layerzero.core import forking
 from layerzero.core.errors import LayerZeroLayoutWarning
 
 _WARN_EVERY_S = 60.0
 _last_warning: dict[str, float] = {}
-_warning_lock = threading.Lock()
+_warning_lock = forking.lock()
 
 
 @functools.cache

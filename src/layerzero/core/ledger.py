@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
@@ -163,7 +163,7 @@ class MemoryLedger:
     MAX_FAILURES_PER_KERNEL = 32
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._times: dict[tuple[object, ...], dict[str, Evidence]] = {}
         self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}

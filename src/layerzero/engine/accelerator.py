@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from layerzero.core import indices
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
@@ -33,7 +35,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 3
+INTERFACE = 4
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -87,6 +89,7 @@ def _load() -> Any:
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
     SCOPES.watch(hot.set_scopes)
+    indices.NAMES.update(within=hot.within, firsts_within=hot.firsts_within)
     return hot
 
 
@@ -99,14 +102,14 @@ def _libraries() -> dict[str, str | None]:
 
 def _samples() -> tuple[torch.Tensor, ...]:
     """Tensors that two ways of reading must agree about before the faster one serves."""
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
-        others = plain.transpose(0, 2)[1:], torch.zeros(5, dtype=torch.int64), torch._neg_view(plain)
-        return plain, *others, plain.clone().requires_grad_()
+    plain = torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32)
+    others = plain.transpose(0, 2)[1:], torch.zeros(5, device="cpu", dtype=torch.int64), torch._neg_view(plain)
+    return plain, *others, plain.clone().requires_grad_()
 
 
 def _reads_rightly(hot: Any) -> bool:
     """Whether what is read by symbol is what its name says: it changes with the state, and comes back."""
+    torch.get_num_threads()  # torch tells OpenMP so in each thread when that first asks
     plain = hot.state()
     with torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Python):
         keys_inside, *_ = hot.state()
@@ -119,16 +122,43 @@ def _reads_rightly(hot: Any) -> bool:
     with torch.overrides.BaseTorchFunctionMode():
         modes = plain[2], hot.state()[2]
     told = plain[0] is None or len({plain[0], keys_inside, keys_inference}) == 3
-    return told and grads in ([True, False], [None, None]) and modes in ((0, 1), (None, None)) and hot.state() == plain
+    told = told and grads in ([True, False], [None, None]) and modes in ((0, 1), (None, None))
+    return told and plain[3] in (None, torch.get_num_threads()) and hot.state() == plain
 
 
 ABSENT = ""
 """Why Python serves every call; empty if C does."""
 
-try:
-    HOT: Any = _load()
-except _Absent as reason:
-    HOT, ABSENT = None, str(reason)
+HOT: Any = None
+"""The extension; None where Python serves."""
+
+
+def _load_or_tell() -> None:
+    global HOT, ABSENT
+    try:
+        HOT = _load()
+    except _Absent as reason:
+        ABSENT = str(reason)
+
+
+def _in_plain_state(work: Callable[[], None]) -> None:
+    """Run in a new thread: transforms, modes and the grad mode of the first call belong to the thread that makes it."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised below, where somebody hears it
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="layerzero-setup")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+_in_plain_state(_load_or_tell)
 
 
 def _owner(name: str) -> Any:

@@ -6,11 +6,11 @@ key of its size class with conditions that every call must meet. The C hit path 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from layerzero.core import forking
 from layerzero.core.plan import Plan
 from layerzero.core.reuse_conditions import Conditions, holds
 from layerzero.engine.policy import Policy
@@ -137,7 +137,7 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self.epoch = 0
         self.current = Table()
         self._tables: dict[Policy, Table] = {}

@@ -22,7 +22,6 @@ from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
-from layerzero.engine.reference import reference_call
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
@@ -79,6 +78,7 @@ class Call:
             "_shares_memory": _shares_memory,
             "_deterministic": torch._C._get_deterministic_algorithms,
             "_autocast": torch._C._is_any_autocast_enabled,
+            "_threads": torch.get_num_threads,
             "_dispatch_modes": torch._C._len_torch_dispatch_stack,
             "_function_modes": torch._C._len_torch_function_stack,
             "_transforms": torch._C._functorch.peek_interpreter_stack,
@@ -136,7 +136,7 @@ class Call:
         wants_gradient = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
         if self.function.mutates and wants_gradient and torch.is_grad_enabled():
             # An operator that writes into its arguments cannot have a gradient of its own; torch's operators can.
-            return reference_call(self.function.route(arguments, current_policy().layout))
+            return self.dispatcher.reference(arguments)
         for name, schema in self.function.torch_schemas.items():
             if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):
                 best = name, schema

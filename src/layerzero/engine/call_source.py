@@ -112,6 +112,7 @@ def _key_text(function: Function) -> str:
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
         parts.append(_SDPA_STATE)
+    parts.append("_threads()")  # the last, where a bound callable looks for it
     return f"({', '.join(parts)})"
 
 

@@ -6,7 +6,6 @@ Later wins, and each effective value knows its origin.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from layerzero.core import forking
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
@@ -38,7 +38,7 @@ class Configuration:
     """The layers of settings of this process and the policies that follow from them."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._environment = os.environ if environment is None else environment
         self._file: tuple[str, dict[str, Any]] = ("file", {})
         self._configured: dict[str, Any] = {}
@@ -194,6 +194,9 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
             values[key] = when_set if _boolean(variable, text) else not when_set
         elif name in _LISTS:
             values[_LISTS[name]] = [item.strip() for item in text.split(",") if item.strip()]
+        elif name == "PLUGINS":
+            names = [item.strip() for item in text.split(",") if item.strip()]
+            values["plugins"] = names[0] if names in (["all"], ["none"]) else names or "none"
         elif name in _PATHS:
             values[_PATHS[name]] = [item for item in text.split(os.pathsep) if item]
         elif name == "LOCK":
@@ -215,7 +218,7 @@ def known_variables() -> list[str]:
     ]
     return [
         _PREFIX + name
-        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "LOCK", *sorted(_ELSEWHERE))
+        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "PLUGINS", "LOCK", *sorted(_ELSEWHERE))
         if "." not in name
     ]
 
@@ -272,7 +275,7 @@ class Scopes:
     def __init__(self) -> None:
         self.active = 0
         self._watchers: list[Callable[[int], None]] = []
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
 
     def watch(self, watcher: Callable[[int], None]) -> None:

@@ -6,12 +6,12 @@ A call that was chosen before never gets here past the table lookup that :mod:`l
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
@@ -19,7 +19,6 @@ from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
 from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
@@ -30,9 +29,10 @@ from layerzero.engine.health import Health
 from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-from layerzero.engine.reference import fake_call, reference_call
+from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
 from layerzero.engine.standing import Later, Standings
+from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
 
@@ -52,9 +52,10 @@ class Engine:
         self.epoch = 0
         self.watchers: tuple[Watcher, ...] = ()
         self.frozen: Frozen | None = None
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
+        forking.when_torn(self.bump)  # a table may hold half of a plan
 
     @property
     def ledger(self) -> Ledger:
@@ -230,7 +231,7 @@ class Dispatcher:
             problem = failing.wrong_result(plan, result)
             if problem is not None:
                 raise problem
-        self.engine.health.worked(plan.kernel, plan.report.operation)
+        self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
         return result
 
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:
@@ -260,15 +261,8 @@ class Dispatcher:
         policy = current_policy()
         routed = self.function.route(dict(arguments), policy.layout)
         self._check_layout(routed, policy)
-        if not policy.fallback_enabled:
-            name = f"reference.{routed.operation.name}"
-            reason = Reason(
-                ReasonCode.POLICY_DENIED, "fallback_enabled: false", "no function transform", "one is active"
-            )
-            raise NoKernelFoundError(routed.operation.name, {name: [reason]})
-        device = next(value for value in arguments.values() if isinstance(value, torch.Tensor)).device.type
-        with torch.autocast(device, enabled=False):
-            return reference_call(routed)
+        call_state = state.call_state(self.tensors(arguments), policy, self.function.state)
+        return reference_in_transform(routed, policy, self.engine.registry, call_state)
 
     def _check_layout(self, routed: Routed, policy: Policy) -> None:
         if not routed.assumed_layout:

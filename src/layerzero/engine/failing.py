@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import (
     InvalidCallError,
@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import probe
+from layerzero.engine import foreign, probe
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import fake_call
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("layerzero")
 
 _told: set[tuple[str, str]] = set()
-_told_lock = threading.Lock()
+_told_lock = forking.lock()
 
 
 class WrongResultError(RuntimeError):
@@ -45,6 +45,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
     """
+    foreign.let_pass(error)
     if out_of_memory(error):
         raise error
     if isinstance(error, (ImportError, OSError)):
@@ -53,7 +54,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
         engine.bump()
     else:
         log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
-        engine.health.failed(kernel, report.operation, error)
+        engine.health.failed(kernel, report.operation, error, device=report.facts.device.name)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -99,13 +100,15 @@ def check_retry(
 ) -> None:
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
-    Running out of memory is nobody's fault and another kernel may need more: it is raised as it is, so are a warning
-    that the user turned into an error and values on the device that debug mode found wrong. A device error that stays
+    What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
+    memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
+    are the caller's mistake. A device error that stays
     leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device will
     not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases the
     kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
-    kernel, operation = plan.kernel, plan.report.operation
+    foreign.let_pass(error)
+    kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
     sticky = _context_is_dead(error)
@@ -113,14 +116,16 @@ def check_retry(
         check_values(plan, arguments)
     if kernel.is_reference and not sticky:  # nothing is wrong with a definition: the call is, or this process
         for failed in tried:
-            engine.health.pardon(failed, operation)
+            engine.health.pardon(failed, operation, device)
         raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
     if "no kernel image" in str(error):
         hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
-        engine.health.failed(kernel, operation, error, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint)
+        engine.health.failed(
+            kernel, operation, error, device=device, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint
+        )
     else:
-        engine.health.failed(kernel, operation, error, forever=sticky)
+        engine.health.failed(kernel, operation, error, device=device, forever=sticky)
     if isinstance(error, torch.AcceleratorError):
         engine.health.device_error(kernel.backend, error)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")

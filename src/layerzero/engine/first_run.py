@@ -7,13 +7,13 @@ error or a kill happened in. A class that was proved here once is never marked a
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, class_text
@@ -62,7 +62,7 @@ class Recent:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._chosen: deque[tuple[str, str, Kernel, Facts]] = deque(maxlen=MAX_RECENT)
 
     def add(self, plan: Plan) -> None:

@@ -6,16 +6,17 @@ wait for each other: a kernel whose loading calls LayerZero again chooses anew.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable
 
+from layerzero.core import forking
 from layerzero.core.plan import Plan
 
 
 class _Flight:
     def __init__(self) -> None:
-        self.landed = threading.Lock()  # held until then; an Event costs ten times as much to make
+        # Held until then; an Event costs ten times as much to make. A forked child forgets it with its flight.
+        self.landed = threading.Lock()
         self.landed.acquire()
         self.plan: Plan | None = None
         self.error: BaseException | None = None
@@ -26,11 +27,11 @@ class Flights:
 
     def __init__(self) -> None:
         self.forget()
-        os.register_at_fork(after_in_child=self.forget)  # their threads exist in the parent only
+        forking.in_child(self.forget)  # their threads exist in the parent only
 
     def forget(self) -> None:
         """Start without any, with a lock that nobody holds."""
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._flights: dict[Hashable, _Flight] = {}
         self._here = threading.local()
 

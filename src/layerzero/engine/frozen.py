@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Mapping
 
 import msgspec
 
+from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.facts import Facts, plain
@@ -53,7 +53,7 @@ class Frozen:
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self.choices = dict(choices)
         self.added: tuple[str, ...] = ()
         self.departures: dict[str, Departure] = {}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from layerzero.core import forking
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 
@@ -14,6 +15,9 @@ FIRST_RETRY_S = 10.0
 """How long a kernel rests after its first failure; doubles with each further one."""
 
 LONGEST_RETRY_S = 3600.0
+
+EVERYWHERE = ""
+"""In place of a device's name: whatever the device."""
 
 MAX_DEVICE_ERRORS = 3
 """Device errors of one library, in whatever kernels, after which the process does without it."""
@@ -46,33 +50,39 @@ class Counts:
     fallbacks: int = 0
 
 
+_Place = tuple[str, str, str]
+"""A kernel, an operation and the name of a device."""
+
+
 class Health:
     """The breakers of this process.
 
     A breaker opens at the first failure. When its time has come the epoch is bumped by a timer, since hits read no
     clock; the kernel is then a candidate again (half open), and the next failure rests it twice as long. A breaker says
-    nothing about another operation. Only a library that repeats errors of the device is disabled as a whole.
+    nothing about another operation or kind of device. Only a library that repeats errors of the device is disabled as a
+    whole.
     """
 
     def __init__(self, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_change = on_change
         self._clock = clock
-        self._lock = threading.Lock()
-        self._breakers: dict[tuple[str, str], Breaker] = {}
-        self._timers: dict[tuple[str, str], threading.Timer] = {}
+        self._lock = forking.lock()
+        self._breakers: dict[_Place, Breaker] = {}
+        self._timers: dict[_Place, threading.Timer] = {}
         self._counts: dict[tuple[str, str], Counts] = {}
         self._device_errors: dict[str, int] = {}
         self._disabled: dict[str, str] = {}
 
-    def reasons(self, kernel: Kernel, operation: str) -> list[Reason]:
-        """Why the kernel rests, empty if it does not."""
+    def reasons(self, kernel: Kernel, operation: str, device: str = EVERYWHERE) -> list[Reason]:
+        """Why the kernel rests on a kind of device, empty if it does not."""
         if not self._breakers and not self._disabled:
             return []
         if kernel.source in self._disabled:
             wanted, got = f"fewer than {MAX_DEVICE_ERRORS} device errors in this process", self._disabled[kernel.source]
             return [Reason(ReasonCode.UNHEALTHY, kernel.source, wanted, got)]
-        breaker = self._breakers.get((kernel.id, operation))
-        if breaker is None or self._clock() >= breaker.retry_at:
+        found = [self._breakers.get((kernel.id, operation, place)) for place in (device, EVERYWHERE)]
+        breaker = next((each for each in found if each is not None and self._clock() < each.retry_at), None)
+        if breaker is None:
             return []
         rest_s = breaker.retry_at - self._clock()
         wanted = "no failure" if rest_s == float("inf") else f"no failure; tried again in {rest_s:.0f} s"
@@ -87,29 +97,31 @@ class Health:
         operation: str,
         error: BaseException,
         *,
+        device: str = EVERYWHERE,
         forever: bool = False,
         code: ReasonCode = ReasonCode.UNHEALTHY,
         hint: str = "",
     ) -> Breaker:
-        """Open the breaker; ``forever`` bans the kernel for the life of the process."""
-        key = (kernel.id, operation)
+        """Open the breaker on a kind of device; ``forever`` bans the kernel for the life of the process."""
+        key, counted = (kernel.id, operation, device), (kernel.id, operation)
         text = f"{type(error).__name__}: {str(error).strip()[:200]}"
         with self._lock:
             before = self._breakers.get(key)
             failures = before.failures + 1 if before else 1
             rest_s = float("inf") if forever else min(FIRST_RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
             breaker = self._breakers[key] = Breaker(failures, text, self._clock() + rest_s, hint, code)
-            self._counts.setdefault(key, Counts()).failures += 1
+            self._counts.setdefault(counted, Counts()).failures += 1
             self._start_timer(key, rest_s)
         self._on_change()
         return breaker
 
-    def pardon(self, kernel: Kernel, operation: str) -> None:
+    def pardon(self, kernel: Kernel, operation: str, device: str = EVERYWHERE) -> None:
         """Take back the latest failure: the reference could not do the call either."""
+        key = (kernel.id, operation, device)
         with self._lock:
-            breaker = self._breakers.pop((kernel.id, operation), None)
+            breaker = self._breakers.pop(key, None)
             if breaker is not None and breaker.failures > 1:
-                self._breakers[kernel.id, operation] = replace(breaker, failures=breaker.failures - 1, retry_at=0.0)
+                self._breakers[key] = replace(breaker, failures=breaker.failures - 1, retry_at=0.0)
         self._on_change()
 
     def fell_back(self, kernel: Kernel, operation: str) -> None:
@@ -131,15 +143,16 @@ class Health:
                 self._disabled[backend.name] = f"{count} device errors, last: {text}"
         self._on_change()
 
-    def worked(self, kernel: Kernel, operation: str) -> None:
-        """Close the breaker after a half-open trial went well."""
+    def worked(self, kernel: Kernel, operation: str, device: str = EVERYWHERE) -> None:
+        """Close the breakers of a half-open trial that went well."""
         if self._breakers:
             with self._lock:
-                breaker = self._breakers.get((kernel.id, operation))
-                if breaker is not None and self._clock() >= breaker.retry_at:  # a late success lifts no newer rest
-                    del self._breakers[kernel.id, operation]
+                for key in ((kernel.id, operation, device), (kernel.id, operation, EVERYWHERE)):
+                    breaker = self._breakers.get(key)
+                    if breaker is not None and self._clock() >= breaker.retry_at:  # a late success lifts no newer rest
+                        del self._breakers[key]
 
-    def _start_timer(self, key: tuple[str, str], rest_s: float) -> None:
+    def _start_timer(self, key: _Place, rest_s: float) -> None:
         previous = self._timers.pop(key, None)
         if previous is not None:
             previous.cancel()
@@ -150,9 +163,10 @@ class Health:
         timer.start()
 
     def breakers(self) -> dict[tuple[str, str], Breaker]:
-        """A copy of the breakers, for doctor."""
+        """A copy of the breakers, for doctor; of a kernel that rests on several kinds of devices, the longest rest."""
         with self._lock:
-            return dict(self._breakers)
+            ordered = sorted(self._breakers.items(), key=lambda each: each[1].retry_at)
+            return {(kernel, operation): breaker for (kernel, operation, _), breaker in ordered}
 
     def counts(self) -> dict[tuple[str, str], Counts]:
         """A copy of the counters, for doctor."""

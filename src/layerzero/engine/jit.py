@@ -5,31 +5,31 @@ Which calls are alike the kernel says (``build_key``); where it says nothing, th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 
+from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
 
 
 class Built:
-    """The (kernel, build key) pairs that were compiled in this process."""
+    """What was compiled in this process: a kernel, the kind of device, and what its artefact depends on."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pairs: set[tuple[str, Hashable]] = set()
+        self._lock = forking.lock()
+        self._pairs: set[tuple[str, str, Hashable]] = set()
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether the kernel was built for calls like this one."""
-        if self._pairs and (kernel.id, _key(kernel, facts)) in self._pairs:
+        if self._pairs and (kernel.id, facts.device.name, _key(kernel, facts)) in self._pairs:
             return True
         return kernel.prebuilt is not None and kernel.prebuilt(facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
         with self._lock:
-            self._pairs.add((kernel.id, _key(kernel, facts)))
+            self._pairs.add((kernel.id, facts.device.name, _key(kernel, facts)))
 
     def clear(self) -> None:
         """Forget all artefacts."""

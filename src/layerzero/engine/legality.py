@@ -15,7 +15,7 @@ from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import split
+from layerzero.engine import foreign, split
 from layerzero.engine.health import Health
 from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.jit import BUILT
@@ -111,7 +111,7 @@ def trust_reasons(
     verdict = None if judgement is None else judgement.verdict
     library = None if machine is None else library_reason(kernel, facts, machine, verdict)
     reasons = [] if library is None else [library]
-    reasons += health.reasons(kernel, str(facts["operation"]))
+    reasons += health.reasons(kernel, str(facts["operation"]), facts.device.name)
     suspicion = ledger.suspicion(kernel, facts)
     if suspicion is not None:
         hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
@@ -140,6 +140,7 @@ def workspace_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reas
     try:
         workspace = int(kernel.workspace_bytes(facts))
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
+        foreign.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
         workspace = 0
@@ -186,6 +187,7 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
     try:
         return BUILT.ready(kernel, facts)
     except Exception as error:  # noqa: BLE001  # third parties write build_key and prebuilt, too
+        foreign.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "build_key and prebuilt", "an answer", got))
         return True
@@ -260,6 +262,7 @@ def checked(limit: Limit, facts: Facts) -> Findings:
     try:
         return limit.check(facts)
     except Exception as error:  # noqa: BLE001  # third parties write limits, too
+        foreign.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
 

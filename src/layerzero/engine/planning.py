@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
@@ -45,6 +46,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
         "kernel": target,
         "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
+        "check_indices": functools.partial(_check_indices, function.name, _rules(facts)),
         "check_values": functools.partial(_check_values, function.name, facts.operation),
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
@@ -88,7 +90,7 @@ def _written(function: Function, candidate: Candidate, facts: Facts, policy: Pol
     lines = _adapting(candidate, facts)
     adapting = [*lines, "return " + _dict_of(function, facts)]
     passed = _passed(candidate, facts)
-    running = [*guards, *_checks(facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
+    running = [*guards, *_checks(candidate.kernel, facts, policy), *lines, *_calling(candidate, passed, facts, policy)]
     source = _function("adapt", names, adapting) + "\n" + _function("run", names, running)
     only_calls = running == [_call_text(passed), "return output"]
     return _Text(source, _compiled(source), accelerator.places(names, passed) if only_calls else None)
@@ -109,12 +111,19 @@ _NAMES: dict[str, Any] = {
     "contiguous_format": torch.contiguous_format,
     "torch": torch,
     **split.NAMES,
+    **indices.NAMES,
 }
 """What the text of every plan may name."""
 
 
 def _never() -> bool:
     return False
+
+
+def _check_indices(function: str, rules: list[indices.Rule], **arguments: Any) -> None:
+    problems = indices.problems(rules, arguments)
+    if problems:
+        raise InvalidCallError(function, problems)
 
 
 def _check_values(function: str, operation: Operation, **arguments: Any) -> None:
@@ -215,14 +224,26 @@ def _guards(kernel: Kernel, facts: Facts) -> list[str]:
     return ["if capturing():", "    raise PlanUnusableError"]
 
 
-def _checks(facts: Facts, policy: Policy) -> list[str]:
-    """Look at values that lie on the device, in debug mode: it waits for them, which a capture does not allow."""
-    if not policy.debug or facts.operation.check_values is None or facts["capturing"]:
-        return []
-    schema = facts.operation.schema
-    names = [*facts.tensors, *schema.passed]
+def _checks(kernel: Kernel, facts: Facts, policy: Policy) -> list[str]:
+    """Look at indices that lie in this process's memory; at all values, wherever, in debug mode.
+
+    Debug mode waits for the device, which a capture does not allow.
+    """
+    rules = _rules(facts)
+    given = [f"{name}={name}" for name in (*facts.tensors, *facts.operation.schema.passed)]
     layout = [f"layout={facts.layout!r}"] if facts.layout else []
-    return ["if not capturing():", f"    check_values({', '.join([f'{name}={name}' for name in names] + layout)})"]
+    if policy.debug and not facts["capturing"]:
+        checks = [f"    check_values({', '.join(given + layout)})"] if facts.operation.check_values else []
+        checks += [f"    check_indices({', '.join(given)})"] if rules and not checks else []
+        return ["if not capturing():", *checks] if checks else []
+    if facts.device.platform != "cpu" or kernel.checks_indices or not rules:
+        return []
+    conditions = " and ".join(indices.condition(rule) for rule in rules)
+    return [f"if not ({conditions}):", f"    check_indices({', '.join(given)})"]
+
+
+def _rules(facts: Facts) -> list[indices.Rule]:
+    return indices.rules_of(facts.operation.schema, facts.layout, facts.tensors)
 
 
 def _passed(candidate: Candidate, facts: Facts) -> list[Passed]:

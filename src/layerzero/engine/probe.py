@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.kernel import Backend, within
 from layerzero.core.reasons import Reason, ReasonCode
@@ -133,7 +133,7 @@ def check_requirement(requirement: str) -> tuple[str, str]:
 
 
 _BROKEN: dict[Backend, Reason] = {}
-_lock = threading.Lock()
+_lock = forking.lock()
 _here = Machine()
 
 

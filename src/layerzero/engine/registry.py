@@ -4,49 +4,70 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib.metadata
 import inspect
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from layerzero import backends
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.errors import LayerZeroWarning, RegistrationError
+from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel, Trust
+from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation, OpKind
 from layerzero.engine import declared as fitting
+from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
 
-ENTRY_POINTS = "layerzero.backends"
 USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
+
+
+class _Known(NamedTuple):
+    """What is registered; replaced as a whole: readers without a lock, and whoever is interrupted, leave no half."""
+
+    operations: dict[str, Operation]
+    kernels: dict[str, tuple[Kernel, ...]]
+    by_id: dict[str, Kernel]
+
+    def plus(self, kernel: Kernel) -> _Known:
+        rows = {name: (*self.kernels[name], kernel) for name in kernel.operations}
+        return self._replace(kernels=self.kernels | rows, by_id=self.by_id | {kernel.id: kernel})
+
+    def without(self, kernel: Kernel) -> _Known:
+        rows = {name: tuple(each for each in self.kernels[name] if each is not kernel) for name in kernel.operations}
+        by_id = {kernel_id: each for kernel_id, each in self.by_id.items() if each is not kernel}
+        return self._replace(kernels=self.kernels | rows, by_id=by_id)
+
+    def revised(self, changed: dict[str, Kernel]) -> _Known:
+        """The same with kernels in place of those that have their ids."""
+        rows = {name: tuple(changed.get(each.id, each) for each in row) for name, row in self.kernels.items()}
+        return self._replace(kernels=rows, by_id=self.by_id | changed)
 
 
 class Registry:
     """Every operation and every kernel that this process knows."""
 
     def __init__(self, entry_points: bool = True, before_use: Callable[[], None] = lambda: None) -> None:
-        self.lock = self._lock = threading.RLock()
+        self.lock = self._lock = forking.rlock()
         self._before_use = before_use
         self.revise: Callable[[Kernel], Kernel] = lambda kernel: kernel
-        self._operations: dict[str, Operation] = {}
-        self._kernels: dict[str, list[Kernel]] = {}
-        self._by_id: dict[str, Kernel] = {}
+        self._known = _Known({}, {}, {})
         self._loading = self._loaded = False
-        self._entry_points = entry_points
+        self.plugins = Plugins(self) if entry_points else None
         self._listeners: list[Callable[[], None]] = []
-        self.plugin_errors: dict[str, str] = {}
         for operation in OPERATIONS.values():
             self.register_operation(operation)
+
+    @property
+    def _by_id(self) -> Mapping[str, Kernel]:
+        return self._known.by_id
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever kernels or operations are added or removed."""
@@ -55,6 +76,24 @@ class Registry:
     def _changed(self) -> None:
         for listener in self._listeners:
             listener()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change what is known, all or nothing, and tell it: also where an interruption comes between the two."""
+        changed = False
+        try:
+            with self._lock:
+                before = self._known
+                try:
+                    yield
+                except BaseException:
+                    self._known = before
+                    raise
+                finally:
+                    changed = self._known is not before
+        finally:
+            if changed:
+                self._changed()
 
     def register_operation(self, operation: Operation) -> None:
         """Add an operation; its reference becomes its last candidate.
@@ -66,14 +105,13 @@ class Registry:
             wanted = "no tensors" if tensors else "at least one tensor"
             problem = f"wanted {wanted} among its inputs, got {[each.name for each in operation.schema.inputs]}"
             raise RegistrationError(f"operation {operation.name!r} of kind {operation.kind}: {problem}")
-        with self._lock:
-            if operation.name in self._operations:
-                raise RegistrationError(f"operation {operation.name!r} is registered already")
-            self._operations[operation.name] = operation
-            self._kernels[operation.name] = []
+        with self._change():
+            known, name = self._known, operation.name
+            if name in known.operations:
+                raise RegistrationError(f"operation {name!r} is registered already")
+            self._known = _Known(known.operations | {name: operation}, known.kernels | {name: ()}, known.by_id)
             if operation.has_fallback:
                 self._add(reference_kernel(operation))
-        self._changed()
 
     def register_kernel(self, kernel: Kernel) -> None:
         """Add a kernel to each of its operations.
@@ -86,117 +124,100 @@ class Registry:
         """Add several kernels, all or none. Raises: as :meth:`register_kernel`."""
         with self._lock:
             self._load()
-            self._add_all(kernels)
-        self._changed()
+            with self._change():
+                self.add_all(kernels)
 
-    def _add_all(self, kernels: Sequence[Kernel]) -> None:
-        added: list[Kernel] = []
+    def holds(self, kernel: Kernel) -> bool:
+        """Whether a declared kernel is registered, as it is or as a descriptor left it."""
+        found = self._by_id.get(kernel.id)
+        return found is not None and found.declared is kernel
+
+    def add_all(self, kernels: Sequence[Kernel]) -> None:
+        """Add kernels, all or none; whoever calls holds the lock and tells it."""
+        before = self._known
         try:
             for kernel in kernels:
                 self._add(kernel)
-                added.append(kernel)
-        except Exception:
-            for kernel in added:
-                self._remove(kernel)
+        except BaseException:
+            self._known = before
             raise
 
-    def _remove(self, kernel: Kernel) -> None:
-        kernel = self._by_id.pop(kernel.id)  # as registered, or as a descriptor left it
-        for operation in kernel.operations:
-            self._kernels[operation].remove(kernel)
+    def drop_all(self, kernels: Sequence[Kernel]) -> None:
+        """Remove kernels; whoever calls holds the lock and tells it."""
+        for kernel in kernels:
+            self._known = self._known.without(self._by_id[kernel.id])
 
     def revise_kernels(self) -> None:
         """Ask :attr:`revise` about every kernel again, all or none. Raises: RegistrationError as on registering."""
-        with self._lock:
+        with self._change():
             pairs = [(kernel, self.revise(kernel.declared)) for kernel in self._by_id.values()]
-            changed = [(before, kernel) for before, kernel in pairs if before != kernel]
-            for _, kernel in changed:
+            changed = {kernel.id: kernel for before, kernel in pairs if before != kernel}
+            for kernel in changed.values():
                 self.check(kernel)
-            for before, kernel in changed:
-                self._by_id[kernel.id] = kernel
-                for operation in kernel.operations:
-                    row = self._kernels[operation]
-                    row[row.index(before)] = kernel
-        if changed:
-            self._changed()
+            if changed:
+                self._known = self._known.revised(changed)
 
     def unregister_kernel(self, kernel_id: str) -> None:
         """Remove a kernel."""
-        with self._lock:
-            self._remove(self.kernel(kernel_id))
-        self._changed()
+        with self._change():
+            self._known = self._known.without(self.kernel(kernel_id))
 
     def _add(self, kernel: Kernel) -> None:
         if kernel.id in self._by_id:
             raise RegistrationError(f"kernel {kernel.id!r} is registered already; ids are unique")
         kernel = self.revise(kernel)
         self.check(kernel)
-        self._by_id[kernel.id] = kernel
-        for name in kernel.operations:
-            self._kernels[name].append(kernel)
+        self._known = self._known.plus(kernel)
 
     def check(self, kernel: Kernel) -> None:
         """Raise RegistrationError if the kernel's declaration does not fit its operations."""
-        fitting.check(kernel, self._operations)
+        fitting.check(kernel, self._known.operations)
 
     def _load(self) -> None:
-        """Read the declarations of built-in and plugin backends, once."""
+        """Read the declarations of built-in backends once, and import the plugins that policy admits; all or nothing.
+
+        An interruption, as by Ctrl-C while a library is imported, leaves what was there before: the next call loads.
+        """
         if self._loading:  # done, or asked for by a plugin while it is being loaded
             return
-        self._loading = True
-        for kernel in backends.builtin_kernels():
-            self._add(kernel)
-        if self._entry_points:
-            for entry_point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
-                self._load_plugin(entry_point)
+        with self._change():
+            try:
+                self._loading = True
+                for kernel in backends.builtin_kernels():
+                    self._add(kernel)
+                if self.plugins is not None:
+                    self.plugins.load()
+            except BaseException:
+                self._loading = False
+                raise
         self._loaded = True  # last: other threads read it without the lock
-        self._changed()
 
     def _ready(self) -> None:
-        """Have every declaration, and every configured descriptor in force."""
+        """Have every declaration, every plugin that policy admits now, and every configured descriptor in force."""
         if not self._loaded:
             with self._lock:
                 self._load()
         if self._loaded:  # not for a plugin that asks while it is loaded
+            if self.plugins is not None and self.plugins.awaited():
+                with self._change():
+                    self.plugins.load()
             self._before_use()
-
-    def _load_plugin(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        try:
-            kernels = [
-                dataclasses.replace(
-                    kernel,
-                    backend=dataclasses.replace(
-                        kernel.backend,
-                        origin="entry_point",
-                        distribution=kernel.backend.distribution or (entry_point.dist.name if entry_point.dist else ()),
-                    ),
-                    trust=Trust.PLUGIN,
-                )
-                for kernel in plugin_kernels(entry_point.load())
-            ]
-            self._add_all(kernels)
-        except Exception as error:  # noqa: BLE001  # a plugin may fail in any way; it must not take LayerZero with it
-            self.plugin_errors[entry_point.name] = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"the plugin {entry_point.name!r} ({entry_point.value}) was not loaded: {error}",
-                LayerZeroWarning,
-                stacklevel=2,
-            )
 
     def operations(self) -> dict[str, Operation]:
         """Every operation by name."""
-        return dict(self._operations)
+        return dict(self._known.operations)
 
     def operation(self, name: str) -> Operation:
         """One operation. Raises KeyError naming the nearest."""
-        if name not in self._operations:
-            raise KeyError(f"unknown operation {name!r}{nearest(name, self._operations)}")
-        return self._operations[name]
+        known = self._known.operations
+        if name not in known:
+            raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
+        return known[name]
 
     def candidates(self, operation: str) -> Sequence[Kernel]:
         """Every kernel of an operation, the reference first as it came first."""
         self._ready()
-        return self._kernels[operation]
+        return self._known.kernels[operation]
 
     def lock_for(self, policy: Policy, facts: Facts) -> Lock | None:
         """The lock that decides a call: one on a kernel that only other operations have does not reach this one.
@@ -212,7 +233,7 @@ class Registry:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
         self._ready()
         names = self.operations_named(pattern)
-        found = {kernel.id: kernel for name in names for kernel in self._kernels[name]}
+        found = {kernel.id: kernel for name in names for kernel in self._known.kernels[name]}
         return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
 
     def operations_named(self, pattern: str) -> list[str]:
@@ -224,11 +245,10 @@ class Registry:
             return list(OPERATION_ALIASES[pattern][0])
         if pattern in FUNCTIONS:
             return [operation.name for operation in FUNCTIONS[pattern].operations]
-        names = [
-            name for name in self._operations if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-        ]
+        operations = self._known.operations
+        names = [name for name in operations if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not names:
-            known = [*self._operations, *OPERATION_ALIASES, *FUNCTIONS]
+            known = [*operations, *OPERATION_ALIASES, *FUNCTIONS]
             raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
         return names
 
@@ -270,17 +290,6 @@ def reference_kernel(operation: Operation) -> Kernel:
         device_guard=True,
         priority=0,
     )
-
-
-def plugin_kernels(loaded: object) -> Sequence[Kernel]:
-    """Kernels of what an entry point names: a module with KERNELS, a sequence, or a callable that gives either."""
-    if isinstance(loaded, ModuleType):
-        loaded = loaded.KERNELS
-    elif callable(loaded):
-        return plugin_kernels(loaded())
-    if not isinstance(loaded, (tuple, list)) or not all(isinstance(kernel, Kernel) for kernel in loaded):
-        raise RegistrationError(f"wanted a module with KERNELS or a sequence of Kernel, got {type(loaded).__name__}")
-    return loaded
 
 
 def kernel_of_function(

@@ -30,6 +30,7 @@ class Setting:
         default: its value where nobody sets it.
         meaning: one line for the documentation.
         choices: allowed values, any of the type if empty.
+        words: allowed texts of a key that is a list otherwise.
         built: whether its feature exists; a key without one is accepted at its default and refuses other values.
         most: the largest value of a number, if it has one.
         scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
@@ -39,6 +40,7 @@ class Setting:
     default: Any
     meaning: str
     choices: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()
     built: bool = True
     scoped: bool = True
     most: float | None = None
@@ -71,6 +73,13 @@ SETTINGS: dict[str, Setting] = {
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
     "allow": Setting(list[str], [], "if not empty: only these libraries or kernel globs, and the reference"),
     "deny": Setting(list[str], [], "libraries or kernel globs that never run"),
+    "plugins": Setting(
+        list[str] | str,
+        "all",
+        "plugins (entry points) that may be imported: all, none, or their names",
+        words=("all", "none"),
+        scoped=False,
+    ),
     "locks": Setting(dict[str, Any], {}, "operation to kernel: skips scoring, never legality"),
     "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
     "descriptors": Setting(list[str], [], "JSON files of capability descriptors that narrow kernels", scoped=False),
@@ -142,6 +151,9 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if setting.choices and value not in setting.choices:
             choices = " or ".join(repr(choice) for choice in setting.choices)
             raise PolicyError(f"{origin}: {name}: wanted {choices}, got {value!r}")
+        if setting.words and isinstance(value, str) and value not in setting.words:
+            words = " or ".join(map(repr, setting.words))
+            raise PolicyError(f"{origin}: {name}: wanted {words} or a list of names, got {value!r}")
         if not setting.built and value != setting.default:
             raise PolicyError(
                 f"{origin}: {name}: this version knows only the default {setting.default!r}, got {value!r}; "

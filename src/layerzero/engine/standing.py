@@ -131,7 +131,7 @@ class Standings:
         best = -1
         for standing in kept.standings:
             kernel = standing.kernel
-            reasons = health.reasons(kernel, operation)
+            reasons = health.reasons(kernel, operation, facts.device.name)
             if standing.changing or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)

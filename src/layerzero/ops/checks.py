@@ -40,7 +40,12 @@ def overlaps(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors may touch the same memory: they lie in one storage and their ranges meet."""
     if torch.compiler.is_compiling():  # storages are not there yet
         return False
-    if left.numel() == 0 or right.numel() == 0 or left.untyped_storage()._cdata != right.untyped_storage()._cdata:
+    if left.numel() == 0 or right.numel() == 0:
+        return False
+    try:
+        if left.untyped_storage()._cdata != right.untyped_storage()._cdata:
+            return False
+    except NotImplementedError:  # a transform's tensors hide their memory; torch itself refuses what it cannot write
         return False
     return _first(left) <= _last(right) and _first(right) <= _last(left)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -81,7 +82,7 @@ _ALONE: OrderedDict[Hashable, _Planned] = OrderedDict()
 """Wrappers of calls without a step, each of one thread and stream; two must not plan into one. 16 MiB each."""
 
 _MAX_ALONE = 16
-_ALONE_LOCK = threading.Lock()
+_ALONE_LOCK = forking.lock()
 
 
 def _planned_alone(key: Hashable, step: StepMetadata, make: Callable[[StepMetadata], _Planned]) -> _Planned:

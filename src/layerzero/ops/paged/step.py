@@ -31,7 +31,8 @@ class StepMetadata(Handle):
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
             if None.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
-    Raises: InvalidCallError for tensors that are no tables and lengths, or a bound below 1.
+        pages: pages of the caches; where it is given, a table that names another one is told of, too.
+    Raises: InvalidCallError for tensors that are no tables and lengths, or a bound or number of pages below 1.
     """
 
     def __init__(
@@ -41,12 +42,15 @@ class StepMetadata(Handle):
         *,
         max_context_len: int | None = None,
         capturable: bool = False,
+        pages: int | None = None,
     ) -> None:
-        problems = table_problems(block_tables, context_lens) + _bound_problems(max_context_len)
+        problems = table_problems(block_tables, context_lens) + _number_problems("max_context_len", max_context_len)
+        problems += _number_problems("pages", pages)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
         super().__init__((block_tables, context_lens), "capturable" if capturable else "eager")
         self._max_context_len = max_context_len
+        self.pages = pages
 
     def __repr__(self) -> str:
         return f"StepMetadata({self.kind}, max_context_len={self._max_context_len})"
@@ -72,51 +76,99 @@ class StepMetadata(Handle):
         return self.kind == "capturable"
 
     def advance(self, *, max_context_len: int | None = None) -> None:
-        """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture."""
-        problems = _bound_problems(max_context_len)
+        """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
+
+        Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place: on the CPU for these values;
+            on a GPU for those of an earlier step, as far as the device has answered, since nothing waits for it.
+        """
+        problems = _number_problems("max_context_len", max_context_len)
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
             self._max_context_len = max_context_len or self._max_context_len
+            slots = [each for each in self._slots.values() if isinstance(each, _SlotMapping)]
             self.refresh()
+            for slot in slots:
+                slot.tell("StepMetadata.advance")
 
     def slot_mapping(self, page_size: int, tokens: int = 1) -> Tensor:
         """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
 
         Shapes: → (B * tokens,) int64, ``page * page_size + offset``; -1, which writes nothing, for a token before the
-        sequence's first or beyond what its table holds. The same buffer after each :meth:`advance`.
-        Raises: InvalidCallError where tables or lengths changed since.
+        sequence's first. The same buffer after each :meth:`advance`.
+        Raises: InvalidCallError where tables or lengths changed since; for a token that is beyond what its table holds
+            or on a page that does not exist: at once on the CPU, on a GPU by a later :meth:`advance`. There it has -1,
+            too, and is lost.
         """
+        problems = [
+            f"{name}: wanted a number of at least 1, got {number!r}"
+            for name, number in (("page_size", page_size), ("tokens", tokens))
+            if type(number) is not int or number < 1
+        ]
         if self.is_stale:
-            problem = "step: wanted advance() after tables or lengths changed, got a question about the old ones"
-            raise InvalidCallError("StepMetadata.slot_mapping", [problem])
+            problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
+        if problems:
+            raise InvalidCallError("StepMetadata.slot_mapping", problems)
         return self.slot(("slot_mapping", page_size, tokens), lambda step: _SlotMapping(step, page_size, tokens)).slots
 
 
 class _SlotMapping:
+    """The slots of the newest tokens, and how many had no place: on a GPU a count there, which is copied meanwhile."""
+
     def __init__(self, step: StepMetadata, page_size: int, tokens: int) -> None:
         self._page_size, self._tokens = page_size, tokens
+        self._lost = torch.zeros((), dtype=torch.int64, device=step.context_lens.device)
+        self._told = 0
+        self._seen: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
         self.slots = self._compute(step)
+        self.tell("StepMetadata.slot_mapping")
 
     def update(self, handle: Handle) -> None:
         self.slots.copy_(self._compute(cast(StepMetadata, handle)))
 
     def _compute(self, step: StepMetadata) -> Tensor:
-        offsets = torch.arange(-self._tokens, 0, device=step.context_lens.device)
-        positions = step.context_lens.long().unsqueeze(1) + offsets
-        capacity = step.block_tables.shape[1] * self._page_size
-        outside = (positions < 0) | (positions >= capacity)
+        tables, lens = step.block_tables, step.context_lens
+        positions = lens.long().unsqueeze(1) + torch.arange(-self._tokens, 0, device=lens.device)
+        capacity = tables.shape[1] * self._page_size
+        early, late = positions < 0, positions >= capacity
         if capacity == 0:
-            return torch.full_like(positions, -1).flatten()
-        pages = step.block_tables.long().gather(1, (positions // self._page_size).masked_fill(outside, 0))
-        slots = pages * self._page_size + positions % self._page_size
-        return slots.masked_fill(outside, -1).flatten()
+            slots = torch.full_like(positions, -1)
+        else:
+            pages = tables.long().gather(1, (positions // self._page_size).masked_fill(early | late, 0))
+            late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
+            slots = (pages * self._page_size + positions % self._page_size).masked_fill(early | late, -1)
+        self._lost += late.sum()
+        if self._lost.is_cuda:
+            self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
+            if self._arrived is None:
+                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._seen.copy_(self._lost, non_blocking=True)
+            self._arrived.record()
+        return slots.flatten()
+
+    def tell(self, function: str) -> None:
+        """Raise for tokens without a place, once for each; on a GPU for those that it has counted by now."""
+        if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+            return
+        lost = int(self._lost if self._seen is None else self._seen)
+        if lost > self._told:
+            count, self._told = lost - self._told, lost
+            when = "" if self._seen is None else ", now or in an earlier step; they were lost"
+            problem = (
+                f"context_lens and block_tables: wanted a page of the cache for each new token, got {count} tokens "
+                f"beyond their table or on a page that does not exist{when}"
+            )
+            raise InvalidCallError(function, [problem])
 
 
-def _bound_problems(bound: object) -> list[str]:
-    if bound is None or (type(bound) is int and bound >= 1):
+_MOST_PAGES = 2**31
+
+
+def _number_problems(name: str, number: object) -> list[str]:
+    if number is None or (type(number) is int and number >= 1):
         return []
-    return [f"max_context_len: wanted a number of at least 1 or None, got {bound!r}"]
+    return [f"{name}: wanted a number of at least 1 or None, got {number!r}"]
 
 
 def table_problems(block_tables: object, context_lens: object) -> list[str]:

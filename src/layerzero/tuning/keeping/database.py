@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sqlite3
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.tuning.keeping import migrations, places
 
@@ -46,7 +46,7 @@ class Link:
 
     def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
         self.path = path
-        self.lock = threading.RLock()
+        self.lock = forking.rlock()
         self._connect = connect
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
@@ -86,7 +86,7 @@ class Database:
         self._reader: Link | None = None
         self._writer: Link | None = None
         self._memory: sqlite3.Connection | None = None
-        self._memory_lock = threading.RLock()
+        self._memory_lock = forking.rlock()
         self._notes: dict[str, None] = {}
         self._writable = path is not None
         self._readable = path is not None
@@ -348,7 +348,7 @@ def _transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Conne
 
 _DATABASES: weakref.WeakSet[Database] = weakref.WeakSet()
 _HELD: list[Any] = []
-_FORKING = threading.RLock()
+_FORKING = forking.rlock()
 """Threads that fork at once take turns."""
 
 

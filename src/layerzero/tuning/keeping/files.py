@@ -8,7 +8,6 @@ Records hold for one version of the library and of torch, and one kind of device
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 import warnings
@@ -21,13 +20,14 @@ import msgspec
 import platformdirs
 import torch
 
+from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import probe
+from layerzero.engine import ending, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
@@ -61,6 +61,10 @@ def _date(at_unix_s: float) -> str:
         return f"at {at_unix_s} s, which is no date"
 
 
+_Identity = tuple[str, str, tuple[object, ...]]
+"""A kernel, the kind of device, and the class of calls: what is proved."""
+
+
 @dataclass(frozen=True, slots=True)
 class Marker:
     """A committed marker: its file, the open file that its lock hangs on, and the class that it is about."""
@@ -68,7 +72,7 @@ class Marker:
     path: Path
     file: int
     name: Name
-    identity: tuple[str, tuple[object, ...]]
+    identity: _Identity
 
 
 class FileLedger(MemoryLedger):
@@ -77,11 +81,16 @@ class FileLedger(MemoryLedger):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.files = RecordFolder(folder / f"ledger-{records.FORMAT}")
-        self._proved: set[tuple[str, tuple[object, ...]]] = set()
-        self._opening = threading.RLock()
+        self._proved: set[_Identity] = set()
+        self._opening = forking.rlock()
         self._opened = False
         self._look_at = 0.0
         self._wrong: dict[str, list[Record]] = {}
+        forking.when_torn(self._list_anew)
+
+    def _list_anew(self) -> None:
+        """A forked child may have half of a list that another thread was making: a ban could be missing in it."""
+        self._opened = False
 
     # what the engine asks
 
@@ -120,7 +129,7 @@ class FileLedger(MemoryLedger):
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
-        identity = (kernel.id, call_class(facts))
+        identity = (kernel.id, facts.device.name, call_class(facts))
         if identity in self._proved or not self.files.writable:
             return False
         if self._recorded(kernel, facts, PROVED) is not None:
@@ -132,18 +141,22 @@ class FileLedger(MemoryLedger):
         """Commit a marker; None where the class was proved here, or where nothing can be written."""
         if not self.unproved(kernel, facts):
             return None
-        identity = (kernel.id, call_class(facts))
+        identity = (kernel.id, facts.device.name, call_class(facts))
         record = self._about(kernel, facts)
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)
         file = self.files.write(path, record)
-        return None if file is None else Marker(path, file, name, identity)
+        if file is None:
+            return None
+        ending.begin(file)
+        return Marker(path, file, name, identity)
 
     def accept(self, marker: object) -> None:
         """The marker becomes the proof: one rename."""
         assert isinstance(marker, Marker)
         name = Name(marker.name.slug, marker.name.key, PROVED)
         self.files.move(marker.path, self.files.path / name.file())
+        ending.end(marker.file)
         os.close(marker.file)
         self.files.known(name)
         self._proved.add(marker.identity)
@@ -152,6 +165,7 @@ class FileLedger(MemoryLedger):
         """Remove the marker."""
         assert isinstance(marker, Marker)
         self.files.move(marker.path, None)
+        ending.end(marker.file)
         os.close(marker.file)
 
     # what is recorded

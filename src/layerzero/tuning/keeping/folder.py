@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 import uuid
 import warnings
@@ -17,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.engine import ending
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import RUNNING, Name, Record
 
@@ -40,7 +41,7 @@ class RecordFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.writable = True
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._names: dict[str, dict[str, set[Name]]] = {}  # by kind, then by the slug of the kernel
         self._read: dict[Name, Record] = {}
         self._seen_ns = -1
@@ -161,6 +162,9 @@ class RecordFolder:
             return None
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if ending.from_outside(path):  # a signal ended it, which is no kernel's doing
+                path.unlink(missing_ok=True)
+                return None
             return self._trusted(path, name)
         except BlockingIOError:  # held: that process lives
             return None

@@ -5,11 +5,11 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerzero.core import forking
 from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -46,7 +46,7 @@ class TimeStore:
     """Times as the settings say where to keep them; a change of the settings moves it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._policy: Policy | None = None
         self._database = Database(None)
 

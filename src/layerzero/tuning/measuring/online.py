@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import random
 import statistics
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
+from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.evidence import Provenance, call_work
 from layerzero.core.facts import Facts, FactsBuilder
@@ -131,7 +131,7 @@ class Sampler:
 
     def begin(self) -> None:
         """Know nothing and have no thread: at first, and in a process that was forked."""
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._waiting: deque[_Sample] = deque()
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self._thread: threading.Thread | None = None
@@ -243,8 +243,7 @@ class Sampler:
 SAMPLER = Sampler()
 """The one of this process."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=SAMPLER.begin)  # its thread exists in the parent only
+forking.in_child(SAMPLER.begin)  # its thread exists in the parent only
 
 
 def sampled() -> Sampling:

@@ -8,7 +8,6 @@ not when it is replayed; calls that other threads make at the same moment with t
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import Counter
 from types import TracebackType
@@ -17,6 +16,7 @@ from typing import Self
 import msgspec
 
 import layerzero
+from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
@@ -35,7 +35,7 @@ class Recording:
         self.path = path
         self.model = model
         self._counts: Counter[bytes] = Counter()
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._running = True
         ENGINE.watch(self._saw)
 

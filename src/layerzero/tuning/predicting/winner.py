@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
+from layerzero.core import forking
 from layerzero.core.evidence import Evidence, Measurement
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -74,4 +74,4 @@ def _next(facts: Facts, before: str | None) -> str | None:
 _HELD: WeakKeyDictionary[Ledger, dict[tuple[bytes, bool], tuple[int, str]]] = WeakKeyDictionary()
 """By ledger, for each work and kind of time: the winner that this process's plans were chosen by, and the epoch."""
 
-_LOCK = threading.Lock()
+_LOCK = forking.lock()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import queue
 import threading
 
+from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
@@ -30,7 +30,7 @@ class Background:
 
     def begin(self) -> None:
         """Ask about nothing and have no thread: at first, and in a process that was forked."""
-        self._lock = threading.Lock()
+        self._lock = forking.lock()
         self._asked: set[tuple[str, str]] = set()
         self._queue: queue.SimpleQueue[tuple[Kernel, Facts]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -71,5 +71,4 @@ class Background:
 BACKGROUND = Background()
 """The one of this process."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=BACKGROUND.begin)  # its thread exists in the parent only
+forking.in_child(BACKGROUND.begin)  # its thread exists in the parent only

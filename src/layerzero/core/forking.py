@@ -1,0 +1,66 @@
+"""Every lock of the package, and what a forked child must do before it uses any: the one place that hears of a fork.
+
+A child has the thread that forked and no other. A lock that another thread held stays held for ever there, so each is
+made anew in the child. Where one was held, what it guards may be half changed: whoever keeps such things is told.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Lock = TypeVar("_Lock")
+
+_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+_IN_CHILD: list[weakref.WeakMethod[Callable[[], None]]] = []
+_WHEN_TORN: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+def lock() -> threading.Lock:
+    """Make a lock that a forked child finds free."""
+    return _known(threading.Lock())
+
+
+def rlock() -> threading.RLock:
+    """Make a reentrant lock that a forked child finds free, unless the thread that forked holds it."""
+    return _known(threading.RLock())
+
+
+def _known(made: _Lock) -> _Lock:
+    _LOCKS.add(made)
+    return made
+
+
+def in_child(method: Callable[[], None]) -> None:
+    """Call a method of an object that still lives in every forked child, with all locks free."""
+    _add(_IN_CHILD, method)
+
+
+def when_torn(method: Callable[[], None]) -> None:
+    """The same, only where a lock was held by another thread: what it was changing may be half changed."""
+    _add(_WHEN_TORN, method)
+
+
+def _add(methods: list[weakref.WeakMethod[Callable[[], None]]], method: Callable[[], None]) -> None:
+    methods[:] = [*(each for each in methods if each() is not None), weakref.WeakMethod(method)]
+
+
+def _after_fork() -> None:
+    torn = False
+    for each in list(_LOCKS):
+        if hasattr(each, "_is_owned") and each._is_owned():  # the thread that forked is inside, and goes on there
+            continue
+        free = each.acquire(blocking=False)
+        torn |= not free
+        each._at_fork_reinit()
+    for reference in (*_IN_CHILD, *(_WHEN_TORN if torn else ())):
+        method = reference()
+        if method is not None:
+            method()
+
+
+if hasattr(os, "register_at_fork"):  # elsewhere nobody forks
+    os.register_at_fork(after_in_child=_after_fork)

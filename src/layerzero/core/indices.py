@@ -1,0 +1,131 @@
+"""Whether integers that kernels follow lead anywhere: places in a tensor, counts of what is in one.
+
+On a CPU every plan looks before its kernel runs, unless the kernel does so itself: a place beyond a cache would be
+written to, or end the process. On other devices looking means waiting: debug mode does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.schema import OperationSchema
+
+_MAX_TOLD = 8
+"""Wrong values of one tensor that an error lists."""
+
+
+_FEW = 256
+"""Values that Python compares sooner than torch does."""
+
+
+class Rule(NamedTuple):
+    """What the values of one tensor must be.
+
+    Attributes:
+        tensor: its schema.
+        low: the smallest value.
+        sizes: where the axes stand, whose product the values stay below, or count up to: a tensor and its axis each.
+        bounds: parameters that promise a smaller value.
+        counts, per: of a table whose rows are read in part, the tensor that says how far, and where the axes stand
+            that one entry covers.
+    """
+
+    tensor: TensorSchema
+    low: int
+    sizes: tuple[tuple[str, int], ...]
+    bounds: tuple[str, ...] = ()
+    counts: str = ""
+    per: tuple[tuple[str, int], ...] = ()
+
+
+def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, Any]) -> list[Rule]:
+    """The rules for the tensors that a call brings, in its layout."""
+    places: dict[str, tuple[str, int]] = {}
+    for tensor, axes in schema.axes_in(layout):
+        if tensor.name in given:
+            for place, axis in enumerate(axes):
+                places.setdefault(axis, (tensor.name, place))
+    rules = []
+    for tensor in schema.inputs:
+        if tensor.name not in given or not tensor.is_index:
+            continue
+        axes = tensor.indexes or tensor.counts
+        bounds = tuple(
+            each.name for each in schema.params if each.name in schema.bounds and tensor.name in each.made_of
+        )
+        rule = Rule(tensor, -1 if tensor.holes else 0, tuple(places[axis] for axis in axes), bounds)
+        counting = next(
+            (each for each in schema.inputs if tensor.ndim == 2 and tensor.shape_vars[1] in each.counts), None
+        )
+        if counting is not None and counting.name in given:
+            others = [axis for axis in counting.counts if axis != tensor.shape_vars[1]]
+            rule = rule._replace(counts=counting.name, per=tuple(places[axis] for axis in others))
+        rules.append(rule)
+    return rules
+
+
+def within(tensor: torch.Tensor, low: int, high: int) -> bool | None:
+    """Whether all values are from ``low`` to below ``high``."""
+    count = tensor.numel()
+    if count == 0:
+        return True
+    if count <= _FEW:
+        values = tensor.flatten().tolist()
+        return bool(low <= min(values) and max(values) < high)
+    least, most = tensor.aminmax()
+    return bool(least >= low) and bool(most < high)
+
+
+def firsts_within(table: torch.Tensor, counts: torch.Tensor, per: int, high: int) -> bool | None:
+    """The same, from 0, for the first ``counts / per`` values of each row, rounded up."""
+    used = torch.arange(table.shape[1], device=table.device) * per < counts.unsqueeze(1)
+    return not bool((used & ((table < 0) | (table >= high))).any())
+
+
+def condition(rule: Rule) -> str:
+    """A rule as an expression over a call's tensors, for a plan's text."""
+    name, high = rule.tensor.name, _product(rule.sizes)
+    if rule.counts:
+        return f"firsts_within({name}, {rule.counts}, {_product(rule.per)}, {high})"
+    high = high if rule.tensor.indexes else f"{high} + 1"
+    text = f"within({name}, {rule.low}, {high})"
+    bounded = [f"({each} is None or within({name}, {rule.low}, {each} + 1))" for each in rule.bounds]
+    return " and ".join([text, *bounded])
+
+
+def _product(sizes: tuple[tuple[str, int], ...]) -> str:
+    return " * ".join(f"{tensor}.shape[{axis}]" for tensor, axis in sizes) or "1"
+
+
+def problems(rules: list[Rule], arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the values of a call, with wanted and got; empty if nothing is."""
+    found: list[str] = []
+    for rule in rules:
+        values = arguments[rule.tensor.name]
+        most = _size(rule.sizes, arguments) - (1 if rule.tensor.indexes else 0)
+        promised = [arguments[each] for each in rule.bounds if arguments.get(each) is not None]
+        most = min([most, *promised])
+        outside = (values < rule.low) | (values > most)
+        if rule.counts:
+            starts = torch.arange(values.shape[1], device=values.device) * _size(rule.per, arguments)
+            outside &= starts < arguments[rule.counts].unsqueeze(1)
+        for place in outside.nonzero().tolist()[:_MAX_TOLD]:
+            where = ", ".join(map(str, place))
+            wanted = f"{rule.low} to {most}" if most >= rule.low else "none, since there is no place"
+            found.append(f"{rule.tensor.name}[{where}]: wanted {wanted}, got {int(values[tuple(place)])}")
+    return found
+
+
+def _size(sizes: tuple[tuple[str, int], ...], arguments: Mapping[str, Any]) -> int:
+    product = 1
+    for tensor, axis in sizes:
+        product *= arguments[tensor].shape[axis]
+    return product
+
+
+NAMES: dict[str, Callable[..., bool | None]] = {"within": within, "firsts_within": firsts_within}
+"""What a plan's text needs; the extension puts its own here, which cost a tenth."""

@@ -1,0 +1,70 @@
+"""Calls inside a transform (vmap, grad, jvp, functionalize): torch's operators are all that it sees through.
+
+The reference is made of them, so it runs, where the operator's word allows it: a lock on another kernel, a denial or
+``fallback_enabled: false`` makes such a call an error, as anywhere else where nothing legal is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from layerzero.core.errors import InvalidCallError, NoKernelFoundError
+from layerzero.core.facts import CallState, FactsBuilder
+from layerzero.core.operation import Routed
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.legality import policy_reasons
+from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.reference import reference_call
+from layerzero.engine.registry import Registry
+
+_HINT = (
+    "inside vmap, grad, jvp, functionalize and forward-mode AD only the reference runs; call it outside of them, or "
+    "allow the reference there, as with lz.scope"
+)
+
+
+def reference_in_transform(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> Any:
+    """Run the reference of a call whose tensors hide what they are made of.
+
+    Raises: NoKernelFoundError where policy does not allow it; InvalidCallError where torch cannot write into a tensor
+        that the operation changes.
+    """
+    _check_policy(routed, policy, registry, state)
+    mutated = routed.operation.schema.mutated
+    with _without_autocast(routed):
+        try:
+            return reference_call(routed)
+        except (RuntimeError, NotImplementedError) as error:
+            if not mutated:
+                raise
+            told = str(error).strip().partition("\n")[0][:200]
+            problem = f"{', '.join(mutated)}: wanted tensors that torch can write into inside this transform: {told}"
+            raise InvalidCallError(routed.operation.name, [problem]) from error
+
+
+def _without_autocast(routed: Routed) -> AbstractContextManager[Any]:
+    if not torch._C._is_any_autocast_enabled():  # asking for it raises on devices that have none, such as meta
+        return nullcontext()
+    device = next(value for value in routed.arguments.values() if isinstance(value, torch.Tensor)).device.type
+    return torch.autocast(device, enabled=False)
+
+
+def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> None:
+    """Raise NoKernelFoundError where policy refuses the reference, or a lock names another kernel."""
+    if policy.fallback_enabled and not (policy.deny or policy.rules or policy.locks):
+        return
+    name = routed.operation.name
+    facts = FactsBuilder(routed.operation).of_valid(routed.arguments, layout=routed.layout, state=state)
+    reference = next((each for each in registry.candidates(name) if each.is_reference), None)
+    if reference is None:
+        raise NoKernelFoundError(name, {}, _HINT)
+    reasons = policy_reasons(reference, facts, policy)
+    lock = registry.lock_for(policy, facts)
+    if lock is not None and lock.otherwise == "error" and not names_kernel(lock.kernel, reference):
+        locked = f"lock {lock.operation} = {lock.kernel}"
+        reasons.append(Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "the reference"))
+    if reasons:
+        raise NoKernelFoundError(name, {reference.id: reasons}, _HINT)

@@ -1,0 +1,99 @@
+"""Plugins that are being imported, as files: one that ends its process is known by name to the next one.
+
+A marker is locked for as long as its process lives, as those of first runs are; one that nobody holds was left by the
+dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes it away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from layerzero.engine import ending
+
+_FOLDER = "plugins"
+
+
+def _stem(plugin: str, version: str) -> str:
+    return f"{quote(plugin, safe='')[:120]}@{hashlib.sha256(version.encode()).hexdigest()[:24]}"
+
+
+@contextmanager
+def importing(folder: Path, plugin: str, version: str) -> Iterator[str]:
+    """Mark an import; gives how an earlier process ended in one of the same version, empty where none did.
+
+    Where nothing can be written, nothing is remembered, and the import goes on.
+    """
+    place = folder / _FOLDER
+    before = _left(place, _stem(plugin, version))
+    marker = None if before else _marked(place, _stem(plugin, version))
+    if marker is None:
+        yield f"it ended {'; '.join(text for _, text in before)}; `layerzero doctor` tries it again" if before else ""
+        return
+    path, file = marker
+    ending.begin(file)
+    try:
+        yield ""
+    finally:
+        path.unlink(missing_ok=True)
+        ending.end(file)
+        os.close(file)
+
+
+def forgive(folder: Path, plugin: str, version: str) -> None:
+    """Forget what a plugin did: it was seen to survive its import."""
+    for path, _ in _left(folder / _FOLDER, _stem(plugin, version)):
+        path.unlink(missing_ok=True)
+
+
+def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
+    """A new marker with its open file, locked before it has its name."""
+    path = place / f"{stem}.{uuid.uuid4().hex}"
+    hidden = path.with_suffix(".tmp")
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.write(file, f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n".encode())
+            os.fsync(file)
+            hidden.replace(path)
+        except OSError:
+            os.close(file)
+            hidden.unlink(missing_ok=True)
+            raise
+    except OSError:  # whoever keeps records says once that nothing can be written
+        return None
+    return path, file
+
+
+def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
+    """The markers that dead processes left, with what they say; those that a signal from outside ended go."""
+    found = []
+    for path in sorted(place.glob(f"{stem}.*")) if place.is_dir() else ():
+        with suppress(OSError):  # gone meanwhile, or another user's
+            if path.suffix != ".tmp" and not _held(path):
+                if ending.from_outside(path):
+                    path.unlink(missing_ok=True)
+                else:
+                    found.append((path, path.read_text(errors="replace").partition("\n")[0]))
+    return found
+
+
+def _held(path: Path) -> bool:
+    """Whether a living process holds a marker. Raises: OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,39 @@
+"""Locks are made in one place, which makes them anew in a forked child."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import layerzero
+
+ROOT = Path(layerzero.__file__).parent
+LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Event"}
+KNOWN = {
+    "core/forking.py": {"Lock", "RLock"},
+    "engine/flight.py": {"Lock"},  # of one choice that is under way; a child forgets them all
+    "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it
+    "tuning/proving/vet_later.py": {"Event"},  # the same
+}
+FORKS = {"core/forking.py", "tuning/keeping/database.py"}  # SQLite's files are closed before a fork
+
+
+def used(path, module):
+    """What a file uses of a module, called or passed on; it is imported whole everywhere."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.ImportFrom) and node.module == module and module == "threading"), path
+        parts = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+        for each in parts:
+            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == module:
+                yield each.attr
+
+
+def test_every_lock_is_made_where_a_fork_is_heard_of():
+    found = {str(path.relative_to(ROOT)): set(used(path, "threading")) & LOCKS for path in ROOT.rglob("*.py")}
+    found = {path: names for path, names in found.items() if names}
+    assert found == KNOWN, "make locks by layerzero.core.forking: a forked child makes those anew"
+
+
+def test_one_place_hears_of_forks():
+    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if "register_at_fork" in used(path, "os")}
+    assert found == FORKS

@@ -1,0 +1,118 @@
+"""A forked child goes on, whatever the other threads of its parent were doing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import os, random, signal, threading, time, torch, warnings
+import layerzero as lz
+from layerzero.core import forking
+from layerzero.core.evidence import Measurement
+from layerzero.core.ledger import Verdict
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import database
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+x, w = torch.randn(8, 64), torch.randn(64)
+q = torch.randn(1, 8, 2, 64)
+tables, lens = torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor([40], dtype=torch.int32)
+caches = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 64)
+
+def everything(rows):
+    lz.rms_norm(torch.randn(rows, 64), w)
+    lz.layer_norm(torch.randn(rows, 64), (64,))
+    lz.add_rms_norm(torch.randn(rows, 64), torch.randn(rows, 64), w)
+    lz.attention(q, q, q, layout="BSHD")
+    step = lz.StepMetadata(tables, lens)
+    lz.append_paged_kv(torch.randn(1, 2, 64), torch.randn(1, 2, 64), *caches, step.slot_mapping(16))
+    lz.paged_attention(torch.randn(1, 1, 2, 64), *caches, tables, lens, step=step)
+    step.advance()
+    lz.configure(tune_samples=7)
+    lz.lock("norm.rms", "torch.rms_norm")
+    lz.unlock("norm.rms")
+    lz.explain("rms_norm", x, w)
+    lz.doctor()
+    lz.register_kernel("norm.rms", "user.child")(lambda input, weight, eps: input)
+    lz.unregister_kernel("user.child")
+    lz.freeze()
+    lz.thaw()
+    facts = lz.facts("rms_norm", x, w)
+    ENGINE.ledger.record_failure(REGISTRY.kernel("torch.rms_norm"), facts, "x")
+    ENGINE.ledger.record_time(REGISTRY.kernel("torch.rms_norm"), facts, Measurement(1.0, 1.0, 0.0, 20))
+
+def child(rows):
+    # End as the child goes; 120 s are far more than it needs, and less than anybody waits.
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1]
+    signal.alarm(120)
+    try:
+        everything(rows)
+    except BaseException as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+everything(3)
+"""
+
+HELD = """
+ours = {id(each) for base in database._DATABASES for each in base.locks()} | {id(database._FORKING)}
+held = [each for each in forking._LOCKS if id(each) not in ours]  # those are taken before a fork, by whoever forks
+taken, done = threading.Event(), threading.Event()
+def hold():
+    for each in held:
+        each.acquire()
+    taken.set()
+    done.wait()
+threading.Thread(target=hold, daemon=True).start()
+taken.wait()
+print(len(held), child(100), flush=True)
+os._exit(0)
+"""
+
+BUSY = """
+stop = False
+def loop(work):
+    number = 0
+    while not stop:
+        number += 1
+        work(number)
+def misses(number): lz.rms_norm(torch.empty(1 + number % 5000, 64), w)
+def settings(number): lz.configure(tune_samples=5 + number % 40)
+def questions(number): lz.explain("rms_norm", x, w); lz.doctor()
+def first_runs(number):
+    with lz.scope(locks={"norm.rms": "torch.rms_norm"}):
+        lz.rms_norm(torch.empty(1 << number % 12, 64), w)
+def records(number):
+    facts = lz.facts("rms_norm", x, w)
+    ENGINE.ledger.record_failure(REGISTRY.kernel("torch.rms_norm"), facts, "x")
+for work in (misses, settings, questions, first_runs, records):
+    threading.Thread(target=loop, args=(work,), daemon=True).start()
+ends = [child(random.randrange(1, 9999)) for _ in range(12)]
+print(ends, flush=True)
+os._exit(0)
+"""
+
+
+def run(script, tmp_path):
+    environment = os.environ | {"LAYERZERO_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", BEGIN + script]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_child_needs_no_lock_that_another_thread_held(tmp_path):
+    held, end = run(HELD, tmp_path).split()
+    assert int(held) > 20
+    assert end == "0"
+
+
+@pytest.mark.slow
+def test_children_of_a_busy_process_go_on(tmp_path):
+    assert set(run(BUSY, tmp_path).strip("[]\n").split(", ")) == {"0"}

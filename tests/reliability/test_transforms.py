@@ -1,0 +1,116 @@
+"""Transforms and modes: first use inside them works, and what the operator said holds there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import layerzero as lz
+
+X, W = torch.randn(8, 64), torch.randn(64)
+
+FIRST_USE = """
+import sys, torch, warnings
+import layerzero as lz
+
+warnings.simplefilter("ignore", DeprecationWarning)  # torch's own jvp
+x, w, q = torch.randn(8, 64), torch.randn(64), torch.randn(2, 8, 4, 16)
+tables, lens, slots = torch.arange(2).int().view(2, 1), torch.tensor([5, 16]).int(), torch.arange(8)
+caches = torch.randn(2, 16, 4, 16), torch.randn(2, 16, 4, 16)
+
+def append(t):
+    cache = t.new_zeros(2, 16, 4, 16)
+    keys = t.view(8, 4, 16)
+    lz.append_paged_kv(keys, keys, cache, cache * 1, slots)
+    return cache
+
+functions = {
+    "rms_norm": (lambda t: lz.rms_norm(t, w), x),
+    "layer_norm": (lambda t: lz.layer_norm(t, (64,), w), x),
+    "add_rms_norm": (lambda t: lz.add_rms_norm(t, t * 2, w), x),
+    "attention": (lambda t: lz.attention(t, q, q, layout="BSHD"), q),
+    "paged_attention": (lambda t: lz.paged_attention(t[:, :1], *caches, tables, lens), q),
+    "append_paged_kv": (append, x),
+}
+transforms = {
+    "vmap": lambda f, t: torch.func.vmap(f)(torch.stack([t, t]))[0],
+    "grad": lambda f, t: torch.func.grad(lambda each: f(each).sum())(t),
+    "jvp": lambda f, t: torch.func.jvp(f, (t,), (t,))[0],
+    "functionalize": lambda f, t: torch.func.functionalize(f)(t),
+}
+transform = transforms[sys.argv[1]]
+for name, (function, tensor) in functions.items():
+    result = transform(function, tensor)
+    wanted = torch.func.grad(lambda t: function(t).sum())(tensor) if sys.argv[1] == "grad" else function(tensor)
+    torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+def test_first_use_inside_a_transform_works(transform):
+    run = subprocess.run([sys.executable, "-c", FIRST_USE, transform], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_first_use_inside_a_mode_leaves_the_fast_path_to_others():
+    script = """
+import torch, layerzero as lz
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode(), torch.device("meta"), torch.inference_mode():
+    lz.rms_norm(torch.empty(4, 8), torch.empty(8))
+from layerzero.engine import accelerator
+print(accelerator.ABSENT)
+"""
+    plain = "from layerzero.engine import accelerator; print(accelerator.ABSENT)"
+    runs = [subprocess.run([sys.executable, "-c", each], capture_output=True, check=True) for each in (script, plain)]
+    assert runs[0].stdout == runs[1].stdout
+
+
+INSIDE = {
+    "vmap": lambda f: torch.func.vmap(f)(X.expand(2, 8, 64)),
+    "grad": lambda f: torch.func.grad(lambda t: f(t).sum())(X),
+    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
+    "functionalize": lambda f: torch.func.functionalize(f)(X),
+}
+WORDS = {
+    "lock": {"locks": {"norm.rms": "torch.rms_norm"}},
+    "deny": {"deny": ["reference"]},
+    "rule": {"rules": [{"match": {"rows": ">4"}, "deny": "reference.*"}]},
+    "no fallback": {"fallback_enabled": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # from torch's own jvp
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
+def test_the_operators_word_holds_inside(inside, word):
+    with lz.scope(**word), pytest.raises(lz.NoKernelFoundError, match="inside vmap, grad, jvp"):
+        inside(lambda t: lz.rms_norm(t, W))
+    with lz.scope(locks={"norm.rms": "reference"}), lz.scope(deny=["torch"]):
+        inside(lambda t: lz.rms_norm(t, W))
+    with lz.scope(locks={"norm.rms": {"kernel": "torch.rms_norm", "otherwise": "select"}}):
+        inside(lambda t: lz.rms_norm(t, W))
+
+
+def test_the_operators_word_holds_where_an_operator_cannot_have_a_gradient():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    call = X.clone().requires_grad_(), X.clone(), W
+    with Mode():
+        lz.add_rms_norm(*call)
+        with lz.scope(locks={"norm.add_rms": "torch.add_rms_norm"}), pytest.raises(lz.NoKernelFoundError):
+            lz.add_rms_norm(*call)
+
+
+def test_what_torch_cannot_write_inside_a_transform_is_said():
+    residual = X.clone()
+    with pytest.raises(lz.InvalidCallError, match="residual: wanted tensors that torch can write into"):
+        torch.func.vmap(lambda t: lz.add_rms_norm(t, residual, W))(torch.stack([X, X]))
