@@ -146,7 +146,10 @@ def test_from_the_crash_to_the_repair(place):
     assert place.call() == -11
     place.behave("well")
     assert place.call()["chosen"] == "torch.rms_norm", "repaired, but nobody has looked"
-    found = place.doctor("--confirm")
+    (unknown,) = place.doctor("--confirm")["confirmed"]
+    assert unknown["verdict"] == "unknown", "what only a record names is not imported"
+    assert "its record says that planted_kernels registers it" in unknown["detail"]
+    found = place.doctor("--confirm", "--module", "planted_kernels")
     assert [(each["kernel_id"], each["verdict"]) for each in found["confirmed"]] == [("planted.rms_norm", "passed")]
     assert found["suspects"] == []
     assert place.call() == {"chosen": "planted.rms_norm", "reasons": []}

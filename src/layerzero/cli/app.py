@@ -9,18 +9,18 @@ import typer
 
 from layerzero.cli import calls, measuring
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, say, stdout_console
+from layerzero.cli.output import FINE, NO, Answer, Program, say, stdout_console
 from layerzero.cli.output import examples as _examples
 from layerzero.cli.perfdb import perfdb
 
-main = typer.Typer(
+main = Program(
     name="layerzero",
     help="Choose the fastest valid kernel for each call, and say why.",
     epilog="\b\nExamples:\n"
     "  layerzero doctor\n"
     "  layerzero explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16\n"
     "  layerzero kernels rms_norm\n\n"
-    "Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense.",
+    "Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

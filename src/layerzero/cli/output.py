@@ -7,11 +7,14 @@ import ctypes
 import io
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -22,8 +25,11 @@ from layerzero.core.errors import InvalidCallError, LayerZeroError, PolicyError,
 WIDTH = 100
 """Columns where stdout is no terminal and COLUMNS says nothing."""
 
-FINE, NO, INVALID = 0, 1, 2
-"""Exit codes: fine; the answer is no; the question makes no sense."""
+FINE, NO, INVALID, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: fine; the answer is no; the question makes no sense; somebody pressed Ctrl-C."""
+
+END_S = 2.0
+"""How long an interrupted command may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,56 @@ def stdout_console(file: TextIO | None = None) -> Console:
 def say(text: str) -> None:
     """Write a diagnostic, which never mixes with the answer."""
     typer.echo(text, err=True)
+
+
+class Program(typer.Typer):
+    """The commands. Ctrl-C ends one within two seconds and with all that it started, whatever it is at."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("standalone_mode", True) or threading.current_thread() is not threading.main_thread():
+            return super().__call__(*args, **kwargs)
+        ended, (told, tell) = threading.Event(), os.pipe()
+        os.set_blocking(tell, False)
+        before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # heard of even while a kernel runs
+        threading.Thread(target=_watch, args=(told, ended), name="layerzero-interrupts", daemon=True).start()
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as end:
+            if end.code == INTERRUPTED:  # what was begun is tidied up; what libraries wait for, nobody wants now
+                _end_now()
+            raise
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(before)
+            os.close(tell)
+
+
+def _watch(told: int, ended: threading.Event) -> None:
+    """Give an interrupted command two seconds to end by itself."""
+    while (signals := os.read(told, 1)) and signal.SIGINT not in signals:
+        pass
+    if signals and not ended.wait(END_S):
+        _end_now()
+    os.close(told)
+
+
+def _end_now() -> NoReturn:
+    """End without waiting for anything, and end the processes that libraries started, as to compile."""
+    for child in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _descendants(process: int) -> list[int]:
+    """Processes that a process started, and those that they started; none where the system does not tell."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it just ended
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            for child in map(int, file.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 def _ours(error: Exception) -> bool:

@@ -115,8 +115,8 @@ def commands() -> str:
     from layerzero.cli.app import main
 
     intro = (
-        "Every command takes `--help`. Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense. With "
-        "`--json`, stdout is one JSON document; diagnostics go to stderr."
+        "Every command takes `--help`. Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense, 130 "
+        "interrupted by Ctrl-C. With `--json`, stdout is one JSON document; diagnostics go to stderr."
     )
     blocks = [_command(path, command) for path, command in walk(typer.main.get_command(main), "layerzero")]
     return "\n\n".join([HEADER, "# Commands", intro, *blocks]) + "\n"

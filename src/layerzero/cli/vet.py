@@ -17,13 +17,12 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict
-from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.jobs import Job, Shape
-from layerzero.tuning.proving.vetting import classes, vet_calls
+from layerzero.tuning.proving.vetting import allows, class_pairs, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]
 
@@ -49,9 +48,11 @@ def answer(
             raise ValueError(f"no kernel here is named by {name}; `layerzero kernels` lists them")
     sizes = shapes_of(shapes)
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = [each for each in REGISTRY.kernels(operation) if _named(each, kernels, backends, target)]
+    here, asked_of = Device.detect(target), (kernels or None, backends or None)
+    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here)]
     if sizes is None and manifest is None:
-        asked = list(_of_cases(chosen, operation, target, dtype))
+        dtypes = None if dtype is None else [dtype_named(each) for each in dtype.split(",")]
+        asked = list(class_pairs(chosen, operation, here, None, dtypes))
     else:
         asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
     pairs = [pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None]
@@ -80,24 +81,6 @@ def _nothing(chosen: Sequence[Kernel], asked: Sequence[Pair], names: Sequence[st
     return "each class of these calls has a verdict (--again asks once more)"
 
 
-def _named(kernel: Kernel, kernels: Sequence[str] | None, backends: Sequence[str] | None, device: str) -> bool:
-    if kernel.is_reference:
-        return False
-    if not kernels and not backends:
-        return legality.untrusted(kernel, Device.detect(device))
-    return all(not names or any(names_kernel(name, kernel) for name in names) for names in (kernels, backends))
-
-
-def _of_cases(chosen: Sequence[Kernel], operation: str, device: str, dtype: str | None) -> Iterator[Pair]:
-    names = set(REGISTRY.operations_named(operation))
-    dtypes = None if dtype is None else [dtype_named(each) for each in dtype.split(",")]
-    for kernel in chosen:
-        for name in kernel.operations:
-            if name in names:
-                found = classes(kernel, REGISTRY.operation(name), Device.detect(device), None, dtypes)
-                yield from ((kernel, facts) for facts in found)
-
-
 def _of_jobs(
     chosen: Sequence[Kernel],
     operation: str,
@@ -116,15 +99,10 @@ def _of_jobs(
         if not kernels or (job.recipe is None and dtype_named(job.dtype) not in tolerated):
             continue
         for facts in _in_each_layout(job, device):
-            yield from ((kernel, facts) for kernel in kernels if _allowed(kernel, facts))
+            yield from ((kernel, facts) for kernel in kernels if allows(kernel, facts))
 
 
 def _in_each_layout(job: Job, device: str) -> Iterator[Facts]:
     layouts = REGISTRY.operation(job.operation).layouts if job.recipe is None else ()
     for layout in layouts or (job.layout,):
         yield Job(job.operation, job.case, job.dtype, layout, job.recipe, job.count).facts(device)
-
-
-def _allowed(kernel: Kernel, facts: Facts) -> bool:
-    found = legality.limit_findings(kernel, facts.seen_in(kernel.layout))
-    return all(finding.repair is not None for finding in found)

@@ -1,51 +1,65 @@
-"""The process in which kernels run that may kill it: reads a job from stdin, writes what it finds to stdout.
+"""What a child of conformance does: find the kernels that were asked about, or run the checks of one of them.
 
-One JSON document a line: first the kernels, then each check as it starts, what it is about to run, and its result.
-``python -m layerzero.testing.child``; :mod:`layerzero.testing.conformance` starts it and goes on where it died.
+:mod:`layerzero.testing.conformance` asks, and goes on where a child died.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import json
-import os
-import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from layerzero.core.device import Device
-from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.testing.apart_child import Tell
 from layerzero.testing.battery import Battery, Check
 from layerzero.testing.report import KernelReport, Result
 from layerzero.testing.trial import lost_context, raised
 
-Write = Callable[[dict[str, Any]], None]
-Key = tuple[str, str, str]
 
-CONTEXT_LOST = 17
-"""The exit code after a device error that stays; the check has been reported then."""
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Which kernels there are of those that are named, by id, glob or library; and what draws the calls for them."""
+
+    kernels: list[str] | None
+    backends: list[str] | None
+    operation: str
+    device: str
+    seed: int
+    calls: int
+    modules: list[str]
 
 
-def selected(job: Mapping[str, Any]) -> list[Kernel]:
+class Play(msgspec.Struct, frozen=True, tag=True):
+    """Checks of a kernel in an operation: all of what is declared, or of what lies ``beyond``; without those done."""
+
+    asked: Ask
+    kernel: str
+    operation: str
+    beyond: bool
+    done: list[str]
+
+
+Job = Ask | Play
+
+
+def selected(job: Ask) -> list[Kernel]:
     """The kernels that a job names, of the operations that it names; those of one library follow each other."""
 
     def named(kernel: Kernel) -> bool:
-        of_library = job["backends"] is None or kernel.source in job["backends"]
-        return of_library and (job["kernels"] is None or any(names_kernel(name, kernel) for name in job["kernels"]))
+        of_library = job.backends is None or kernel.source in job.backends
+        return of_library and (job.kernels is None or any(names_kernel(name, kernel) for name in job.kernels))
 
-    found = [kernel for kernel in REGISTRY.kernels(job["operation"]) if named(kernel)]
+    found = [kernel for kernel in REGISTRY.kernels(job.operation) if named(kernel)]
     return sorted(found, key=lambda kernel: (kernel.source, kernel.id))
 
 
@@ -67,39 +81,33 @@ def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:
     )
 
 
-def play(kernels: Iterable[tuple[Kernel, KernelReport]], job: dict[str, Any], write: Write) -> None:
-    """Run every check that is not done yet: first all of what is declared, then what lies beyond the limits."""
-    done = {tuple(key) for key in job["done"]}
-    batteries = [
-        (kernel.id, Battery(kernel, REGISTRY.operation(name), job["device"], job["seed"], job["calls"]))
-        for kernel, report in kernels
-        if kernel.id not in job["given_up"]
-        for name in report.operations
-    ]
-    for part in (Battery.checks, Battery.probes):
-        for kernel_id, battery in batteries:
-            for check in part(battery):
-                key = (kernel_id, battery.operation.name, check.name)
-                if key not in done:
-                    _run(key, check, job["device"], write)
+@functools.cache
+def battery(kernel: str, operation: str, device: str, seed: int, calls: int) -> Battery:
+    """What a kernel's two jobs share: looking for calls that it takes costs as much as some checks."""
+    return Battery(REGISTRY.kernel(kernel), REGISTRY.operation(operation), device, seed, calls)
 
 
-def _run(key: Key, check: Check, device: str, write: Write) -> None:
-    write({"start": key, "seconds": check.seconds})
+def play(job: Play, tell: Tell) -> None:
+    """Run every check that is not done yet."""
+    mine = battery(job.kernel, job.operation, job.asked.device, job.asked.seed, job.asked.calls)
+    for check in mine.probes() if job.beyond else mine.checks():
+        if check.name not in job.done:
+            _run(check, job, tell)
+
+
+def _run(check: Check, job: Play, tell: Tell) -> None:
+    tell.begins(check.name, check.seconds)
     started = time.perf_counter()
     try:
-        outcome = check.play(lambda text: write({"at": text}))
+        outcome = check.play(tell.runs)
         status, message = (outcome.status, outcome.message) if outcome else ("nothing", "")
     except Exception as error:  # noqa: BLE001  # a check that fails itself is told, as something wrong
         where = traceback.extract_tb(error.__traceback__)[-1]
         status, message = "wrong", f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
-    lost = lost_context(Device.detect(device))
-    if lost:
-        status = "needed" if check.name.startswith("beyond ") else "died"
-        message = f"{message}; {lost}" if message else lost
-    write({"result": asdict(Result(*key, status, message, time.perf_counter() - started))})
-    if lost:
-        os._exit(CONTEXT_LOST)
+    if lost := lost_context(Device.detect(job.asked.device)):
+        tell.leave(f"{message}; {lost}" if message else lost)
+    seconds = time.perf_counter() - started
+    tell.found(Result(job.kernel, job.operation, check.name, status, message, seconds), more=True)
 
 
 def imported(modules: Sequence[str]) -> str:
@@ -118,35 +126,22 @@ def imported(modules: Sequence[str]) -> str:
     return ""
 
 
-def main() -> None:
-    """Do one job: the kernels of the first library that has something left to do."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what libraries print, from Python or from C, is not an answer
-
-    def write(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-
-    job = json.loads(sys.stdin.read())
-    problem = imported(job["modules"])
-    if problem:
-        write({"error": problem})
-        return
-    warnings.simplefilter("ignore", LayerZeroWarning)  # what a kernel cannot do is what this looks for
+@functools.cache
+def _prepared(modules: tuple[str, ...]) -> str:
     torch.set_num_threads(1)  # small tensors gain nothing from more; some checks take all
-    device = Device.detect(job["device"])
-    try:
-        kernels = selected(job)
-    except KeyError as error:
-        write({"error": str(error.args[0])})
-        return
-    reports = [(kernel, described(kernel, job["operation"], device)) for kernel in kernels]
-    write({"kernels": [asdict(report) for _, report in reports]})
-    able = [(kernel, report) for kernel, report in reports if not report.refused]
-    left = list(dict.fromkeys(report.source for _, report in able if report.source not in job["finished"]))
-    for source in left[:1]:
-        play([pair for pair in able if pair[1].source == source], job, write)
-    write({"finished": left[:1], "more": len(left) > 1})
+    return imported(modules)
 
 
-if __name__ == "__main__":
-    main()
+def work(job: Job, tell: Tell) -> None:
+    """Do one job."""
+    asked = job if isinstance(job, Ask) else job.asked
+    if problem := _prepared(tuple(asked.modules)):
+        tell.refused(problem)
+    elif isinstance(job, Play):
+        play(job, tell)
+    else:
+        device = Device.detect(asked.device)
+        try:
+            tell.found([described(kernel, asked.operation, device) for kernel in selected(asked)])
+        except KeyError as error:
+            tell.refused(str(error.args[0]))

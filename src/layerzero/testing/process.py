@@ -1,50 +1,140 @@
-"""Child processes that check kernels: what they inherit, how they are asked, and how they ended."""
+"""A child process: what it inherits, where it imports from, how it is spoken with, and how it is ended."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
-from typing import IO, AnyStr
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 
+import msgspec
 
-def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment and import path, without LayerZero's settings: kernels are checked, not a policy."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(more or {})
+from layerzero.testing.apart_child import Message
 
+log = logging.getLogger("layerzero")
 
 APART = {"LAYERZERO_CACHE_DIR": "", "CUDA_LAUNCH_BLOCKING": "1"}
 """For a child that may end: it keeps no files of its own, and launches block, so that it ends where it fails."""
 
+_KILLED_S = 2.0
+"""How long a killed process may take to end; only one that waits in the system, as for a device, takes any time."""
 
-def hand_over(stream: IO[AnyStr], question: AnyStr) -> None:
-    """Write a question and close the stream; what a child that died at once leaves unread, its end tells as well."""
-    with contextlib.suppress(BrokenPipeError):
-        stream.write(question)
-    with contextlib.suppress(BrokenPipeError):
-        stream.close()
+_GROUPS = Path("/sys/fs/cgroup")
+_DECODER = msgspec.json.Decoder(Message)
+
+
+def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without LayerZero's settings, since kernels are checked and no policy; and more.
+
+    A child finds the modules, which it imports by name, where this process does.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(_import_path(modules))} | dict(more)
+
+
+def _import_path(modules: Iterable[str]) -> list[str]:
+    """This process's own, without the working folder, where a file with a library's name would run in its place.
+
+    It stays where ``PYTHONPATH`` or the running script names it. The home of a module that is asked for comes last, or
+    first where another would hide the module.
+    """
+    main, here = sys.modules["__main__"], Path.cwd().resolve()
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if getattr(main, "__spec__", None) is None and (script := getattr(main, "__file__", None)):
+        named.append(str(Path(script).parent))
+    kept = here in {Path(each).resolve() for each in named if each}
+    path = [each for each in sys.path if each and (kept or Path(each).resolve() != here)]
+    for name in dict.fromkeys(["layerzero", *(module.partition(".")[0] for module in modules)]):
+        with contextlib.suppress(ImportError, ValueError):  # what has no spec, as a module made by hand
+            spec = find_spec(name)
+            if spec is not None and spec.has_location and spec.origin is not None:
+                home = str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0])
+                if home not in path:
+                    path.insert(0 if PathFinder.find_spec(name, path) else len(path), home)
+    return path
 
 
 def how_it_ended(code: int) -> str:
     """An exit code, or the name of the signal, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    names = {-each: each.name for each in signal.Signals}
+    return names.get(code, f"exit code {code}" if code >= 0 else f"signal {-code}")
 
 
-def last_line(output: bytes) -> str:
-    """The last line of what a process said, cut to 500 characters."""
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "it said nothing"
+def killed_for_memory() -> int:
+    """How many processes of this one's control group the system ended for want of memory; 0 where nobody counts."""
+    places = {"": (_GROUPS, "memory.events"), "memory": (_GROUPS / "memory", "memory.oom_control")}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controller, group = line.split(":", 2)
+            top, name = places.get(controller, (_GROUPS, ""))
+            for file in (top / group[1:] / name, top / name):  # in a container the group's own folder is the top
+                if file.is_file() and (count := re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE)):
+                    return int(count[1])
+    return 0
 
 
-def ended_how(code: int, output: bytes) -> str:
-    """How a process ended that did not say so itself."""
-    told = f"it ended the process with {how_it_ended(code)}"
-    return told if code < 0 else f"{told}: {last_line(output)}"
+class Process(subprocess.Popen[bytes]):
+    """A fresh interpreter that does jobs, in a process group of its own."""
+
+    def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
+        self.silent, self._half, self.killed_before = False, b"", killed_for_memory()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
+        super().__init__(
+            [sys.executable, "-P", "-m", "layerzero.testing.apart_child", worker, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=dict(environment),
+            start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
+        )
+        assert self.stdin is not None
+        assert self.stdout is not None
+        self.jobs, self._answers = self.stdin, self.stdout
+        self.answers = self.stdout.fileno()
+        os.set_blocking(self.answers, False)
+
+    def send(self, job: object) -> None:
+        """Send a job to a child that waits for one; what a dead one leaves unread, its end tells."""
+        with contextlib.suppress(BrokenPipeError):
+            self.jobs.write(msgspec.json.encode(job) + b"\n")
+            self.jobs.flush()
+
+    def messages(self) -> Iterator[Message]:
+        """What it said since; half a message waits for its other half, and what is none is left out."""
+        while not self.silent:
+            try:
+                part = os.read(self.answers, 2**16)
+            except BlockingIOError:
+                return
+            self.silent = not part  # it closed the pipe, as its end does
+            *lines, self._half = (self._half + part).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(msgspec.DecodeError):  # printed before the child could see to that
+                    yield _DECODER.decode(line)
+
+    def last_words(self) -> str:
+        """The last line that it said beside messages, cut to 300 characters; empty if there is none."""
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - 2**16))
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def end(self) -> None:
+        """Kill it and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            self.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d was killed and does not end; the system holds it", self.pid)
+        with contextlib.suppress(BrokenPipeError):  # a job that it did not read
+            self.jobs.close()
+        self._answers.close()
+        self._said.close()

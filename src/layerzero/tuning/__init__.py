@@ -9,6 +9,6 @@ What leads to what, by module:
 - ``learning`` and ``fitting`` make of rows what ``prediction`` gives for calls that nobody measured; ``prior`` has the
   shipped times; ``weighing`` joins all of these into evidence; ``archive`` passes rows on.
 - ``files`` and ``records`` keep verdicts, first-run markers and suspects in a ``folder``; ``confirm`` clears suspects.
-- ``vetting`` asks ``vet_child`` whether a kernel may be trusted; ``vet_later`` does so in the background.
+- ``vetting`` asks ``child`` whether a kernel may be trusted; ``vet_later`` does so in the background.
 - ``online`` times a share of production's calls and tells where measured times have aged.
 """

@@ -224,8 +224,8 @@ class _Run:
                 parties = taking_part(report, self.leave_out, graph=self.graph)
                 pairs += [(each.kernel, report.facts) for each in parties if is_new(each.kernel, report.facts)]
         for each in rehearse(pairs, modules=self.modules) if pairs else ():
-            if each.guilty:
-                self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict}: {each.detail}"
+            if each.guilty or each.unsafe:
+                self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict or 'not tried'}: {each.detail}"
             elif each.verdict is None and each.kernel.id not in self.in_process:
                 self.in_process[each.kernel.id] = each.detail
                 what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"

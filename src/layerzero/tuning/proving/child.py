@@ -1,86 +1,100 @@
-"""``python -m layerzero.tuning.proving.child ANSWER < question``: run a kernel on a call, where a crash hurts nobody.
-
-The question is a :class:`Question` in JSON on stdin. The answer is a file: from before the kernel is called it says
-``running``, so that a process that dies leaves the truth, and then what was found.
-"""
+"""What children of vetting, rehearsing and confirming do: run a kernel on calls, where a crash hurts nobody."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 
 import msgspec
 import torch
 from torch import Tensor
 
 from layerzero.asking.answers import facts as facts_of
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import KernelExecutionError, LayerZeroError
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Verdict, home_of
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
+from layerzero.testing import brief
+from layerzero.testing.apart_child import Tell
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.sizes import Setting
+from layerzero.testing.trial import lost_context
 from layerzero.tuning.measuring.truth import truth_of
 
-UNKNOWN, RUNNING, PASSED, WRONG, CRASHED = "unknown", "running", "passed", "wrong", "crashed"
+_VERDICTS = {brief.PASSED: Verdict.PASSED, brief.WRONG: Verdict.WRONG, brief.RAISED: Verdict.CRASHED}
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Which kernel, which call, the modules to import first, and whether the result is compared with the reference."""
+    """What is asked of a kernel, once modules are imported that register it.
+
+    Attributes:
+        call: a call, or one that stands for its class.
+        compare: whether the result is compared with the reference.
+        sizes: to vet the class: the size of each axis that the operation's cases name. None to run the call alone.
+    """
 
     kernel: str
     call: CallRecipe
     modules: list[str]
     compare: bool = True
+    sizes: dict[str, int] | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What was found, and a line about it."""
+    """What was found, None where that is unknown, and a line about it.
 
-    state: str
-    detail: str = ""
+    ``unsafe``: there is no verdict because the process that ran the kernel was killed, or would have been one too many.
+    """
 
-
-def main(answer: Path, question: Question) -> None:
-    """Answer a question."""
-
-    def say(state: str, detail: str = "") -> None:
-        answer.write_bytes(msgspec.json.encode(Reply(state, detail)))
-
-    ask(question, say)
+    verdict: Verdict | None
+    detail: str
+    unsafe: bool = False
 
 
-def ask(question: Question, say: Callable[..., None]) -> None:
-    """Run a kernel on a call; say that it runs, then what was found."""
+Job = Question
+
+
+def homes(kernels: Iterable[Kernel]) -> list[str]:
+    """Modules that a child has to import to know kernels; built-in ones and entry points it finds by itself."""
+    found = dict.fromkeys(home_of(each) for each in kernels if each.backend.origin != "entry_point")
+    return [home for home in found if home and home != "__main__" and not home.startswith("layerzero.")]
+
+
+def work(question: Question, tell: Tell) -> None:
+    """Run a kernel on a call, or vet it for a class, and tell what was found."""
     try:
-        kernel = _kernel(question)
-        call = rebuilt(question.call)
-        locks = {question.call.operation: kernel}
-        with SCOPES.scope({"locks": locks, "fallback_enabled": False, "allow_jit_compile": True}):
-            say(RUNNING)
-            say(*_found(call, question, REGISTRY.kernel(kernel)))
+        for module in question.modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        text = f"the module {module!r} does not import: {error}"
+        tell.found(Reply(None, text)) if question.sizes is None else tell.refused(text)
+        return
+    try:
+        reply = _ran(question, tell) if question.sizes is None else _vetted(question, question.sizes, tell)
     except KernelExecutionError as error:
-        say(CRASHED, f"it raised {type(error.__cause__).__name__}: {error.__cause__}")
+        reply = Reply(Verdict.CRASHED, f"it raised {type(error.__cause__).__name__}: {error.__cause__}")
     except (LayerZeroError, LookupError, ImportError, ValueError) as error:  # not legal here, not known here
-        say(UNKNOWN, str(error))
+        reply = Reply(None, str(error))
     except Exception as error:  # noqa: BLE001  # of making the call or of comparing: it says nothing about the kernel
         short = "too little memory" if out_of_memory(error) else f"it could not be asked: {type(error).__name__}"
-        say(UNKNOWN, f"{short}: {error}")
+        reply = Reply(None, f"{short}: {error}")
+    if lost := lost_context(Device.detect(question.call.device)):
+        tell.leave(f"{reply.detail}; {lost}")
+    tell.found(reply)
 
 
-def _kernel(question: Question) -> str:
-    """The kernel's id, once somebody registered it."""
-    for module in question.modules:
-        importlib.import_module(module)
+def _kernel(question: Question) -> Kernel:
     try:
-        return REGISTRY.kernel(question.kernel).id
+        return REGISTRY.kernel(question.kernel)
     except KeyError:
         raise LookupError(
             f"{question.kernel} cannot be run in a child process, which does not know it: register it through an entry "
@@ -88,7 +102,32 @@ def _kernel(question: Question) -> str:
         ) from None
 
 
-def _found(call: RandomCall, question: Question, kernel: Kernel) -> tuple[str, str]:
+def _ran(question: Question, tell: Tell) -> Reply:
+    kernel, call = _kernel(question), rebuilt(question.call)
+    locks = {question.call.operation: kernel.id}
+    with SCOPES.scope({"locks": locks, "fallback_enabled": False, "allow_jit_compile": True}):
+        tell.begins()
+        return _found(call, question, kernel)
+
+
+def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
+    torch.set_num_threads(1)  # small tensors gain nothing from more
+    tell.begins()
+    kernel, operation = _kernel(question), REGISTRY.operation(question.call.operation)
+    function = function_of(operation.name)
+    if function is None:
+        raise LookupError(f"{operation.name} belongs to no public function, so nothing can call it")
+    dtype = dtype_named(question.call.tensors[operation.schema.inputs[0].name].dtype)
+    accepted = {parameter.name for parameter in function.parameters}
+    case = brief.case_of(operation, sizes, question.call.params, accepted)
+    setting = Setting(operation, dtype, question.call.device, question.call.layout or "")
+    small = case is None or brief.fits(operation, case, question.call.device)
+    call = rebuilt(question.call) if small else None
+    found = brief.look(kernel, operation, call, setting, case, tell.runs)
+    return Reply(_VERDICTS.get(found.state), found.detail)
+
+
+def _found(call: RandomCall, question: Question, kernel: Kernel) -> Reply:
     """Run the call, with its backward pass where it had one, then compare with the reference."""
     recipe = question.call
     arguments = {name: copied(value) for name, value in call.arguments.items()}
@@ -104,36 +143,23 @@ def _found(call: RandomCall, question: Question, kernel: Kernel) -> tuple[str, s
     if recipe.device == "cuda":
         torch.cuda.synchronize()
     if not question.compare:
-        return PASSED, "it ran"
+        return Reply(Verdict.PASSED, "it ran")
     random = [each.name for each in schema.params if each.random and recipe.params.get(each.name) != each.neutral]
     if random:
-        return PASSED, f"it ran; {', '.join(random)} leaves nothing to compare"
+        return Reply(Verdict.PASSED, f"it ran; {', '.join(random)} leaves nothing to compare")
     try:
         facts = facts_of(call.function, **call.arguments)
         problems = truth_of(call, facts).problems(kernel, CALLS[call.function].fast)
     except Exception as error:
         if not out_of_memory(error):
             raise
-        return PASSED, "it ran; the call is too large to compare with the reference"
-    return (WRONG, "; ".join(problems)) if problems else (PASSED, "its result is the reference's")
+        return Reply(Verdict.PASSED, "it ran; the call is too large to compare with the reference")
+    if problems:
+        return Reply(Verdict.WRONG, "; ".join(problems))
+    return Reply(Verdict.PASSED, "its result is the reference's")
 
 
 def rebuilt(recipe: CallRecipe) -> RandomCall:
     """Make the call again, with random data in the same sizes, strides and alignment."""
     function, arguments = arguments_of_recipe(recipe, REGISTRY.operation(recipe.operation))
     return RandomCall(function.name, arguments)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Warnings are for a call's user, who is not here."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-if __name__ == "__main__":
-    with quiet():
-        main(Path(sys.argv[1]), msgspec.json.decode(sys.stdin.buffer.read(), type=Question))

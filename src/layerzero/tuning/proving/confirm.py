@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from layerzero.core.ledger import Suspect, Verdict
+from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.testing.process import APART, child_environment, ended_how, last_line
-from layerzero.tuning.proving import child
+from layerzero.engine.registry import REGISTRY
+from layerzero.testing.apart import START_S, End, Task, run_apart
+from layerzero.tuning.proving.child import Question, Reply, homes
 
-TIMEOUT_S = 120.0
-"""How long a child may take before it counts as hanging; importing torch and compiling a kernel are part of it."""
+TIMEOUT_S = START_S
+"""How long a kernel may run before it counts as hanging; compiling is part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,66 +48,48 @@ def confirm_suspects(
     and until its library or torch has another version.
 
     Args:
-        modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
+        modules: modules that register kernels, imported in the child; those of entry points are found by themselves,
+            and what this process imported is known. What only a record names is not imported: whoever can write in the
+            cache folder would have it run.
         again: run the banned as well, as after a repair that changed no version.
-        timeout_s: seconds after which a child counts as hanging.
+        timeout_s: seconds after which a kernel counts as hanging.
     """
-    found = []
+    found: list[Confirmation] = []
+
+    def told(task: Task, reply: Reply) -> None:
+        suspect, detail = task.about, reply.detail
+        if reply.verdict is not None:
+            ENGINE.ledger.settle(suspect, reply.verdict, detail)
+        elif suspect.kernel_id not in known and suspect.module.replace(".", "_").isidentifier():
+            detail += f"; its record says that {suspect.module} registers it: name that with --module if you trust it"
+        found.append(Confirmation(suspect.kernel_id, suspect.call_class, reply.verdict, detail))
+
+    known = {kernel.id: kernel for kernel in REGISTRY.kernels()}
+    tasks: list[Task] = []
     for suspect in ENGINE.ledger.suspects():
         if suspect.verdict is None or again:
-            confirmation = _confirm(suspect, modules, timeout_s)
-            if confirmation.verdict is not None:
-                ENGINE.ledger.settle(suspect, confirmation.verdict, confirmation.detail)
-            found.append(confirmation)
+            own = homes([known[suspect.kernel_id]] if suspect.kernel_id in known else [])
+            question = Question(suspect.kernel_id, suspect.call, list(dict.fromkeys([*modules, *own])))
+            tasks.append(Task(question, suspect.kernel_id, timeout_s, f"child {len(tasks)}", suspect))
+    ask(tasks, told)
     if found:
         ENGINE.bump()
     return tuple(found)
 
 
-def _confirm(suspect: Suspect, modules: Sequence[str], timeout_s: float) -> Confirmation:
-    named = [*modules]
-    if suspect.module and suspect.module != "__main__" and not suspect.module.startswith("layerzero."):
-        named.append(suspect.module)
-    question = msgspec.json.encode(child.Question(suspect.kernel_id, suspect.call, named))
-    with tempfile.TemporaryDirectory(prefix="layerzero-") as folder:
-        answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "layerzero.tuning.proving.child", str(answer)]
-        try:
-            ended = subprocess.run(  # noqa: S603  # our own interpreter and module
-                command,
-                input=question,
-                env=child_environment(APART),
-                capture_output=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            reply, ended = _reply(answer), None
-        else:
-            reply = _reply(answer)
-    verdict, detail = _judged(reply, ended, timeout_s)
-    return Confirmation(suspect.kernel_id, suspect.call_class, verdict, detail)
+def ask(tasks: Sequence[Task], told: Callable[[Task, Reply], None], at_once: int = 1) -> None:
+    """Have questions answered by children, those of a lane by one of them."""
 
+    def ended(task: Task, end: End) -> None:
+        detail = f"it did not end within {end.how}" if end.verdict is Verdict.HUNG else str(end)
+        unsafe = end.kind == "given up" or (end.kind == "killed" and end.step is not None)
+        told(task, Reply(end.verdict, detail, unsafe))
 
-def _reply(answer: Path) -> child.Reply | None:
-    try:
-        return msgspec.json.decode(answer.read_bytes(), type=child.Reply)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-
-
-def _judged(
-    reply: child.Reply | None, ended: subprocess.CompletedProcess[bytes] | None, timeout_s: float
-) -> tuple[Verdict | None, str]:
-    """What the answer, or its absence, means."""
-    if ended is None:
-        started = reply is not None and reply.state == child.RUNNING
-        text = f"it did not end within {timeout_s:g} s"
-        return (Verdict.HUNG, text) if started else (None, f"the child process did not start within {timeout_s:g} s")
-    if reply is None:
-        return None, f"the child process did not start: {last_line(ended.stderr)}"
-    if reply.state == child.RUNNING:
-        return Verdict.CRASHED, ended_how(ended.returncode, ended.stderr)
-    if reply.state == child.UNKNOWN:
-        return None, reply.detail
-    return Verdict(reply.state), reply.detail
+    run_apart(
+        "layerzero.tuning.proving.child",
+        deque(tasks),
+        found=lambda task, value: told(task, msgspec.convert(value, Reply)),
+        ended=ended,
+        at_once=at_once,
+        modules=[module for task in tasks for module in task.job.modules],
+    )

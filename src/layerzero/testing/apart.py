@@ -1,0 +1,245 @@
+"""The one runner of children that may die: jobs in, messages out, blame on what was running when one ended.
+
+    tasks = deque([Task(Question("mine.rms", call), owner="mine.rms", seconds=60.0)])
+    run_apart("layerzero.tuning.proving.child", tasks, found=keep, ended=blame)
+
+A child imports torch and libraries, which takes seconds, then does one job after another; where one ends it, another
+child goes on. Children are fresh interpreters, never forks. What interrupts this process ends them, and they end when
+it does. What they do stands in :mod:`layerzero.testing.apart_child`. One thread drives them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+from layerzero.core.ledger import Verdict
+from layerzero.testing.apart_child import Message
+from layerzero.testing.process import APART, Process, child_environment, how_it_ended, killed_for_memory
+
+log = logging.getLogger("layerzero")
+
+START_S = 120.0
+"""How long a child may be silent outside of a step: importing and making a call take seconds, and are no kernel's."""
+
+BUILD_S = 600.0
+"""How long a step may be silent that compiles."""
+
+DEATHS = 3
+"""After so many children that ended in steps of one owner, its other tasks are given up: each costs a new process."""
+
+OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
+
+_END_S = 10.0  # how long a child may take to end once it has no more jobs
+_LOOK_S = 0.05  # how often children are looked at that say nothing
+
+
+Kind = Literal["died", "hung", "killed", "given up"]
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One job for a child, and what the asker knows of it.
+
+    Attributes:
+        job: what the child gets: a msgspec struct.
+        owner: who is given up after ``DEATHS`` children: a kernel's id.
+        seconds: how long a step may be silent.
+        lane: tasks of one lane go to one child, which gets those of no other.
+        about: the asker's own.
+        harmful: whether children are likely to end in it, which does not count against the owner.
+    """
+
+    job: Any
+    owner: str
+    seconds: float
+    lane: str = ""
+    about: Any = None
+    harmful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What became of a task that has no answer.
+
+    Attributes:
+        kind: why; one that was killed was so from outside.
+        how: an exit code or a signal in words, or the time of silence.
+        words: the last line that the child said, or what else is known.
+        step: the step that ran; None if none had begun.
+        at: what it was about to run.
+        seconds: since the step began.
+        started: whether the child got as far as to take a job.
+    """
+
+    kind: Kind
+    how: str = ""
+    words: str = ""
+    step: str | None = None
+    at: str = ""
+    seconds: float = 0.0
+    started: bool = True
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What it says about the kernel; nothing where none had begun, or where others ended the process."""
+        return None if self.step is None else {"died": Verdict.CRASHED, "hung": Verdict.HUNG}.get(self.kind)
+
+    @property
+    def reason(self) -> str:
+        """How the process ended, in words."""
+        if self.kind == "given up":
+            return f"not asked: {DEATHS} processes died or hung in other classes"
+        how = {"died": "it ended the process with", "hung": "no sign of life for"}
+        text = f"{how.get(self.kind, 'its process was killed from outside with')} {self.how}"
+        return f"{text}: {self.words}" if self.words else text
+
+    def __str__(self) -> str:
+        if self.step is None and self.kind != "given up":
+            return f"the child process did not answer: {self.reason}"
+        return f"{self.reason}; it ran {self.at}" if self.at else self.reason
+
+
+def run_apart(
+    worker: str,
+    tasks: deque[Task],
+    *,
+    found: Callable[[Task, Any], None],
+    ended: Callable[[Task, End], Task | None],
+    begins: Callable[[Task], None] = lambda _: None,
+    at_once: int = 1,
+    modules: Iterable[str] = (),
+    environment: Mapping[str, str] = APART,
+) -> None:
+    """Have every task done by children, as many as it takes.
+
+    Args:
+        worker: the module that does the jobs.
+        tasks: what to do; it is emptied, and what is appended meanwhile is done, too.
+        found: told what a step found, in plain values.
+        ended: told of a task that has no answer; what it returns is left to do of it.
+        begins: told of the task of each step that begins.
+        at_once: children that work at the same time, each in a lane of its own.
+        modules: what the jobs import by name.
+        environment: further variables of the children.
+    Raises: ValueError where a child says that the jobs make no sense. Whatever ends this early, as a KeyboardInterrupt
+        does, ends the children, too.
+    """
+    runner = _Runner(tasks, found, ended, begins)
+    given = child_environment((worker, *modules), environment)
+    try:
+        while tasks or runner.children:
+            while len(runner.children) < at_once and (lane := runner.free_lane()) is not None:
+                runner.children.append(_Child(worker, given, lane))
+            runner.turn()
+    finally:
+        for child in runner.children:
+            child.end()
+
+
+class _Child(Process):
+    """A process, what it is at, and how long it may be silent."""
+
+    def __init__(self, worker: str, environment: Mapping[str, str], lane: str) -> None:
+        super().__init__(worker, environment)
+        self.lane, self.at, self.limit, self.ready, self.useful = lane, "", START_S, False, False
+        self.since = self.began = time.monotonic()
+        self.task: Task | None = None
+        self.step: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Runner:
+    """The children, and what to do about what they say or do not say."""
+
+    tasks: deque[Task]
+    found: Callable[[Task, Any], None]
+    ended: Callable[[Task, End], Task | None]
+    begins: Callable[[Task], None]
+    children: list[_Child] = field(default_factory=list)
+    deaths: Counter[str] = field(default_factory=Counter)
+
+    def free_lane(self) -> str | None:
+        """The first lane with something to do that no child works in."""
+        taken = {child.lane for child in self.children}
+        return next((task.lane for task in self.tasks if task.lane not in taken), None)
+
+    def turn(self) -> None:
+        """Hear what is said, and see who ended or is silent for too long."""
+        wait([child.answers for child in self.children if not child.silent], _LOOK_S)
+        for child in list(self.children):
+            code = child.poll()  # before it is heard: what it said at last is still to be taken in
+            for message in child.messages():
+                child.since = time.monotonic()
+                self._take(child, message)
+            if code is not None and -code in OUTSIDE:
+                short = killed_for_memory() - child.killed_before
+                words = f"the memory limit ended {short} processes of its group meanwhile" if short > 0 else ""
+                self._gone(child, "killed", how_it_ended(code), words)
+            elif code is not None:
+                self._gone(child, "died", how_it_ended(code), child.last_words())
+            elif time.monotonic() - child.since > child.limit:
+                self._gone(child, "hung", f"{child.limit:g} s")
+
+    def _take(self, child: _Child, message: Message) -> None:
+        task = child.task
+        if message.kind == "wants":
+            child.ready = True
+            self._give(child)
+        elif message.kind == "refused":
+            raise ValueError(message.text)
+        elif task is None:
+            log.warning("a child process told of a job that it does not have: %s", message)
+        elif message.kind == "begins":
+            child.step, child.at, child.began = message.text, "", time.monotonic()
+            child.limit = message.seconds or task.seconds
+            self.begins(task)
+        elif message.kind == "runs":
+            child.at = message.text
+        else:
+            child.step, child.useful, child.task = None, True, task if message.more else None
+            child.limit = max(task.seconds, START_S)
+            self.found(task, message.value)
+
+    def _give(self, child: _Child) -> None:
+        """Give a child the next task of its lane; without one, let it end."""
+        taken = {each.lane for each in self.children if each is not child}
+        for task in self.tasks:
+            if task.lane == child.lane or (not child.lane and task.lane not in taken):
+                self.tasks.remove(task)
+                child.task, child.lane, child.step, child.at = task, task.lane, None, ""
+                child.limit = max(task.seconds, START_S)
+                child.send(task.job)
+                return
+        child.task, child.limit = None, _END_S
+        child.jobs.close()
+
+    def _gone(self, child: _Child, kind: Kind, how: str, words: str = "") -> None:
+        """Blame the step that a child ended in, and see to what is left."""
+        child.end()
+        self.children.remove(child)
+        task, begun = child.task, child.step is not None
+        end = End(kind, how, words, child.step, child.at, time.monotonic() - child.began, child.ready)
+        if not child.ready:  # the next one would get no further
+            self._give_up([each for each in self.tasks if each.lane == child.lane], end)
+        elif task is None and how != "exit code 0":
+            log.info("of a child process that had found what it was asked: %s", end.reason)
+        elif task is not None:
+            again = self.ended(task, end) if begun or not child.useful else task  # else nobody knows what ended it
+            if again is not None:
+                self.tasks.appendleft(again)
+            self.deaths[task.owner] += begun and not task.harmful
+            if self.deaths[task.owner] >= DEATHS:
+                self._give_up([each for each in self.tasks if each.owner == task.owner], End("given up"))
+
+    def _give_up(self, tasks: Iterable[Task], end: End) -> None:
+        for task in tasks:
+            self.tasks.remove(task)
+            self.ended(task, end)

@@ -1,0 +1,216 @@
+"""Children that end in every way: who is blamed, who goes on, and that nobody is left when the parent is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import apart_worker
+import pytest
+
+from layerzero.core.ledger import Verdict
+from layerzero.testing import apart, process
+from layerzero.testing.apart import DEATHS, Task, run_apart
+
+HANGS_S = 0.01
+"""How long what hangs for ever may be silent; only what hangs is given it."""
+
+
+class Asker:
+    """Asks, and keeps what it is told."""
+
+    def __init__(self, *tasks):
+        self.tasks, self.found, self.ended, self.begun = deque(tasks), [], {}, []
+
+    def run(self, **given):
+        run_apart("apart_worker", self.tasks, found=self._found, ended=self._ended, begins=self.begun.append, **given)
+        return self
+
+    def _found(self, task, value):
+        self.found.append((task.job.act, value))
+        if task.job.act == "steps":
+            task.job.done.append(value)
+
+    def _ended(self, task, end):
+        self.ended.setdefault(task.about or task.job.act, []).append(end)
+        if task.job.act == "steps" and end.step is not None:
+            task.job.done.append(end.step)
+            return task
+        return None
+
+    def answers(self, act):
+        return [value for name, value in self.found if name == act]
+
+
+def task(act, owner=None, **more):
+    seconds = HANGS_S if act == "hang" else 600.0
+    return Task(apart_worker.Job(act), owner or act, seconds, **more)
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """Every way to end, one after another, with what answers between."""
+    acts = ["segfault", "answer", "exit", "hang", "SIGKILL", "dies unbegun", "dies between two", "steps", "raises"]
+    return Asker(*(task(act) for act in (*acts, "garbage", "reads", "answer"))).run()
+
+
+@pytest.mark.parametrize(
+    ("act", "verdict", "text"),
+    [
+        ("segfault", Verdict.CRASHED, "it ended the process with SIGSEGV; it ran the call"),
+        ("exit", Verdict.CRASHED, "it ended the process with exit code 3: the last word; it ran the call"),
+        ("hang", Verdict.HUNG, "no sign of life for 0.01 s"),
+        ("SIGKILL", None, "its process was killed from outside with SIGKILL"),
+        ("dies unbegun", None, "the child process did not answer: it ended the process with exit code 4"),
+        ("raises", Verdict.CRASHED, "it ended the process with exit code 1: ZeroDivisionError: division by zero; "),
+    ],
+)
+def test_who_ended_a_process_is_blamed_and_who_was_killed_is_not(asked, act, verdict, text):
+    (end,) = asked.ended[act]
+    assert end.verdict is verdict
+    assert str(end).startswith(text)
+    assert end.started
+    assert asked.answers(act) == []
+
+
+def test_the_others_are_answered_and_by_the_same_child_as_long_as_it_lives(asked):
+    assert len(asked.answers("answer")) == 2
+    assert len(asked.answers("dies between two")) == 1, "what was answered is asked once"
+    alike = [asked.answers(act)[0]["pid"] for act in ("garbage", "reads")]
+    assert asked.answers("answer")[1]["pid"] == alike[0] == alike[1], "neither print nor read is a message"
+    assert not asked.tasks
+
+
+def test_a_job_of_several_steps_goes_on_behind_the_one_that_ended_it(asked):
+    assert asked.answers("steps") == ["one", "three"]
+    (end,) = asked.ended["steps"]
+    assert (end.step, end.how) == ("two", "SIGABRT")
+    assert [each.job.act for each in asked.begun].count("steps") == 3
+
+
+def test_after_three_deaths_an_owner_is_asked_no_more_and_others_are():
+    tasks = [task("exit", "deadly", about=number) for number in range(DEATHS + 2)]
+    asked = Asker(*tasks, task("answer")).run()
+    ends = [asked.ended[number][0] for number in range(1, DEATHS + 2)]
+    assert [end.kind for end in ends] == ["died"] * (DEATHS - 1) + ["given up"] * 2
+    assert str(ends[-1]) == "not asked: 3 processes died or hung in other classes"
+    assert len(asked.answers("answer")) == 1
+
+
+def test_lanes_work_at_the_same_time_in_children_of_their_own():
+    lanes = [task("answer", lane=lane) for lane in ("one", "two", "one", "two")]
+    asked = Asker(*lanes).run(at_once=2)
+    pids = [value["pid"] for value in asked.answers("answer")]
+    assert len(pids) == 4
+    assert len(set(pids)) == 2
+
+
+@pytest.mark.parametrize(("at_import", "text"), [
+    ("exit", "it ended the process with exit code 3: no such library"),
+    ("hang", "no sign of life for 0 s"),
+])  # fmt: skip
+def test_what_dies_before_it_reads_a_job_is_no_kernel_s_fault(monkeypatch, at_import, text):
+    monkeypatch.setenv("APART_AT_IMPORT", at_import)
+    if at_import == "hang":
+        monkeypatch.setattr(apart, "START_S", 0.0)
+    asked = Asker(task("answer"), task("steps")).run()
+    ends = [asked.ended["answer"][0], asked.ended["steps"][0]]
+    assert [(end.started, end.verdict, end.reason) for end in ends] == [(False, None, text)] * 2
+
+
+def test_a_job_without_sense_ends_the_run_and_the_child():
+    with pytest.raises(ValueError, match="that makes no sense"):
+        Asker(task("refused"), task("answer")).run()
+
+
+def test_a_memory_limit_is_named_where_it_ended_something(monkeypatch):
+    monkeypatch.setattr(apart, "killed_for_memory", lambda: process.killed_for_memory() + 1)
+    (end,) = Asker(task("SIGKILL")).run().ended["SIGKILL"]
+    assert end.verdict is None
+    assert end.words == "the memory limit ended 1 processes of its group meanwhile"
+
+
+@pytest.mark.parametrize("version", ["", "memory"])
+def test_processes_that_a_memory_limit_ended_are_counted(monkeypatch, tmp_path, version):
+    name = f"{version}/memory.oom_control" if version else "memory.events"
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("under_oom 0\noom_kill 7\n")
+    monkeypatch.setattr(process, "_GROUPS", tmp_path)
+    assert process.killed_for_memory() == 7
+
+
+# where a child imports from
+
+
+def test_nothing_in_the_working_folder_runs_in_place_of_a_library(monkeypatch, tmp_path):
+    for name in ("msgspec", "sympy", "torch", "layerzero"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ((_, value),) = Asker(task("answer")).run().found
+    assert str(tmp_path) not in value["path"]
+    assert "" not in value["path"]
+
+
+def paths(*modules):
+    return process.child_environment(modules, {})["PYTHONPATH"].split(os.pathsep)
+
+
+def test_a_module_that_is_asked_for_is_found_where_this_process_finds_it(monkeypatch, tmp_path):
+    (tmp_path / "a_module_of_mine.py").write_text("")
+    (tmp_path / "a_package_of_mine").mkdir()
+    (tmp_path / "a_package_of_mine" / "__init__.py").write_text("")
+    (tmp_path / "typer.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.delitem(sys.modules, "typer", raising=False)
+    assert str(tmp_path) not in paths()
+    assert paths("a_module_of_mine")[-1] == str(tmp_path)
+    assert paths("a_package_of_mine.kernels", "no_such_module")[-1] == str(tmp_path)
+    assert paths("typer")[0] == str(tmp_path), "another typer would hide it"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert paths()[0] == str(tmp_path), "the user named it"
+
+
+# nobody is left
+
+
+PARENT = """
+from collections import deque
+import apart_worker
+from layerzero.testing.apart import Task, run_apart
+run_apart("apart_worker", deque([Task(apart_worker.Job({act!r}), "", 600.0)]), found=print, ended=print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "sent", "code"),
+    [
+        ("hold", signal.SIGINT, -signal.SIGINT),
+        ("hold the lock", signal.SIGKILL, -signal.SIGKILL),
+        ("hold the lock", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_children_end_with_their_parent(tmp_path, act, sent, code):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(act=act)],
+        env=os.environ | {"APART_PIPE": str(pipe), "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with parent, pipe.open("rb") as held:
+        assert int(held.readline()) != parent.pid
+        parent.send_signal(sent)
+        assert held.read() == b"", "it ends when the last process that holds the pipe does"
+        told, _ = parent.communicate()
+    assert parent.returncode == code
+    assert told == b"", "an interrupted child is no finding"
