@@ -1,4 +1,4 @@
-"""Liger's Triton kernels for norms, on NVIDIA's and AMD's GPUs.
+"""Liger's Triton kernels for norms and rotary positions, on NVIDIA's and AMD's GPUs.
 
 The forward functions are called without their autograd functions: those cost 60 us a call on an H200 host (2026-11-21).
 Their backward passes have not been compared with the reference, and rms_norm's writes the gradient over the one it was
@@ -8,12 +8,14 @@ second output: the function around it would make a new one. A kernel compiles in
 of the row length, and again for what Triton specialises on: dtype, lengths that are multiples of 16, or 1.
 H200, bfloat16, through the autograd functions: rms_norm 25 us at 1 x 4096 and 136 at 16384 x 8192 (torch 11 and 202),
 layer_norm 15 at 64 x 4096 and 181 at 16384 x 8192 (torch 12 and 225).
+The rotation writes over what it is given once that is contiguous, keeps no copy, and is half-split only; it was written
+against the source and not run yet.
 Library: liger-kernel 0.8.5, BSD-2-Clause, arXiv:2410.10989; read line by line, hence one version only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.norm_limits import specialised
 from layerzero.core import limits as limit
-from layerzero.core.facts import Facts
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Backend, Kernel
 
 LIGER = Backend(
@@ -98,6 +100,51 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_rope_inplace(facts: Facts) -> Callable[..., Any]:
+    """One program for each token. The batch is a constant of the kernel, so all tokens are given as one sequence."""
+    from liger_kernel.ops.rope import rope_forward
+
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+    width = facts.size("rotary_dim")
+
+    def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None) -> None:
+        seq = query.shape[-3]
+        batch = query.shape[0] if query.ndim == 4 else 1
+        if positions is None:
+            rows = [each[:seq] for each in (cos, sin)]
+            rows = [each.repeat(batch, 1) for each in rows] if batch > 1 else rows
+        else:
+            places = positions if positions.numel() == batch * seq else positions.expand(batch, seq)
+            rows = [each.index_select(0, places.reshape(-1)) for each in (cos, sin)]
+        rows = [each.float() for each in rows]  # it computes in their dtype
+        flat = query.view(1, batch * seq, heads, head_dim), key.view(1, batch * seq, kv_heads, head_dim)
+        rope_forward(*(each.transpose(1, 2) for each in flat), *rows, rotary_dim=width)
+        increment_version((query, key))
+
+    return run
+
+
+def _load_rope(facts: Facts) -> Callable[..., Any]:
+    rotate, dense = _load_rope_inplace(facts), torch.contiguous_format
+
+    def run(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
+        rotate(query, key, cos, sin, positions=positions)
+        return query, key
+
+    return run
+
+
+def _rope_specialised(facts: Facts) -> Hashable:
+    """What Triton makes a variant of the rotation for."""
+    tokens = facts.size("batch") * facts.size("seq")
+    sizes = tuple(facts.size(name) for name in ("heads", "kv_heads", "head_dim", "rotary_half"))
+    aligned = tuple(facts.tensors[name].alignment_bytes == MAX_ALIGNMENT_BYTES for name in ("query", "key"))
+    return facts.device.sm, facts["dtype"], sizes, tokens == 1, tokens % 16 == 0, aligned
+
+
 _LIMITS = (
     limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
     limit.dtype("float32", "float16", "bfloat16"),
@@ -151,5 +198,30 @@ KERNELS = (
         jit=True,
         build_key=specialised,
         priority=45,
+    ),
+    *(
+        Kernel(
+            id=name,
+            operations=(operation,),
+            backend=LIGER,
+            load=load,
+            layout="BSHD",
+            accepts=("positions",),
+            limits=(
+                limit.arch(min=(8, 0)),
+                limit.dtype("float32", "float16", "bfloat16"),
+                limit.one_of("table_dtype", "float32", "float16", "bfloat16"),
+                *((limit.contiguous("query", "key"),) if load is _load_rope_inplace else ()),  # a copy is lost
+            ),
+            deterministic=True,
+            graph_safe=True,
+            jit=True,
+            build_key=_rope_specialised,
+            priority=60,
+        )
+        for name, operation, load in (
+            ("liger.rope", "posenc.rope", _load_rope),
+            ("liger.rope_inplace", "posenc.rope.inplace", _load_rope_inplace),
+        )
     ),
 )

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("attention", "cuda_attention", "flex_attention", "inductor", "norm", "paged")
+MODULES = ("attention", "cuda_attention", "flex_attention", "inductor", "norm", "paged", "rope")
 """The files that declare kernels, a family each."""

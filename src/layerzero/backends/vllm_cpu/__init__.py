@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("norm", "paged")
+MODULES = ("norm", "paged", "rope")
 """The files that declare kernels, a family each."""

@@ -1,0 +1,150 @@
+"""What kernels of rotary positions share: cosines and sines joined in one row, and tokens that lie evenly in memory.
+
+vLLM and FlashInfer read one table (P, R) whose rows hold the cosines, then the sines. ``lz.rope_table`` makes its two
+results as views of such a tensor. Whether a call's are is asked of every call, by addresses, since no key holds it;
+where they are not, the rows that the tokens need are gathered, which costs two launches and no look at the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import DENSE, Condition, SizedCall, conditions
+
+
+def joined(cos: Tensor, sin: Tensor) -> Tensor | None:
+    """The table (P, R) that two views are the halves of; None where they are not."""
+    rows, half = cos.shape
+    step = cos.stride(0)
+    if step != 2 * half or sin.stride(0) != step or cos.stride(1) != 1 or sin.stride(1) != 1:
+        return None
+    if sin.data_ptr() - cos.data_ptr() != half * cos.element_size():
+        return None
+    if sin.untyped_storage().data_ptr() != cos.untyped_storage().data_ptr():
+        return None
+    return cos.as_strided((rows, step), (step, 1))
+
+
+def table_and_places(
+    cos: Tensor, sin: Tensor, positions: Tensor | None, batch: int, seq: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """A joined table and a place in it for each of ``batch * seq`` tokens.
+
+    ``dtype`` is what the places must be; where None, int32 stays. All happens on the device, without waiting for it.
+    """
+    tokens = batch * seq
+    table = joined(cos, sin)
+    if table is None:
+        if positions is None:
+            table = torch.cat((cos[:seq], sin[:seq]), -1)
+        else:
+            flat = positions.reshape(-1)
+            table = torch.cat((cos.index_select(0, flat), sin.index_select(0, flat)), -1)
+            positions = torch.arange(flat.shape[0], device=cos.device).view(positions.shape)
+    if positions is None:
+        positions = torch.arange(seq, device=cos.device)
+    if positions.numel() != tokens:
+        positions = positions.expand(batch, seq)
+    places = positions.reshape(tokens).contiguous()  # of what is stepped or shared by a batch, reshape makes a view
+    return table, places if dtype is None or places.dtype == dtype else places.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TokensInLine(limit.Limit):
+    """Batch and sequence of these tensors are one axis of tokens, whatever lies between two of them."""
+
+    tensors: tuple[str, ...]
+
+    def check(self, facts: Facts) -> limit.Findings:
+        found = []
+        for name in self.tensors:
+            tensor = facts.tensors[name]
+            shape, strides = tensor.shape, tensor.strides
+            if len(shape) == 4 and shape[0] > 1 and shape[1] > 1 and strides[0] != shape[1] * strides[1]:
+                wanted = f"strides ({shape[1] * strides[1]}, {strides[1]}, ...)"
+                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, f"strides {strides}")
+                found.append(limit.Finding(reason, limit.Repair("copy", name)))
+        return tuple(found)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def describe(self) -> str:
+        return f"one axis of tokens: {', '.join(self.tensors)}"
+
+
+@conditions.register
+def _in_line(wanted: TokensInLine, call: SizedCall) -> Iterable[Condition] | None:
+    """Nothing to demand where there is no batch; with one, that the tensor stays as dense as it is."""
+    found: list[Condition] = []
+    for name in wanted.tensors:
+        tensor = call.facts.tensors[name]
+        if len(tensor.shape) == 3:
+            continue
+        if not tensor.contiguous or call.kernel_axes(name) != (0, 1, 2, 3):
+            return None
+        sizes = [call.operand(name, axis) for axis in range(4)]
+        strides = [call.operand(name, axis, stride=True) for axis in range(4)]
+        found.append((DENSE, (*sizes, *strides), ()))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsDense(limit.Limit):
+    """The heads of a token lie one after the other, without gaps."""
+
+    tensors: tuple[str, ...]
+
+    def check(self, facts: Facts) -> limit.Findings:
+        found = []
+        for name in self.tensors:
+            tensor = facts.tensors[name]
+            heads, head_dim = tensor.shape[-2:]
+            if heads > 1 and tensor.strides[-2] != head_dim:
+                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, f"head stride {head_dim}", tensor.strides[-2])
+                found.append(limit.Finding(reason, limit.Repair("copy", name)))
+        return tuple(found)
+
+    def facts_read(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def describe(self) -> str:
+        return f"heads without gaps: {', '.join(self.tensors)}"
+
+
+@conditions.register
+def _dense_heads(wanted: HeadsDense, call: SizedCall) -> Iterable[Condition] | None:
+    """Head counts and head dims do not vary, so their stride must stay as it is."""
+    from layerzero.core.reuse_conditions import WITHIN
+
+    found: list[Condition] = []
+    for name in wanted.tensors:
+        axes = call.kernel_axes(name)
+        step = call.facts.tensors[name].strides[axes[-2]]
+        if call.facts.tensors[name].shape[axes[-2]] > 1:
+            found.append((WITHIN, (call.operand(name, axes[-2], stride=True),), (step, step)))
+    return found
+
+
+def _table_in_float32(facts: Facts) -> Reason | None:
+    if facts["table_dtype"] == "float32":
+        return None
+    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", "float32", facts["table_dtype"])
+
+
+def _heads_divide(facts: Facts) -> Reason | None:
+    heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
+    if heads % kv_heads == 0:
+        return None
+    return Reason(ReasonCode.GQA_HEADS_MISMATCH, "heads", f"a multiple of {kv_heads} kv heads", heads)
+
+
+TABLE_IN_FLOAT32 = limit.Custom("a float32 table", ("table_dtype",), _table_in_float32)
+HEADS_DIVIDE = limit.Custom("heads % kv_heads == 0", ("heads", "kv_heads"), _heads_divide)

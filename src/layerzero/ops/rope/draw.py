@@ -1,0 +1,91 @@
+"""Random arguments of rotations: partial widths, shared and shuffled positions, tables in any memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.draw import Draw
+
+_HEAD_DIMS = (2, 7, 16, 33, 64, 80, 96, 128)
+_HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 1, 4)
+
+
+def _table(draw: Draw, rows: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Side by side in one tensor, or each in memory of its own; now and then angles, now and then any numbers."""
+    if draw.chance(0.7):
+        angles = draw.uniform((rows, half), torch.float32) * 6.3
+        pair = angles.cos(), angles.sin()
+    else:
+        pair = draw.normal((rows, half), torch.float32), draw.normal((rows, half), torch.float32)
+    if draw.chance(0.6):
+        joined = torch.cat(pair, -1).to(dtype)
+        return joined[:, :half], joined[:, half:]
+    cos, sin = (draw.laid_out(each.to(dtype)) for each in pair)
+    return cos, sin
+
+
+def _positions(draw: Draw, rows: int, batch: tuple[int, ...], seq: int) -> Tensor | None:
+    """Places in any order, some twice; now and then those that are meant without any."""
+    form = draw.of(("each", "shared", "one row", "none"), (5, 2, 1, 2))
+    if form == "none" and seq <= rows:
+        return None
+    shape = {"shared": (seq,), "one row": (1, seq) if batch else (seq,)}.get(form, (*batch, seq))
+    kind = draw.of((torch.int64, torch.int32), (3, 1))
+    return draw.laid_out(draw.integers(shape, rows - 1, kind), expand=False)
+
+
+def _arguments(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    kv_heads = draw.of((1, 2, 3))
+    heads = kv_heads * draw.of((1, 2, 4))
+    head_dim = draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS)
+    half = head_dim // 2 if draw.chance(0.6) else draw.of([each for each in (1, 3, 8, 16, 20) if 2 * each <= head_dim])
+    seq = draw.of((0, 1, 2, 5, 17), (1, 10, 6, 6, 3))
+    batch = () if draw.chance(0.5) else (draw.of((1, 2, 3)),)
+    rows = draw.of((max(seq, 1), 40, 129))
+    table = draw.of((torch.float32, dtype), (3, 2))
+    cos, sin = _table(draw, rows, half, table)
+    arguments: dict[str, Any] = {
+        "query": draw.normal((*batch, seq, heads, head_dim), dtype),
+        "key": draw.normal((*batch, seq, kv_heads, head_dim), dtype),
+        "cos": cos,
+        "sin": sin,
+    }
+    positions = _positions(draw, rows, batch, seq)
+    if positions is not None:
+        arguments["positions"] = positions
+    if draw.chance(0.4):
+        arguments["interleaved"] = True
+    layout = draw.of(("BSHD", "BHSD")) if batch else ""
+    if layout == "BHSD":
+        arguments |= {name: arguments[name].transpose(1, 2).contiguous() for name in ("query", "key")}
+    if layout:
+        arguments["layout"] = layout
+    return arguments
+
+
+def rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.rope``."""
+    arguments = _arguments(draw, dtype)
+    arguments |= {name: draw.laid_out(arguments[name]) for name in ("query", "key")}
+    draw.poison(arguments, ("query", "key"))
+    return arguments
+
+
+def rope_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.rope_``: queries and keys anywhere, or parts of one projection's output."""
+    arguments = _arguments(draw, dtype)
+    query, key = arguments["query"], arguments["key"]
+    tokens_first = arguments.get("layout") != "BHSD"
+    if tokens_first and draw.chance(0.4):
+        width, each = query.shape[-1], (query.shape[-2], key.shape[-2], key.shape[-2])
+        packed = torch.full((*query.shape[:-2], sum(each) * width), float("nan"), dtype=dtype, device=query.device)
+        parts = torch.split(packed, [heads * width for heads in each], -1)
+        for name, tensor, part in zip(("query", "key"), (query, key), parts, strict=False):
+            arguments[name] = part.view(tensor.shape).copy_(tensor)
+        return arguments
+    arguments |= {name: draw.laid_out(arguments[name], expand=False) for name in ("query", "key")}
+    draw.poison(arguments, ("query", "key"))
+    return arguments

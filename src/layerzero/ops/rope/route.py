@@ -1,0 +1,224 @@
+"""``lz.rope`` and ``lz.rope_``: their signatures, the checks of a call, and the routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Function, Operation, Routed
+from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.rope import draw
+from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE
+from layerzero.ops.rope.layout import HEADS_AXIS, resolve
+
+
+def rope(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the angles of their positions.
+
+    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
+        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
+        key's. Entries of a head from R on pass through.
+    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
+        positions int32 or int64. Computes in float32 or wider.
+    Args:
+        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
+            want them joined read without a copy.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
+            finds them.
+        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
+            first are tokens.
+    Returns: the rotated query and key.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
+        positions; in debug mode for positions beyond it, too.
+    Source: RoFormer, arXiv:2104.09864.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def rope_(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> None:
+    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
+
+    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
+    key, and returns nothing.
+    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
+        in memory, or that shares elements with the other or with the table.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route_rope(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    return routed("rope", ROPE, arguments, default_layout)
+
+
+def _route_rope_(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    found = routed("rope_", ROPE_INPLACE, arguments, default_layout)
+    problems = write_problems(arguments, ("query", "key"), ("cos", "sin", "positions"))
+    query, key = arguments["query"], arguments["key"]
+    if query is key or (not query.is_meta and overlaps(query, key) and not apart(query, key)):
+        problems.append("key: wanted elements of its own, got memory that it shares with query")
+    if problems:
+        raise InvalidCallError("rope_", problems)
+    return found
+
+
+def routed(function: str, operation: Operation, arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    """Check a call and say its layout, for any operation on query, key, cos, sin and positions."""
+    check_dense(function, arguments)
+    problems = shape_problems(arguments)
+    if problems:
+        raise InvalidCallError(function, problems)
+    query, key, positions = (arguments[name] for name in ("query", "key", "positions"))
+    assumed, fixed, layout = "", True, "BSHD"
+    named = arguments["layout"] if arguments["layout"] is not None else default_layout if query.ndim == 4 else None
+    if named is not None:
+        layout = _named(function, named, query.ndim)
+    elif query.ndim == 4:
+        layout, assumed, fixed = resolve(query, key, positions)
+    canonical = {name: value for name, value in arguments.items() if name != "layout"}
+    problems = operation.schema.validate(layout=layout, **canonical)
+    problems = problems or size_problems(arguments, layout)
+    if problems:
+        raise InvalidCallError(function, problems)
+    return Routed(operation, canonical, layout, assumed, _varies(arguments, layout) if fixed else ())
+
+
+def _named(function: str, layout: object, ndim: int) -> str:
+    if not isinstance(layout, str) or layout not in HEADS_AXIS:
+        raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {layout!r}"])
+    if ndim == 3 and layout != "BSHD":
+        raise InvalidCallError(
+            function, [f"layout: wanted none for three axes, which are tokens first; got {layout!r}"]
+        )
+    return layout
+
+
+def shape_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with the numbers of axes, which decide how everything else is read."""
+    problems = []
+    for name in ("query", "key", "cos", "sin"):
+        tensor = arguments[name]
+        if not isinstance(tensor, Tensor):
+            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
+        elif name in ("query", "key") and tensor.ndim not in (3, 4):
+            wanted = "(tokens, heads, head dim) or four axes with a batch first"
+            problems.append(f"{name}: wanted {wanted}, got {tensor.ndim}D {tuple(tensor.shape)}")
+    if not problems and arguments["query"].ndim != arguments["key"].ndim:
+        wanted, got = arguments["query"].ndim, arguments["key"].ndim
+        problems.append(f"key: wanted {wanted} axes as query has, got {got}")
+    positions = arguments["positions"]
+    if positions is not None and not isinstance(positions, Tensor):
+        problems.append(f"positions: wanted a tensor or None, got {type(positions).__name__}")
+    return problems
+
+
+def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
+    """What the schema cannot say: the table's width and length, the batch, the shape of positions."""
+    query, key, cos, sin, positions = (arguments[name] for name in ("query", "key", "cos", "sin", "positions"))
+    problems, width, head_dim = [], 2 * cos.shape[-1], query.shape[-1]
+    if query.shape[:-3] != key.shape[:-3]:
+        problems.append(f"key: wanted batch {query.shape[0]} as in query, got {key.shape[0]}")
+    if not 0 < width <= head_dim:
+        wanted = f"half of 2 to {head_dim} rotated entries of a head"
+        problems.append(f"cos: wanted a width of {wanted}, got {cos.shape[-1]}")
+    if cos.dtype != sin.dtype:
+        problems.append(f"sin: wanted dtype {dtype_name(cos.dtype)} like cos, got {dtype_name(sin.dtype)}")
+    if 0 in (query.shape[-2 if layout == "BSHD" else -3], key.shape[-2 if layout == "BSHD" else -3]):
+        problems.append(f"wanted heads above 0, got query {tuple(query.shape)} and key {tuple(key.shape)} in {layout}")
+    seq = query.shape[-3 if layout == "BSHD" else -2]
+    if positions is None:
+        if seq > cos.shape[0]:
+            problems.append(f"cos: wanted a row for each of {seq} tokens without positions, got {cos.shape[0]}")
+    elif seq and not cos.shape[0]:
+        problems.append(f"cos: wanted a row for each position, got shape {tuple(cos.shape)}")
+    else:
+        batches = ((),) if query.ndim == 3 else ((), (1,), tuple(query.shape[:1]))
+        if tuple(positions.shape) not in [(*each, seq) for each in batches]:
+            wanted = " or ".join(dict.fromkeys(str((*each, seq)) for each in reversed(batches)))
+            problems.append(f"positions: wanted shape {wanted}, got {tuple(positions.shape)}")
+    return problems
+
+
+def _varies(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
+    """Sizes that may differ within a power of two; without positions the table must be long enough for all of them."""
+    query, cos, positions = arguments["query"], arguments["cos"], arguments["positions"]
+    if positions is not None:
+        shared = positions.ndim == 2 and positions.shape[0] != query.shape[0]  # 1 for a whole batch: stays 1
+        return ("seq", "table") if shared else ("...", "seq", "table")
+    most = (1 << int(query.shape[-3 if layout == "BSHD" else -2]).bit_length()) - 1
+    return ("...", "seq") if most <= cos.shape[0] else ("...",)
+
+
+def write_problems(arguments: dict[str, Any], written: tuple[str, ...], read: tuple[str, ...]) -> list[str]:
+    """What forbids writing into these tensors."""
+    problems = []
+    for name in written:
+        tensor = arguments[name]
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            problems.append(f"{name}: wanted a tensor that may be updated in place, got a leaf that requires gradients")
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            problems.append(f"{name}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
+        if not compiling and tensor.is_inference() and not torch.is_inference_mode_enabled():
+            problems.append(f"{name}: wanted a tensor that may be updated in place, got one made in inference mode")
+        shared = [each for each in read if isinstance(arguments[each], Tensor) and overlaps(tensor, arguments[each])]
+        problems += [f"{name}: wanted memory of its own, got memory that it shares with {each}" for each in shared]
+    return problems
+
+
+def apart(left: Tensor, right: Tensor) -> bool:
+    """Whether two views of one storage have no element in common, as the parts of a projection's output do not.
+
+    Proved where both step alike over some outer axes, and what each holds within one step lies beside the other's.
+    """
+    if left.ndim != right.ndim:
+        return False
+    gap = int(right.storage_offset()) - int(left.storage_offset())
+    first, second = (left, right) if gap >= 0 else (right, left)
+    inner = sorted(range(left.ndim), key=lambda axis: max(left.stride(axis), right.stride(axis)))
+    step = 0  # of the innermost outer axis; none yet
+    while True:
+        spans = [1 + sum((each.shape[axis] - 1) * each.stride(axis) for axis in inner) for each in (first, second)]
+        if spans[0] <= abs(gap) and (step == 0 or abs(gap) + spans[1] <= step):
+            return True
+        axis = inner.pop()
+        if left.shape[axis] != right.shape[axis] or (left.stride(axis) != right.stride(axis) and left.shape[axis] > 1):
+            return False
+        step = left.stride(axis) if left.shape[axis] > 1 else step
+        if not inner:
+            return False
+
+
+ROPE_FUNCTION = Function("rope", rope, _route_rope, (ROPE,), draw=draw.rope)
+ROPE_IN_PLACE = Function(
+    name="rope_",
+    signature=rope_,
+    route=_route_rope_,
+    operations=(ROPE_INPLACE,),
+    draw=draw.rope_,
+    weight=1,
+    may_share_storage=frozenset({frozenset({"query", "key"})}),
+)
+FUNCTIONS = (ROPE_FUNCTION, ROPE_IN_PLACE)

@@ -1,0 +1,61 @@
+"""Rotation as Transformers' models do it, with the arguments of ours; the tables are gathered once a step there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.rope.reference import rows_of
+
+
+def rope(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """``x * cos + rotate_half(x) * sin`` in the dtype of the query, on cosines and sines of full width."""
+    heads_first = query.ndim == 4 and layout == "BHSD"
+    width, seq = 2 * cos.shape[-1], query.shape[-2 if heads_first else -3]
+    pair = [each.to(query.dtype) for each in rows_of(cos, sin, positions, seq)]
+    if heads_first:
+        pair = [each.transpose(-2, -3) for each in pair]
+    full = [each.repeat_interleave(2, -1) if interleaved else torch.cat((each, each), -1) for each in pair]
+
+    def half_turn(tensor: Tensor) -> Tensor:
+        if interleaved:
+            return torch.stack((-tensor[..., 1::2], tensor[..., 0::2]), -1).flatten(-2)
+        return torch.cat((-tensor[..., width // 2 :], tensor[..., : width // 2]), -1)
+
+    def turn(tensor: Tensor) -> Tensor:
+        turned, rest = tensor[..., :width], tensor[..., width:]
+        turned = turned * full[0] + half_turn(turned) * full[1]
+        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+    return lambda: (turn(query), turn(key))
+
+
+def rope_(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Callable[[], None]:
+    """The same, copied over query and key."""
+    turn = rope(query, key, cos, sin, positions, interleaved=interleaved, layout=layout)
+
+    def run() -> None:
+        for tensor, result in zip((query, key), turn(), strict=True):
+            tensor.copy_(result)
+
+    return run
