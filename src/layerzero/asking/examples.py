@@ -21,7 +21,7 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
         operation = REGISTRY.operation(name)
         if function_of(name) is None or not operation.cases:
             continue
-        for dtype in operation.tolerance:
+        for dtype in operation.dtypes:
             case = operation.cases[0]
             facts = facts_of(operation, case, dtype, device).seen_in(kernel.layout)
             if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:

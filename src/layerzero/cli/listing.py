@@ -82,6 +82,8 @@ def operation_data(operation: Operation) -> dict[str, Any]:
         "tolerance": {
             dtype_name(dtype): {"rtol": each.rtol, "atol": each.atol} for dtype, each in operation.tolerance.items()
         },
+        "judges": {name: f"{judge}: {judge.reason}" for name, judge in operation.judges.items()},
+        "properties": [each.name for each in operation.properties],
         "cases": {case.name: {"sizes": dict(case.sizes), "params": dict(case.params)} for case in operation.cases},
         "kernels": [kernel.id for kernel in REGISTRY.kernels(operation.name)],
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from layerzero import backends
 from layerzero.cli import describe
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
@@ -95,18 +96,31 @@ def _operation(operation: Operation) -> str:
     params = [
         [f"`{each.name}`", f"`{describe.kind(each.types)}`", str(each.role), _neutral(each)] for each in schema.params
     ]
-    tolerance = [[dtype_name(dtype), each.rtol, each.atol] for dtype, each in operation.tolerance.items()]
     cases = [[f"`{case.name}`", _values(case.sizes), _values(case.params)] for case in operation.cases]
     blocks = [
         f"## {operation.name}",
         f"{operation.summary}: {'; '.join(facts)}.",
         table(["tensor", "role", "axes", "dtypes"], tensors),
         table(["parameter", "type", "role", "neutral value"], params),
-        f"Tolerance against the reference in float64: {operation.tolerance_reason}.",
-        table(["dtype", "relative", "absolute"], tolerance),
+        *_judged(operation),
         table(["case", "sizes", "parameters"], cases),
     ]
     return "\n\n".join(blocks)
+
+
+def _judged(operation: Operation) -> list[str]:
+    """What a right result is: the tolerance, results that have another judge, and what several runs show."""
+    told = []
+    judges = operation.judges
+    near = Elementwise(operation.tolerance, operation.tolerance_reason)
+    own = {name: judge for name, judge in judges.items() if judge != near}
+    if len(own) < len(judges):
+        rows = [[dtype_name(dtype), each.rtol, each.atol] for dtype, each in operation.tolerance.items()]
+        told.append(f"Tolerance against the reference in float64: {operation.tolerance_reason}.")
+        told.append(table(["dtype", "relative", "absolute"], rows))
+    told += [f"`{name}` is right with {judge}: {judge.reason}." for name, judge in own.items()]
+    told += [f"Several runs together: {each.name}; {each.reason}." for each in operation.properties]
+    return told
 
 
 def _tensor(tensor: TensorSchema, role: str) -> list[str]:

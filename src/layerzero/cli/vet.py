@@ -90,13 +90,13 @@ def _of_jobs(
     manifest: Path | None,
 ) -> Iterator[Pair]:
     """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
-    known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.tolerance}
+    known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.dtypes}
     dtypes = dtype.split(",") if dtype else sorted(known)
     jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest)
     for job in jobs:
-        tolerated = REGISTRY.operation(job.operation).tolerance
+        known_here = REGISTRY.operation(job.operation).dtypes
         kernels = [each for each in chosen if job.operation in each.operations]
-        if not kernels or (job.recipe is None and dtype_named(job.dtype) not in tolerated):
+        if not kernels or (job.recipe is None and dtype_named(job.dtype) not in known_here):
             continue
         for facts in _in_each_layout(job, device):
             yield from ((kernel, facts) for kernel in kernels if allows(kernel, facts))

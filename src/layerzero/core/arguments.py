@@ -147,6 +147,7 @@ class Param:
         code: the reason that a kernel which lacks it is refused with.
         works: whether it changes how much there is to do.
         random: whether results are random where it is not neutral.
+        seeds: whether it decides which of the random results comes: a seed, an offset, a generator.
         implied: whether it follows from sizes.
     """
 
@@ -164,6 +165,7 @@ class Param:
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
     works: bool = True
     random: bool = False
+    seeds: bool = False
     implied: bool = False
 
     @property

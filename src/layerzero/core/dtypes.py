@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 DTYPES: dict[str, torch.dtype] = {
@@ -25,6 +27,15 @@ FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 INDEX = frozenset({torch.int32, torch.int64})
 """What lengths and ids may be."""
+
+
+_FIRST = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def ordered(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    """Dtypes in a stable order: those that models compute in, then the others by name."""
+    places = {dtype: place for place, dtype in enumerate(_FIRST)}
+    return tuple(sorted(dtypes, key=lambda dtype: (places.get(dtype, len(places)), dtype_name(dtype))))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,8 +11,26 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.core.arguments import Param
+from layerzero.core.dtypes import ordered
+from layerzero.core.errors import RegistrationError
+from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
 from layerzero.core.schema import OperationSchema
+
+__all__ = [
+    "GENERAL_FACTS",
+    "Adapter",
+    "Case",
+    "Function",
+    "OpKind",
+    "Operation",
+    "Part",
+    "Route",
+    "Routed",
+    "Tolerance",
+    "Work",
+    "Write",
+]
 
 GENERAL_FACTS = (
     *("operation", "layout", "platform", "sm", "dtype"),
@@ -28,14 +46,6 @@ class OpKind(StrEnum):
     TOKENIZATION = "tokenization"
     SAMPLING = "sampling"
     COMMUNICATION = "communication"
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far a kernel may be from the reference in float64: ``|got - want| <= atol + rtol * |want|``."""
-
-    rtol: float
-    atol: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +135,11 @@ class Operation:
         reference: plain PyTorch in the canonical layout; computes in float32 or wider; also the last candidate.
         fake: the same signature on shapes alone; returns tensors of the right shape and dtype, nothing computed.
         cases: named calls.
-        tolerance: allowed distance from the reference by dtype.
+        tolerance: allowed distance from the reference by dtype of the call, where results are near it.
         tolerance_reason: why these numbers.
+        judge: what a right result is: one judge for all, or by name for those results and written tensors that have
+            another one; near the reference within the tolerance if None.
+        properties: what holds of the results of several runs, where one result cannot show it.
         kind: what it works on.
         fixed: arguments that its function has and it has not, with the values that they have in its calls.
         sibling: the operation with equal head counts that this one generalises, if any.
@@ -155,8 +168,10 @@ class Operation:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     cases: tuple[Case, ...]
-    tolerance: Mapping[torch.dtype, Tolerance]
-    tolerance_reason: str
+    tolerance: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
+    tolerance_reason: str = ""
+    judge: Judge | Mapping[str, Judge] | None = None
+    properties: tuple[Property, ...] = ()
     kind: OpKind = OpKind.TENSOR
     fixed: Mapping[str, object] = field(default_factory=dict)
     sibling: str = ""
@@ -175,6 +190,18 @@ class Operation:
     sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
 
+    def __post_init__(self) -> None:
+        problems = []
+        if isinstance(self.judge, Mapping):
+            known = self._judged
+            strangers = [name for name in self.judge if name not in known]
+            problems += [f"judge: wanted names among {', '.join(known)}, got {name!r}" for name in strangers]
+        for each in self.properties:
+            for name in sorted(each.arguments - self.schema.known):
+                problems.append(f"properties: {each.name}: wanted arguments of the operation, got {name!r}")
+        if problems:
+            raise RegistrationError(f"operation {self.name!r}: {'; '.join(problems)}")
+
     @property
     def name(self) -> str:
         """The operation's name, ``attention.gqa.prefill``."""
@@ -184,6 +211,29 @@ class Operation:
     def layouts(self) -> tuple[str, ...]:
         """Layouts that a call may have, that of the schema first; empty where axes have no layout."""
         return self.schema.layouts
+
+    @property
+    def _judged(self) -> tuple[str, ...]:
+        """What there is to judge: the results, and the tensors that are written into."""
+        return (*(output.name for output in self.schema.outputs), *self.schema.mutated)
+
+    @property
+    def judges(self) -> Mapping[str, Judge]:
+        """The judge of each result and of each tensor that is written into, by name."""
+        near = Elementwise(self.tolerance, self.tolerance_reason)
+        own = self.judge or {}
+        if isinstance(own, Mapping):
+            return {name: own.get(name, near) for name in self._judged}
+        return dict.fromkeys(self._judged, own)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that a call may have and its judges can judge, as far as the operation names them."""
+        if not self.schema.inputs:
+            return ()
+        named = [each.dtypes for each in self.judges.values()]
+        allowed = [each for each in (*named, self.schema.dtype_tensor.dtype_constraint) if each is not None]
+        return ordered(frozenset.intersection(*allowed)) if allowed else ()
 
     @property
     def facts(self) -> frozenset[str]:

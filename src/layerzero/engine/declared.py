@@ -68,5 +68,5 @@ def _check_schemas(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
     if len(set(kernel.renames.values())) != len(kernel.renames):
         raise RegistrationError(f"{kernel.id}: renames two arguments to one name: {dict(kernel.renames)}")
     for name in kernel.tolerance:
-        if not any(dtype_named(name) in operations[each].tolerance for each in kernel.operations):
+        if not any(dtype_named(name) in operations[each].dtypes for each in kernel.operations):
             raise RegistrationError(f"{kernel.id}: tolerance for {name}, a dtype that its operations do not have")

@@ -59,7 +59,7 @@ def _try(function: Function, operation: Operation) -> None:
         raise RegistrationError(f"operation {operation.name!r}: cases: wanted at least one, got none")
     where = f"operation {operation.name!r}"
     case = min(operation.cases, key=lambda each: sum(each.sizes.values()))
-    dtype = next(iter(operation.tolerance), torch.float32)
+    dtype = next(iter(operation.dtypes), torch.float32)
     try:
         step = "its case makes no call of the function"
         arguments = accepted(function, arguments_of(operation, case, dtype))

@@ -230,7 +230,7 @@ def case_of_shapes(
         return None
     text = ":".join("x".join(map(str, shape)) for shape in shapes)
     case = Case(text, {axis: sizes[axis] for axis in sizes if axis in every}, given, operation.cases[0].given)
-    return case if is_call_of(operation, case, next(iter(operation.tolerance)), layout) else None
+    return case if is_call_of(operation, case, next(iter(operation.dtypes), torch.float32), layout) else None
 
 
 def _completed(operation: Operation, sizes: Mapping[str, int]) -> Mapping[str, int]:

@@ -6,11 +6,11 @@ First the checks of what the kernel declares; last, what the library does beyond
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -18,19 +18,20 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
-from layerzero.core.reasons import ReasonCode
-from layerzero.engine.functions import CALLS
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import boundaries, building, execution, generate, gradients
+from layerzero.testing import accepted, boundaries, building, chance, execution, gradients
 from layerzero.testing.boundaries import Bound
-from layerzero.testing.generate import RandomCall, random_call
-from layerzero.testing.memory import FORMS, poisoned, reshaped
+from layerzero.testing.drawn import draw, drawn_numbers, function_of
+from layerzero.testing.generate import RandomCall
+from layerzero.testing.memory import FORMS, reshaped
+from layerzero.testing.plays import Note, Play, fairly, just, one, refusal, with_sizes, with_value
+from layerzero.testing.random_state import draws
+from layerzero.testing.report import EVERY_CHECK
 from layerzero.testing.sizes import (
     LARGE,
     Setting,
     base_case,
     cheap_case,
-    resized,
     small_cases,
     tied,
     with_axis,
@@ -51,9 +52,6 @@ POOL = 100
 
 ALL_THREADS_EVERY = 8
 """One random call in so many runs on all of torch's threads; small tensors gain nothing from them."""
-
-Note = Callable[[str], None]
-Play = Callable[[Note], "Outcome | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +80,19 @@ class Battery:
 
     def checks(self) -> Iterator[Check]:
         """What the kernel declares, checked."""
-        if function_of(self.operation) is None:
-            reason = f"{self.operation.name} belongs to no public function"
-            yield Check("every check", _just(Outcome, "not tried", reason))
+        untried = self._untried()
+        if untried:
+            yield Check(EVERY_CHECK, just(Outcome, "not tried", untried))
             return
         for setting in self._settings():
             if self.kernel.jit:
                 yield Check(f"build, {dtype_name(setting.dtype)}", self._build(setting), BUILD_SECONDS)
             case, trial = base_case(self.kernel, setting)
             if trial is None or trial.reasons:
-                yield Check(f"cases, {dtype_name(setting.dtype)}", _just(_refused, trial))
+                yield Check(f"cases, {dtype_name(setting.dtype)}", just(refusal, trial))
                 yield Check(f"random calls, {dtype_name(setting.dtype)}", self._random(setting.dtype))
                 continue
-            yield Check(f"load, {dtype_name(setting.dtype)}", _just(self._load, trial), BUILD_SECONDS)
+            yield Check(f"load, {dtype_name(setting.dtype)}", just(self._load, trial), BUILD_SECONDS)
             if self._broken:
                 return
             yield from self._of_dtype(setting, case, trial)
@@ -107,17 +105,29 @@ class Battery:
             return
         for bound in self._bounds():
             if bound.untried and not bound.illegal:
-                yield Check(f"beyond {bound.text}", _just(Outcome, "not tried", bound.untried))
+                yield Check(f"beyond {bound.text}", just(Outcome, "not tried", bound.untried))
             for number, (shown, lifted) in enumerate(bound.illegal, 1):
                 count = f" ({number})" if len(bound.illegal) > 1 else ""
                 yield Check(
                     f"beyond {bound.text}{count}",
-                    _just(boundaries.probe_outcome, shown, lifted),
+                    just(boundaries.probe_outcome, shown, lifted),
                 )
+
+    def _untried(self) -> str:
+        """Why nothing at all can be checked, if so."""
+        name = self.operation.name
+        if function_of(self.operation) is None:
+            return f"{name} belongs to no public function"
+        if not self.operation.dtypes:
+            return (
+                f"{name} names no dtype that a call may have and its judges know: wanted a tolerance by dtype, or a "
+                f"dtype_constraint of {self.operation.schema.dtype_tensor.name}"
+            )
+        return "" if self.operation.cases else f"{name} has no case"
 
     def _settings(self) -> list[Setting]:
         layout = self.operation.layouts[0] if self.operation.layouts else ""
-        return [self._setting(dtype, layout) for dtype in generate.DTYPES if dtype in self.operation.tolerance]
+        return [self._setting(dtype, layout) for dtype in self.operation.dtypes]
 
     def _setting(self, dtype: torch.dtype, layout: str) -> Setting:
         return Setting(self.operation, dtype, self.device, layout)
@@ -148,38 +158,63 @@ class Battery:
     def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
         if kernel.build_key is not None:
-            yield Check(f"build key, {dtype}", _just(building.build_key, kernel, setting, base), BUILD_SECONDS)
+            yield Check(f"build key, {dtype}", just(building.build_key, kernel, setting, base), BUILD_SECONDS)
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
-            yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(_one, setting, case)))
+            yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
         for layout in self.operation.layouts[1:]:
             other = self._setting(setting.dtype, layout)
-            yield Check(f"layout {layout}, {dtype}", self._calls(functools.partial(_one, other, base)))
+            yield Check(f"layout {layout}, {dtype}", self._calls(functools.partial(one, other, base)))
         for form in FORMS:
             yield Check(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))
         yield from self._axes(setting, base)
-        yield Check(f"NaN, {dtype}", self._calls(functools.partial(_with_value, trial, math.nan, 5)))
-        yield Check(f"infinity, {dtype}", self._infinity(trial))
+        if execution.by_value(self.operation):
+            yield Check(f"NaN, {dtype}", self._calls(functools.partial(with_value, trial, math.nan, 5)))
+            yield Check(f"infinity, {dtype}", self._infinity(trial))
         yield Check(f"random calls, {dtype}", self._random(setting.dtype))
-        yield Check(f"two threads, {dtype}", _just(execution.threads, trial))
-        yield Check(f"results of their own, {dtype}", _just(execution.results_of_their_own, trial))
+        yield from self._arguments(setting, base, trial)
+        yield Check(f"two threads, {dtype}", just(execution.threads, trial))
+        yield Check(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         if set(self.operation.schema.handles) & set(kernel.accepts):
-            yield Check(f"a step that advances, {dtype}", _just(execution.advanced, trial))
+            yield Check(f"a step that advances, {dtype}", just(execution.advanced, trial))
         if kernel.deterministic:
-            yield Check(f"same bits, {dtype}", _just(execution.repeats, trial))
-        if kernel.grad:
-            yield Check(f"gradients, {dtype}", _just(gradients.gradients, trial))
+            yield Check(f"same bits, {dtype}", just(execution.repeats, trial))
+        if kernel.grad and gradients.has_gradients(self.operation, setting.dtype):
+            yield Check(f"gradients, {dtype}", just(gradients.gradients, trial))
             for form in FORMS:
-                yield Check(f"gradients of {form}, {dtype}", _just(gradients.gradients, trial, form))
+                yield Check(f"gradients of {form}, {dtype}", just(gradients.gradients, trial, form))
             yield Check(f"gradients of random calls, {dtype}", self._random_gradients(setting.dtype, trial))
         if trial.facts.device.torch_type == "cuda":
-            yield Check(f"other stream, {dtype}", _just(execution.other_stream, trial))
-            yield Check(f"other device, {dtype}", _just(execution.other_device, trial))
+            yield Check(f"other stream, {dtype}", just(execution.other_stream, trial))
+            yield Check(f"other device, {dtype}", just(execution.other_device, trial))
             if kernel.graph_safe:
-                yield Check(f"graph capture, {dtype}", _just(execution.captured, trial))
+                yield Check(f"graph capture, {dtype}", just(execution.captured, trial))
+
+    def _arguments(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
+        """Each argument that the kernel accepts where it matters, and what chance decides."""
+        dtype = dtype_name(setting.dtype)
+        few = functools.cache(lambda: chance.few_rows(self.kernel, setting, base))
+        drawn = bool(draws(self.operation))
+        if drawn:
+            yield Check(f"distribution, {dtype}", lambda _: fairly(few()))
+        for claim in self.operation.properties:
+            if chance.accepted(claim, self.kernel):
+                yield Check(f"property {claim.name}, {dtype}", just(chance.holds, trial, claim))
+
+        def exercised(name: str) -> Outcome:
+            start = few() if drawn else trial
+            return accepted.exercised(trial if start is None else start, name, lambda: self._drawn(setting.dtype))
+
+        for name in accepted.checked(self.kernel, self.operation):
+            yield Check(f"argument {name}, {dtype}", just(exercised, name))
+
+    def _drawn(self, dtype: torch.dtype) -> Iterator[RandomCall]:
+        """The random calls of the operation."""
+        for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
+            yield draw(self.operation, dtype, self.seed, number, self.device)
 
     def _infinity(self, base: Trial) -> Play:
         def play(note: Note) -> Outcome | None:
-            for text, call in _with_value(base, math.inf, -1):
+            for text, call in with_value(base, math.inf, -1):
                 trial = attempt(self.kernel, self.operation, call)
                 if trial is not None and not trial.reasons:
                     note(f"{text}: {call.text}")
@@ -202,14 +237,14 @@ class Battery:
             for size in LARGE:
                 yield Check(
                     f"{axis} = {size}, {dtype}",
-                    self._first(functools.partial(_resized, self.operation, cheap, {axis: size}), setting),
+                    self._first(functools.partial(with_sizes, self.operation, cheap, {axis: size}), setting),
                 )
             group = tied(self.operation, axis)
             if group[0] == axis and len(group) > 1 and first:
                 sizes = dict.fromkeys(group, LARGE[0])
                 yield Check(
                     f"{' = '.join(group)} = {LARGE[0]}, {dtype}",
-                    self._first(functools.partial(_resized, self.operation, cheap, sizes), setting),
+                    self._first(functools.partial(with_sizes, self.operation, cheap, sizes), setting),
                 )
 
     def _first(self, cases: Callable[[], Iterable[Case]], setting: Setting) -> Play:
@@ -223,7 +258,7 @@ class Battery:
                     note(trial.call.text)
                     return trial.outcome()
                 refused = refused or trial
-            return None if refused is None else _refused(refused)
+            return None if refused is None else refusal(refused)
 
         return play
 
@@ -247,7 +282,7 @@ class Battery:
             if wrong:
                 more = [f"and in {len(wrong) - 1} more ways"] if len(wrong) > 1 else []
                 return Outcome("wrong", "; ".join([wrong[0], *more]))
-            return Outcome("passed") if passed else _refused(refused[0]) if refused else None
+            return Outcome("passed") if passed else refusal(refused[0]) if refused else None
 
         return play
 
@@ -257,7 +292,7 @@ class Battery:
             for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
                 if passed == self.calls:
                     break
-                call = _draw(self.operation, dtype, self.seed, number, self.device)
+                call = draw(self.operation, dtype, self.seed, number, self.device)
                 trial = attempt(self.kernel, self.operation, call)
                 assert trial is not None
                 if trial.reasons:
@@ -283,11 +318,12 @@ class Battery:
         """Gradients at drawn shapes, with the arguments that the base call has, too."""
 
         def play(_: Note) -> Outcome:
-            kept = {*base.call.arguments, "causal", "scale", "eps", "layout"}
+            schema = self.operation.schema
+            extra = {*(each.name for each in schema.optional), *schema.passed} - base.call.arguments.keys()
+            dropped = extra | {each.name for each in schema.params if each.random}
             calls = (
-                replace(call, arguments={name: value for name, value in call.arguments.items() if name in kept})
-                for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL)
-                for call in [_draw(self.operation, dtype, self.seed, number, self.device)]
+                replace(call, arguments={name: value for name, value in call.arguments.items() if name not in dropped})
+                for call in self._drawn(dtype)
             )
             return gradients.gradients_of(self.kernel, self.operation, calls, GRADIENT_CALLS)
 
@@ -300,17 +336,17 @@ class Battery:
         for text, device, limit in boundaries.device_bounds(self.kernel, trial):
             yield Check(
                 f"limit {text}",
-                _just(boundaries.device_outcome, self.kernel, trial, device, limit),
+                just(boundaries.device_outcome, self.kernel, trial, device, limit),
             )
         for bound in self._bounds():
             yield Check(
                 f"limit {bound.text}",
-                _just(boundaries.bound_outcome, self.kernel, setting, bound),
+                just(boundaries.bound_outcome, self.kernel, setting, bound),
             )
 
     def _first_taken(self) -> tuple[Setting | None, Case, Trial | None]:
         """The first dtype that the kernel takes a case in."""
-        for setting in self._settings() if function_of(self.operation) else []:
+        for setting in [] if self._untried() else self._settings():
             case, trial = base_case(self.kernel, setting)
             if trial is not None and not trial.reasons:
                 return setting, case, trial
@@ -329,71 +365,5 @@ class Battery:
         dtypes = [limit for limit in self.kernel.limits if isinstance(limit, Dtype)]
         for limit in dtypes:
             found += boundaries.dtype_bounds(self.kernel, limit, self._settings(), case)
-        dtype = setting.dtype
-
-        def drawn() -> list[RandomCall]:
-            numbers = drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL)
-            return [_draw(self.operation, dtype, self.seed, number, self.device) for number in numbers[:POOL]]
-
-        return [*found, *boundaries.other_bounds(self.kernel, setting, trial, drawn)]
-
-
-def _just(function: Callable[..., Outcome], *arguments: Any) -> Play:
-    """A check of one step, which needs no telling what it is at."""
-    return lambda _: function(*arguments)
-
-
-def _one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:
-    return [("", setting.call(case))]
-
-
-def _resized(operation: Operation, cheap: Callable[[], Case], sizes: dict[str, int]) -> list[Case]:
-    return [resized(operation, cheap(), sizes)]
-
-
-def function_of(operation: Operation) -> str | None:
-    """The public function that leads to an operation, None where there is none."""
-    for name, call in CALLS.items():
-        if any(each.name == operation.name for each in call.function.operations):
-            return name
-    return None
-
-
-@functools.cache
-def _numbers(function: str, dtype: torch.dtype, seed: int, draws: int) -> dict[str, list[int]]:
-    """Numbers of random calls, by the operation that they are routed to."""
-    found: dict[str, list[int]] = {}
-    for number in range(draws):
-        call = random_call(seed, number, function=function, dtype=dtype)
-        routed = CALLS[function].function
-        name = routed.route(routed.bind((), call.arguments), None).operation.name
-        found.setdefault(name, []).append(number)
-    return found
-
-
-def drawn_numbers(operation: Operation, dtype: torch.dtype, seed: int, draws: int) -> list[int]:
-    """Numbers of the random calls of an operation among so many draws of its function."""
-    function = function_of(operation)
-    if function is None or function not in generate.FUNCTIONS:
-        return []
-    return _numbers(function, dtype, seed, draws).get(operation.name, [])
-
-
-def _draw(operation: Operation, dtype: torch.dtype, seed: int, number: int, device: str) -> RandomCall:
-    return random_call(seed, number, function=function_of(operation), dtype=dtype, device=device)
-
-
-def _with_value(trial: Trial, value: float, place: int) -> list[tuple[str, RandomCall]]:
-    """The call with one such element in its first floating tensor, where a reference says what must come of it."""
-    first = trial.facts.operation.schema.inputs[0].name
-    if not trial.call.arguments[first].is_floating_point():
-        return []
-    return [(f"{value} in {first}", poisoned(trial.call, first, place, value))]
-
-
-def _refused(trial: Trial | None) -> Outcome:
-    if trial is None:
-        return Outcome("not tried", "no case is a call of this operation")
-    if {reason.code for reason in trial.reasons} == {ReasonCode.JIT_DISABLED}:
-        return Outcome("not tried", "not built")
-    return Outcome("refused", "; ".join(dict.fromkeys(str(reason) for reason in trial.reasons)))
+        pool = functools.partial(lambda dtype: list(itertools.islice(self._drawn(dtype), POOL)), setting.dtype)
+        return [*found, *boundaries.other_bounds(self.kernel, setting, trial, pool)]

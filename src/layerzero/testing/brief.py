@@ -6,8 +6,8 @@ that change in place, some random calls, and, where the kernel declares it, grad
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +17,20 @@ from layerzero.core.operation import Case, Operation
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
 from layerzero.ops.calls import case_of_sizes
-from layerzero.testing import execution, gradients
-from layerzero.testing.battery import drawn_numbers, function_of
-from layerzero.testing.compare import check
+from layerzero.testing import chance, execution, gradients
+from layerzero.testing.compare import call_dtype, check
+from layerzero.testing.cuts import cuts, fits, within
+from layerzero.testing.drawn import drawn_numbers, function_of
 from layerzero.testing.generate import RandomCall, random_call
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.sizes import Setting, elements, with_axis
+from layerzero.testing.random_state import draws
+from layerzero.testing.sizes import Setting, with_axis
 from layerzero.testing.trial import Outcome, Trial, attempt, build, duplicate, raised
 
-WORK = {"cpu": 2**23, "cuda": 2**27}
-"""Elements of all tensors and scores of a call, at most: float64 then takes a tenth of a second on two CPU cores."""
+__all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
 
 DRAWS, CALLS = 100, 16
 """Random calls that are drawn, and how many of those that the kernel takes are made."""
-
-_LEADING = ("batch", "rows", "tokens", "heads", "kv_heads")
-"""Axes whose entries are worked on apart from each other; a call that is too large is cut along them, in this order."""
 
 _BELOW = (1, 2, 8, 16, 32, 64, 128, 256)
 """How far below the end of its class a size may lie that stands for the end."""
@@ -77,7 +75,7 @@ def look(
     ends = _ends(kernel, setting, case) if case is not None else ()
     if found := tally.run(itertools.chain([("", base)], _forms(kernel, operation, base), ends)):
         return found
-    for text, checked in _ways(kernel):
+    for text, checked in _ways(kernel, base):
         note(f"{text}: {base.call.text}")
         outcome = checked(base)
         if outcome.status == "wrong":
@@ -100,8 +98,8 @@ def _base(
     with SCOPES.scope({"allow_jit_compile": True}):
         if call is not None:
             base = attempt(kernel, operation, call)
-        cuts = _cuts(operation, case, setting.device) if call is None and case is not None else ()
-        for text, smaller in cuts:
+        smaller_cases = cuts(operation, case, setting.device) if call is None and case is not None else ()
+        for text, smaller in smaller_cases:
             base, cut = setting.attempt(kernel, smaller), text
             if base is not None and not base.reasons:
                 break
@@ -135,11 +133,17 @@ class _Tally:
         return None
 
 
-def _ways(kernel: Kernel) -> Iterator[tuple[str, Callable[[Trial], Outcome]]]:
+def _ways(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Callable[[Trial], Outcome]]]:
+    operation, dtype = base.facts.operation, call_dtype(base.routed)
     yield "results of their own", execution.results_of_their_own
+    if draws(operation):
+        yield "distribution", chance.drawn_fairly
+    for claim in operation.properties:
+        if chance.accepted(claim, kernel) and chance.of_a_class(claim, operation, base.facts):
+            yield f"property {claim.name}", functools.partial(chance.holds, claim=claim)
     if kernel.deterministic:
         yield "same bits", execution.repeats
-    if kernel.grad:
+    if kernel.grad and gradients.has_gradients(operation, dtype):
         yield "gradients", gradients.gradients
 
 
@@ -198,7 +202,7 @@ def _ends(kernel: Kernel, setting: Setting, case: Case) -> Iterator[tuple[str, T
 def _first(kernel: Kernel, setting: Setting, case: Case, axis: str, sizes: list[int]) -> tuple[str, Trial] | None:
     for size in sizes:
         for changed in with_axis(setting.operation, case, axis, size):
-            trial = _trial(kernel, setting, _within(setting.operation, changed, setting.device, keep=axis))
+            trial = _trial(kernel, setting, within(setting.operation, changed, setting.device, keep=axis))
             if trial is not None and not trial.reasons:
                 return f"{axis} = {size}", trial
     return None
@@ -206,53 +210,6 @@ def _first(kernel: Kernel, setting: Setting, case: Case, axis: str, sizes: list[
 
 def _trial(kernel: Kernel, setting: Setting, case: Case | None) -> Trial | None:
     return None if case is None else setting.attempt(kernel, case)
-
-
-def _weight(operation: Operation, case: Case) -> int:
-    sizes = case.sizes
-    scores = [sizes.get(name, 1) for name in ("batch", "heads", "seq_q", "seq_k")] if "seq_k" in sizes else [0]
-    return elements(operation, case) + math.prod(scores)
-
-
-def fits(operation: Operation, case: Case, device: str) -> bool:
-    """Whether a call is small enough to be made again and compared as it is."""
-    return _weight(operation, case) <= WORK["cpu" if device.startswith("cpu") else "cuda"]
-
-
-def _within(operation: Operation, case: Case, device: str, keep: str = "") -> Case | None:
-    """The case, cut along its leading axes until it fits; None if it does not."""
-    sizes = dict(case.sizes)
-    while not fits(operation, Case(case.name, sizes, case.params), device):
-        axis = next((name for name in _LEADING if sizes.get(name, 1) > 1 and name != keep), None)
-        if axis is None:
-            return None
-        if axis in ("heads", "kv_heads") and "kv_heads" in sizes:
-            group = sizes["heads"] // max(sizes["kv_heads"], 1)
-            kv_heads = max(sizes["kv_heads"] // 2, 1)
-            if kv_heads == sizes["kv_heads"]:
-                return None
-            sizes |= {"kv_heads": kv_heads, "heads": kv_heads * group}
-        else:
-            sizes[axis] //= 2
-    return Case(case.name, sizes, case.params)
-
-
-def _cuts(operation: Operation, case: Case, device: str) -> Iterator[tuple[str, Case]]:
-    """The case cut until it fits: along axes whose entries are apart, then to fewer queries, then to less of both."""
-    within = _within(operation, case, device)
-    if within is not None:
-        yield ", with fewer rows, batches or heads than the call has", within
-    for axes, text in (
-        (("seq_q",), ", with fewer queries and heads"),
-        (("seq_q", "seq_k"), ", with shorter sequences"),
-    ):
-        sizes = dict(case.sizes)
-        while within is None and all(sizes.get(axis, 1) > 1 for axis in axes):
-            sizes |= {axis: sizes[axis] // 2 for axis in axes}
-            smaller = _within(operation, Case(case.name, sizes, case.params), device)
-            if smaller is not None:
-                yield text, smaller
-                break
 
 
 def case_of(

@@ -1,25 +1,31 @@
-"""What a call should give, and how far from it a result is.
+"""What a call should give, and what is wrong with a result.
 
-The operation's own reference in float64, on the very values that the kernel got, is the truth; a kernel may be
-``atol + rtol * |want|`` away from it. NaN and infinities must be where the truth has them.
+The operation's own reference in float64, on the very values that the kernel got, is the truth; the operation's judges
+say how a result may differ from it (:mod:`layerzero.core.judge`). Shapes, dtypes and devices are always those of the
+truth, and what the call does not write into stays as it was, byte by byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.judge import Elementwise, Given, Judge, Property, apart
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed, Tolerance
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
-from layerzero.engine.reference import reference_call
+from layerzero.engine.reference import fake_call, moved, reference_call
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.random_state import is_random, random_arguments, seeded
 
 GUARD_BYTES = 512
 """What is watched on either side of a tensor that is written into; keeps its address aligned as it was."""
@@ -31,35 +37,103 @@ class Expected:
 
     Attributes:
         operation: the operation that the call is routed to.
+        names: those of its results.
         results: what it returns, in float64 where it is floating, in the caller's layout.
         dtypes: dtypes that the results must have.
         mutated: what the arguments that it writes into hold afterwards.
-        tolerance: how far a kernel may be.
+        judges: by the name of a result or written argument, who judges it, and what that judge knows of the call.
         dtype: that of the call.
+        loose: whether an argument makes random what judges would compare: then only shapes and dtypes are, and the
+            operation's properties say the rest.
     """
 
     operation: str
+    names: tuple[str, ...]
     results: tuple[Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
     mutated: Mapping[str, Tensor]
-    tolerance: Tolerance
+    judges: Mapping[str, tuple[Judge, Given]]
     dtype: torch.dtype
+    loose: bool = False
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far the first result that is judged by its distance may be. Raises: ValueError where none is."""
+        for judge, given in self.judges.values():
+            if isinstance(judge, Elementwise):
+                return judge.allowed(given)
+        raise ValueError(f"{self.operation}: wanted a result that is judged by its distance, got {list(self.judges)}")
+
+    def problem(self, name: str, got: Any, want: Tensor, dtype: torch.dtype) -> str:
+        """Say in one line what is wrong with a result or a written argument; empty if nothing is."""
+        problem = kind_problem(got, want, dtype)
+        judge, given = self.judges[name]
+        if problem or (self.loose and not isinstance(judge, (Distribution, Property))):
+            return problem
+        return judge.problem(got, want, given)
 
 
 def expected(call: RandomCall) -> Expected:
-    """Evaluate a call in float64 by its operation's reference.
+    """Evaluate a call in float64 by its operation's reference; a caller's random state is left as it is.
 
-    Raises: InvalidCallError if the call means nothing.
+    Raises: InvalidCallError if the call means nothing; ValueError where reference and fake function contradict each
+        other.
     """
     routed = route(call)
-    schema, dtype = routed.operation.schema, call_dtype(routed)
-    wide = {name: widened(value) for name, value in routed.arguments.items()}
-    with torch.no_grad():
-        result = reference_call(replace(routed, arguments=wide))
-    results = as_tuple(result)
-    dtypes = tuple(each.dtype if each.dtype != torch.float64 else dtype for each in results)
-    mutated = {name: wide[name] for name in schema.mutated}
-    return Expected(routed.operation.name, results, dtypes, mutated, routed.operation.tolerance[dtype], dtype)
+    operation, dtype = routed.operation, call_dtype(routed)
+    wide = replace(routed, arguments={name: widened(value) for name, value in routed.arguments.items()})
+    known = canonical(wide)
+    judges = {name: (judge, Given(dtype, judge.basis(known))) for name, judge in operation.judges.items()}
+    chance = is_random(operation, routed.arguments)
+    first = routed.arguments[operation.schema.inputs[0].name]
+    assert isinstance(first, Tensor)
+    with torch.no_grad(), seeded(0, first.device) if chance else nullcontext():
+        results = as_tuple(reference_call(wide))
+    outputs = operation.schema.results(routed.arguments)
+    dtypes = _dtypes(routed)
+    if not len(results) == len(outputs) == len(dtypes):
+        counts = f"{len(results)} of its reference, {len(dtypes)} of its fake function, {len(outputs)} in its schema"
+        raise ValueError(f"{operation.name}: wanted as many results from each, got {counts}")
+    for output in outputs:
+        judge, given = judges[output.name]
+        judges[output.name] = judge, replace(given, canonical=_to_canonical(routed, output))
+    for name in operation.schema.mutated:
+        judge, given = judges[name]
+        judges[name] = judge, replace(given, canonical=_to_canonical(routed, operation.schema.tensor(name)))
+    return Expected(
+        operation.name,
+        tuple(output.name for output in outputs),
+        results,
+        dtypes,
+        {name: wide.arguments[name] for name in operation.schema.mutated},  # type: ignore[misc]  # tensors, all
+        judges,
+        dtype,
+        bool(random_arguments(operation, routed.arguments)),
+    )
+
+
+def canonical(routed: Routed) -> dict[str, Any]:
+    """The arguments of a call with every tensor in the layout of the schema."""
+    schema = routed.operation.schema
+    seen = {
+        tensor.name: moved(routed.arguments.get(tensor.name), tensor, routed.layout, schema.canonical)
+        for tensor in schema.inputs
+    }
+    return {**routed.arguments, **seen}
+
+
+def _to_canonical(routed: Routed, tensor: TensorSchema) -> Callable[[Tensor], Tensor]:
+    layout, target = routed.layout, routed.operation.schema.canonical
+    return lambda value: moved(value, tensor, layout, target)
+
+
+def _dtypes(routed: Routed) -> tuple[torch.dtype, ...]:
+    """Those of the results, as the fake function gives them."""
+    empty = {
+        name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+        for name, value in routed.arguments.items()
+    }
+    return tuple(each.dtype for each in as_tuple(fake_call(replace(routed, arguments=empty))))
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
@@ -72,8 +146,8 @@ def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
     own = kernel.tolerance.get(dtype_name(truth.dtype))
     if own is None:
         return truth
-    wide = Tolerance(max(own.rtol, truth.tolerance.rtol), max(own.atol, truth.tolerance.atol))
-    return replace(truth, tolerance=wide)
+    judges = {name: (judge, replace(given, wider=own)) for name, (judge, given) in truth.judges.items()}
+    return replace(truth, judges=judges)
 
 
 def route(call: RandomCall) -> Routed:
@@ -83,45 +157,31 @@ def route(call: RandomCall) -> Routed:
 
 
 def call_dtype(routed: Routed) -> torch.dtype:
-    """The dtype of a call: that of its first tensor."""
-    first = routed.arguments[routed.operation.schema.inputs[0].name]
-    assert isinstance(first, Tensor)
-    return first.dtype
+    """The dtype of a call: that of the tensor which its operation names for it, the first if none."""
+    leading = routed.arguments[routed.operation.schema.dtype_tensor.name]
+    assert isinstance(leading, Tensor)
+    return leading.dtype
 
 
 def widened(value: Any) -> Any:
-    """A float64 copy of a floating tensor; a copy of another tensor; anything else as it is."""
+    """A float64 copy of a floating tensor; a copy of another tensor or of a generator; anything else as it is."""
     if not isinstance(value, Tensor):
-        return value
+        return value.clone_state() if isinstance(value, torch.Generator) else value
     return value.detach().to(torch.float64, copy=True) if value.is_floating_point() else value.detach().clone()
 
 
 def difference(got: Any, want: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> str:
-    """Say in one line how a result is not what was wanted; empty if it is."""
+    """Say in one line how a result is not near what was wanted; empty if it is."""
+    return kind_problem(got, want, dtype) or apart(got, want, tolerance)
+
+
+def kind_problem(got: Any, want: Tensor, dtype: torch.dtype) -> str:
+    """Say how a result is of another kind than what was wanted."""
     if not isinstance(got, Tensor):
         return f"wanted a tensor, got {type(got).__name__}"
-    if got.shape != want.shape or got.dtype != dtype or got.device != want.device:
-        return (
-            f"wanted {dtype} {tuple(want.shape)} on {want.device}, got {got.dtype} {tuple(got.shape)} on {got.device}"
-        )
-    wide, truth = got.detach().to(torch.float64), want.to(torch.float64)
-    if torch.allclose(wide, truth, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True):
+    if got.shape == want.shape and got.dtype == dtype and got.device == want.device:
         return ""
-    return _worst(wide, truth, tolerance)
-
-
-def _worst(got: Tensor, want: Tensor, tolerance: Tolerance) -> str:
-    allowed = tolerance.atol + tolerance.rtol * want.abs()
-    same = (got == want) | (got.isnan() & want.isnan())
-    excess = ((got - want).abs() / allowed).masked_fill(same, 0.0)
-    excess = excess.masked_fill(~same & ~(got.isfinite() & want.isfinite()), float("inf"))
-    place = torch.unravel_index(excess.argmax(), excess.shape)
-    where = tuple(int(axis) for axis in place)
-    return (
-        f"{int((excess > 1).sum())} of {want.numel()} elements too far; worst at {where}: "
-        f"wanted {want[place].item():.8g}, got {got[place].item():.8g}, {float(excess[place]):.3g} times the tolerance "
-        f"(rtol {tolerance.rtol}, atol {tolerance.atol})"
-    )
+    return f"wanted {dtype} {tuple(want.shape)} on {want.device}, got {got.dtype} {tuple(got.shape)} on {got.device}"
 
 
 def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expected | None = None) -> list[str]:
@@ -172,10 +232,11 @@ def problems(result: Any, arguments: Mapping[str, Any], truth: Expected) -> list
     if len(results) != len(truth.results):
         return [f"wanted {len(truth.results)} results, got {len(results)}"]
     found = []
-    for index, (got, want, dtype) in enumerate(zip(results, truth.results, truth.dtypes, strict=True)):
-        found.append(_told(f"result {index}", difference(got, want, dtype, truth.tolerance)))
+    wanted = zip(truth.names, truth.results, truth.dtypes, strict=True)
+    for index, (got, (name, want, dtype)) in enumerate(zip(results, wanted, strict=True)):
+        found.append(_told(f"result {index}", truth.problem(name, got, want, dtype)))
     for name, want in truth.mutated.items():
-        found.append(_told(name, difference(arguments[name], want, arguments[name].dtype, truth.tolerance)))
+        found.append(_told(name, truth.problem(name, arguments[name], want, arguments[name].dtype)))
     return [problem for problem in found if problem]
 
 
@@ -193,9 +254,9 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def copied(value: Any) -> Any:
-    """The same values in a copy of the whole memory, at the same strides and offset."""
+    """The same values in a copy of the whole memory, at the same strides and offset; a generator in the same state."""
     if not isinstance(value, Tensor):
-        return value
+        return value.clone_state() if isinstance(value, torch.Generator) else value
     memory = _memory(value).clone().untyped_storage()
     copy = torch.empty(0, dtype=value.dtype, device=value.device)
     copy.set_(memory, value.storage_offset(), value.shape, value.stride())

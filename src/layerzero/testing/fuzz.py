@@ -205,9 +205,9 @@ class _Round:
     def _call(self, data: int) -> RandomCall:
         call = random_call(self.report.seed, self.number, data=data, device=self.device)
         if self.grad and not CALLS[call.function].function.mutates:
-            for name in ("query", "input", "weight", "value"):
-                if name in call.arguments and not call.arguments[name].is_neg():
-                    call.arguments[name].requires_grad_()
+            for value in call.arguments.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_neg():
+                    value.requires_grad_()
         return call
 
     def _others(self, answer: Report) -> list[Kernel]:

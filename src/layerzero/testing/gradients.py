@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Tolerance
 from layerzero.engine.reference import reference_call
@@ -22,6 +23,11 @@ REASON = (
     "relative to the gradient itself and to the largest one of its tensor: a gradient is a sum over rows, and where "
     "its terms cancel, their rounding stays"
 )
+
+
+def has_gradients(operation: Operation, dtype: torch.dtype) -> bool:
+    """Whether results are numbers that change smoothly with those that a call of this dtype brings."""
+    return dtype in TOLERANCE and any(isinstance(judge, Elementwise) for judge in operation.judges.values())
 
 
 def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCall], most: int) -> Outcome:
@@ -48,6 +54,7 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
     """
     if not trial.facts.operation.schema.outputs:
         return Outcome("not tried", "it returns nothing whose gradient could be asked for")
+    tolerance = TOLERANCE[compare.call_dtype(trial.routed)]
     call = duplicate(trial.call)
     leaves, given = _leaves(call.arguments)
     if form:
@@ -62,7 +69,6 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
         _backward(watched.run(**given))
     except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
         return Outcome("wrong", f"the backward pass {raised(error)}")
-    tolerance = TOLERANCE[compare.call_dtype(trial.routed)]
     wanted = [leaf.grad for leaf in exact.values() if leaf.grad is not None and leaf.grad.numel()]
     largest = max((each.abs().max().item() for each in wanted), default=0.0)
     for name, leaf in leaves.items():
@@ -91,6 +97,7 @@ def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 def _backward(result: Any) -> None:
     """Weights of 1 and -1 at random: exact in every dtype, and no sum of them runs away and comes back."""
-    flat = torch.cat([each.double().flatten() for each in compare.as_tuple(result)])
+    floating = [each for each in compare.as_tuple(result) if each.is_floating_point()]
+    flat = torch.cat([each.double().flatten() for each in floating])
     signs = torch.randint(0, 2, (flat.numel(),), generator=torch.Generator().manual_seed(0))
     (flat * (2.0 * signs - 1.0).to(flat)).sum().backward()  # type: ignore[no-untyped-call]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from layerzero.ops import FUNCTIONS
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import tensors
 
@@ -66,10 +68,12 @@ def poisoned(call: RandomCall, name: str, place: int, value: float) -> RandomCal
 
 
 def other_values(call: RandomCall) -> RandomCall:
-    """The same call with other numbers: every floating tensor's axes run backwards; indices stay as they are."""
+    """The same call with other numbers: every tensor's axes run backwards; places, counts and masks stay."""
+    schemas = [operation.schema for operation in FUNCTIONS[call.function].operations]
+    places = {tensor.name for schema in schemas for tensor in schema.inputs if tensor.is_index}
     changed = {
         name: tensor.flip(tuple(range(tensor.ndim)))
         for name, tensor in tensors(call).items()
-        if tensor.is_floating_point()
+        if name not in places and tensor.dtype is not torch.bool
     }
     return RandomCall(call.function, {**call.arguments, **changed}, f"{call.name}, other values")

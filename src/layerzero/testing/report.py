@@ -15,6 +15,9 @@ it could not be tried. Of what lies beyond a limit: the limit is needed; the lib
 
 TOO_STRICT = "too strict"
 
+EVERY_CHECK = "every check"
+"""The name of the one check of an operation in which none could be made; that it was not tried makes a run fail."""
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -56,12 +59,12 @@ class KernelReport:
 
     @property
     def problems(self) -> list[Result]:
-        """What is wrong."""
-        return [result for result in self.results if result.status in BAD]
+        """What is wrong, and operations in which nothing could be checked at all."""
+        return [result for result in self.results if result.status in BAD or result.check == EVERY_CHECK]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; also where nothing ran."""
+        """Whether nothing is wrong; also where nothing ran because the kernel is refused here."""
         return not self.problems
 
     @property
@@ -120,7 +123,8 @@ class KernelReport:
 
 
 def _untried(result: Result) -> bool:
-    return result.status == "not tried" and not result.check.startswith(("limit ", "beyond "))
+    """Whether a check was not tried, and the reason stands nowhere else in the report."""
+    return result.status == "not tried" and not result.check.startswith((EVERY_CHECK, "limit ", "beyond "))
 
 
 def _beyond(result: Result) -> bool:

@@ -21,6 +21,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention import parts, stock
 from layerzero.ops.attention.adapt import ADAPTERS
+from layerzero.ops.attention.dropout import dropout_keeps_the_mean
 from layerzero.ops.attention.layout import LAYOUTS
 from layerzero.ops.attention.reference import attention_fake, attention_reference
 from layerzero.ops.attention.sweep import sweep_of
@@ -153,6 +154,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         cases=cases,
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
+        properties=(dropout_keeps_the_mean(TOLERANCE),),
         sibling=sibling,
         aliases=ALIASES,
         derive=_derive,

@@ -141,7 +141,7 @@ def _classes(
     cases = operation.cases if shapes is None else [case_of_shapes(operation, as_shapes(each)) for each in shapes]
     seen = set()
     for case in cases:
-        for dtype in dtypes or operation.tolerance:
+        for dtype in dtypes or operation.dtypes:
             for layout in operation.layouts or (None,):
                 if case is None:
                     continue
