@@ -1,6 +1,6 @@
-"""torch's own kernels: attention, norms, paged gathers, flex attention, Inductor."""
+"""torch's own kernels: activations, attention, products with weights, norms, paged gathers, flex, Inductor."""
 
 from __future__ import annotations
 
-MODULES = ("attention", "cuda_attention", "flex_attention", "inductor", "norm", "paged", "rope")
+MODULES = ("activation", "attention", "cuda_attention", "flex_attention", "inductor", "linear", "norm", "paged", "rope")
 """The files that declare kernels, a family each."""

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("flash_attn", "norm", "paged", "rope")
+MODULES = ("activation", "flash_attn", "norm", "paged", "rope")
 """The files that declare kernels, a family each."""

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("norm", "paged", "rope")
+MODULES = ("activation", "linear", "norm", "paged", "rope")
 """The files that declare kernels, a family each."""

