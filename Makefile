@@ -6,13 +6,20 @@ BIN    := $(VENV)/bin
 # pip's own progress stays visible; PIP_FLAGS=-q silences it
 PIP_FLAGS ?= --disable-pip-version-check
 
-.PHONY: demo test stress check fuzz bench docs install clean
+# Processes that run tests at once; each counts on one core.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all stress check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## run a real model through LayerZero and explain each choice
 	@$(BIN)/layerzero demo
 
-test: $(VENV)/.dev ## run every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu and not stress"
+test: $(VENV)/.dev ## run the tests that need no GPU and are not exhaustive
+	$(PYTEST) -m "not gpu and not slow and not stress"
+
+test-all: $(VENV)/.dev ## every kernel against its reference, real crashes and real builds as well
+	$(PYTEST) -m "not gpu and not stress"
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"

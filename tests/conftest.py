@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
@@ -15,6 +16,11 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is
+    os.environ["OMP_NUM_THREADS"] = "1"  # of children: times that processes share count for one number of threads
+    torch.set_num_threads(1)  # two workers on two cores: with two threads each, kernels took 2 to 30 times as long
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package anew otherwise: 0.5 s of its 3
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
 
 

@@ -51,7 +51,8 @@ def examples():
         for line in command.epilog.partition("Examples:\n")[2].splitlines():
             slow = path.split()[1] in ("demo", "fuzz", "conformance", "tune", "bench")
             if not slow and line.strip() != "layerzero docs":  # that one would write into the checkout
-                yield pytest.param(path, line.strip(), id=line.strip())
+                marks = [pytest.mark.slow] if path.split()[1] == "vet" else []  # it starts a process
+                yield pytest.param(path, line.strip(), id=line.strip(), marks=marks)
 
 
 # help
@@ -124,7 +125,7 @@ def rms_norm(input, weight, eps):
         ("which rms_norm --shape 4x64", "mine.rms_norm\n"),
         ("explain rms_norm --shape 4x64", "norm.rms -> mine.rms_norm"),
         ("kernels rms_norm", "mine.rms_norm"),
-        ("bench rms_norm --shapes 4x64 --dtype float32 --device cpu", "mine.rms_norm: "),
+        ("bench rms_norm --shapes 4x64 --dtype float32 --device cpu --kernel mine.rms_norm", "mine.rms_norm: "),
     ],
 )
 def test_a_module_of_the_current_folder_is_imported(line, text, tmp_path, monkeypatch):

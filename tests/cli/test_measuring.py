@@ -19,8 +19,9 @@ from layerzero.ops.attention.declare import visible_pairs
 from layerzero.tuning.measuring.bench import TORCH
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
 from layerzero.tuning.measuring.jobs import jobs_of_cases
+from others import OTHERS
 
-QUICK = "--dtype float32 --samples 3 --without inductor --without onnxruntime --without flex_attention"
+QUICK = "--dtype float32 --samples 3 " + " ".join(f"--without {name}" for name in OTHERS)
 
 
 def run(line, code=0):
@@ -35,6 +36,7 @@ def answer(line, code=0):
 
 @pytest.fixture(autouse=True)
 def small_ceiling(monkeypatch):
+    lz.configure(deny=OTHERS)  # nor may one be chosen that does not run
     monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
 
 
@@ -53,6 +55,27 @@ def test_bench_compares_everything_with_everything():
     assert medians == sorted(medians)
     assert found["call"]["rows"] == 8
     assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # no time is remembered
+
+
+def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
+    @lz.register_kernel("norm.rms", "mine.half", supported_dtypes=["float16", "bfloat16"])
+    def half(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    @lz.register_kernel("norm.rms", "mine.single", supported_dtypes=["float32"])
+    def single(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    def asked(kernels, *more):
+        found = answer(f"bench rms_norm --shapes 8x64 --samples 3 {' '.join(f'--kernel {each}' for each in kernels)}")
+        return {each["call"]["dtype"]: {line["name"] for line in each["kernels"]} - {TORCH} for each in found}
+
+    assert asked(["mine.half"]) == {"bfloat16": {"mine.half"}}
+    assert asked(["mine.single"]) == {"float32": {"mine.single"}}
+    assert asked(["mine.*"]) == {"float32": {"mine.single"}, "bfloat16": {"mine.half"}}
+    (found,) = answer("bench rms_norm --shapes 8x64 --samples 3 --kernel mine.single")
+    assert found["refused"] == {}, "others are not spoken of"
+    assert "which names none here" in run("bench rms_norm --kernel nobody.*", code=2).output
 
 
 @pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])

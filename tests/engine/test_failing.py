@@ -156,7 +156,8 @@ def plan_of(kernel_id, *tensors, device, function="rms_norm"):
 def test_only_third_parties_on_a_gpu_are_remembered_and_each_class_once():
     register(lambda input, weight: input, platform=("cuda", "cpu"))
     recent = Recent()
-    for rows in (*range(1, 600), 3):
+    around = [size + more for size in (32, 64, 128, 256, 512) for more in (-1, 0, 1)]
+    for rows in (*range(1, 20), *around, 599, 3):
         tensors = (torch.empty(rows, 32, device="meta"), torch.empty(32, device="meta"))
         recent.add(plan_of("user.planted", *tensors, device="H100"))
         recent.add(plan_of("user.planted", *tensors, device="CPU"))
@@ -305,8 +306,7 @@ def test_a_timer_starts_a_new_epoch_when_a_rest_is_over(norm, monkeypatch):
         lz.rms_norm(*norm)
     state["fail"] = False
     epoch = CALLS["rms_norm"].dispatcher.cache.epoch
-    deadline = time.monotonic() + 5
-    while CALLS["rms_norm"].dispatcher.cache.epoch == epoch and time.monotonic() < deadline:
+    while CALLS["rms_norm"].dispatcher.cache.epoch == epoch:  # a timer moves it
         time.sleep(0.01)
     lz.rms_norm(*norm)
     assert lz.which("rms_norm", *norm)["kernel_id"] == "user.planted"

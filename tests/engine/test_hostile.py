@@ -45,7 +45,8 @@ def test_numpy_numbers_are_numbers():
     assert ENGINE.health.breakers() == {}
 
 
-def test_several_threads_may_be_the_first_to_call():
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_threads_may_be_the_first_to_call(processes):
     script = """
 import threading, torch, warnings
 warnings.simplefilter("error")
@@ -65,7 +66,7 @@ assert not errors, errors
 plans = CALLS["layer_norm"].dispatcher.cache.current.values()
 assert not [plan for plan in plans if plan.kernel.is_reference]
 """
-    for _ in range(3):
+    for _ in range(processes):
         subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -345,9 +346,8 @@ def test_registering_several_kernels_is_all_or_nothing():
 
 
 def test_warmup_takes_the_operations_own_cases():
-    assert all(
-        not built.error for built in lz.warmup("layer_norm", shapes=[(2, 8)]) if built.kernel_id.startswith("user")
-    )
+    with lz.scope(allow=["torch"]):  # nothing of it compiles
+        assert lz.warmup("layer_norm", shapes=[(2, 8)]) == []
     assert lz.warmup("attention", shapes=[(1, 4, 2, 8)], dtype="float64") == []  # nothing of it compiles
 
 

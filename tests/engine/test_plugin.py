@@ -28,6 +28,7 @@ print(json.dumps({
     "warnings": [str(each.message) for each in caught],
     "listed": [kernel.id for kernel in lz.list_kernels("norm.rms")],
     "errors": lz.doctor().plugin_errors,
+    "issues": lz.doctor().issues,
     "library": next(each.version for each in lz.doctor().libraries if each.name.startswith("example")),
     "too_wide": [str(r.code) for r in lz.explain(
         "rms_norm", torch.randn(4, 4097), torch.randn(4097)).reasons("example.rms_norm") if r.code != "NOT_VETTED"],
@@ -84,6 +85,7 @@ def test_it_is_vetted_before_it_is_chosen(answers):
 def test_its_broken_entry_point_is_reported_and_harmless(answers):
     assert "a_library_that_nobody_has" in answers["errors"]["example_broken"]
     assert any("example_broken" in text and "was not loaded" in text for text in answers["warnings"])
+    assert any("plugin example_broken was not loaded" in issue for issue in answers["issues"])
 
 
 def test_it_conforms_as_its_own_tests_would_show(environment):

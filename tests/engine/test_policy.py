@@ -45,6 +45,7 @@ def test_a_lock_never_skips_legality(attention):
     with pytest.raises(lz.NoKernelFoundError, match="PLATFORM_MISMATCH") as caught:
         lz.attention(*attention, layout="BSHD")
     assert "unlock it" in str(caught.value)
+    assert next(iter(lz.explain("attention", *attention, layout="BSHD").failures)) == "torch.sdpa.flash", "asked first"
     lz.lock("attention", "torch.sdpa.flash", otherwise="select")
     report = lz.explain("attention", *attention, layout="BSHD")
     assert report.chosen is not None
@@ -321,11 +322,11 @@ def test_one_threads_block_never_changes_another_threads_choice(attention):
         with lz.scope(locks={"attention": "torch.sdpa.math"}):
             entered.set()
             seen["holder"] = chosen(*attention, layout="BSHD")
-            leave.wait(10)
+            leave.wait()
 
     thread = threading.Thread(target=holder)
     thread.start()
-    entered.wait(10)
+    entered.wait()
     seen["other"] = chosen(*attention, layout="BSHD")
     lz.attention(*attention, layout="BSHD")
     leave.set()

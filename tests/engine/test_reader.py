@@ -44,7 +44,6 @@ def keys(**environment):
         capture_output=True,
         text=True,
         env={**os.environ, "LAYERZERO_CACHE_DIR": "", **environment},
-        timeout=120,
     ).stdout.splitlines()
 
 

@@ -7,6 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops import FUNCTIONS
 
 
 def declare(**changes):
@@ -42,6 +43,25 @@ def test_wrong_declarations_are_refused_where_they_are_made(make, text):
         make()
     with pytest.raises(KeyError):
         lz.validate("x.y", torch.zeros(2, 3), torch.zeros(3))
+
+
+def test_the_name_of_a_function_stands_for_all_of_its_operations():
+    @lz.register_kernel("attention", "mine.attention", supported_dtypes=["float32"], priority=100)
+    def everything(query, key, value, *, causal=False, scale=None):
+        return torch.ones_like(query)
+
+    names = {operation.name for operation in FUNCTIONS["attention"].operations}
+    assert set(lz.explain("attention", *[torch.randn(1, 3, 2, 8)] * 3).chosen.kernel.operations) == names
+    for seq, kv_heads in ((3, 4), (3, 2), (1, 4), (1, 2)):
+        query, key = torch.randn(1, seq, 4, 8), torch.randn(1, 3, kv_heads, 8)
+        assert lz.attention(query, key, key, layout="BSHD").eq(1).all()
+
+    with pytest.raises(
+        lz.RegistrationError, match=r"default for causal, which attention.standard.decode does not have"
+    ):
+        lz.register_kernel("attention", "mine.other")(lambda query, key, value, *, causal: query)
+    with pytest.raises(lz.RegistrationError, match=r"windw is no argument of attention; it has query"):
+        lz.register_kernel("attention", "mine.other")(lambda query, key, value, *, windw=None: query)
 
 
 def test_a_misspelt_dtype_in_a_limit_is_refused():

@@ -29,7 +29,14 @@ def calls(function, rows, hidden):
     return (x, residual.clone(), w), normed(x + residual, (hidden,), w, 1e-6)
 
 
-@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "rms_norm",
+        pytest.param("layer_norm", marks=pytest.mark.slow),
+        pytest.param("add_rms_norm", marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_refused_until_built_and_then_serves_its_class(function):
     kernel = f"inductor.{function}"
     arguments, _ = calls(function, *SHAPES[0])

@@ -170,7 +170,7 @@ def test_a_forked_process_has_a_thread_of_its_own(monkeypatch, what):
     with what._lock:  # as another thread of the parent may hold it
         child = os.fork()
         if child == 0:
-            free = what._lock.acquire(timeout=1)
+            free = what._lock.acquire(blocking=False)
             os._exit(0 if free and what._thread is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert what._thread is not None

@@ -124,7 +124,11 @@ def chosen():
     return lz.which("rms_norm", *arguments())["kernel_id"]
 
 
-@pytest.mark.parametrize(("mode", "status"), [("SIGSEGV", -11), ("SIGFPE", -8), ("SIGKILL", -9)])
+@pytest.mark.parametrize(("mode", "status"), [
+    ("SIGSEGV", -11),
+    pytest.param("SIGFPE", -8, marks=pytest.mark.slow),
+    pytest.param("SIGKILL", -9, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_crash_leaves_a_marker_and_the_next_process_goes_around_it(place, known, mode, status):
     place.behave(mode)
     assert place.call() == status
@@ -141,6 +145,7 @@ def test_a_crash_leaves_a_marker_and_the_next_process_goes_around_it(place, know
     assert lz.which("rms_norm", *arguments(500))["kernel_id"] == "planted.rms_norm", "another class is not suspected"
 
 
+@pytest.mark.slow
 def test_from_the_crash_to_the_repair(place):
     place.behave("SIGSEGV")
     assert place.call() == -11
@@ -155,6 +160,7 @@ def test_from_the_crash_to_the_repair(place):
     assert place.call() == {"chosen": "planted.rms_norm", "reasons": []}
 
 
+@pytest.mark.slow
 def test_the_kernel_of_a_script_needs_its_module_named(place):
     run = "\nif __name__ == '__main__':\n    lz.rms_norm(torch.randn(4, 64), torch.randn(64))\n"
     (place.folder / "script.py").write_text(KERNEL + run)
@@ -185,8 +191,8 @@ def test_a_suspect_is_refused_with_its_class_only(suspected):
 
 @pytest.mark.parametrize(("mode", "verdict", "said"), [
     ("SIGSEGV", Verdict.CRASHED, "SIGSEGV"),
-    ("SIGFPE", Verdict.CRASHED, "SIGFPE"),
-    ("exit", Verdict.CRASHED, "exit code 3"),
+    pytest.param("SIGFPE", Verdict.CRASHED, "SIGFPE", marks=pytest.mark.slow),
+    pytest.param("exit", Verdict.CRASHED, "exit code 3", marks=pytest.mark.slow),
     ("raise", Verdict.CRASHED, "planted failure"),
     ("wrong", Verdict.WRONG, "elements too far"),
 ])  # fmt: skip
@@ -264,6 +270,7 @@ def test_module_without_confirm_is_a_mistake(place):
     assert "--confirm" in ended.stderr
 
 
+@pytest.mark.slow
 def test_importing_touches_no_disk_and_an_empty_variable_keeps_it_so(place):
     script = "import layerzero as lz; lz.attention; lz.list_kernels()\n"
     assert place.python("-c", script).returncode == 0

@@ -316,16 +316,17 @@ def doctor(*, load: bool = False) -> Diagnosis:
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
     resting |= health.disabled()
-    suspects = ledger.suspects()
+    suspects, failed = ledger.suspects(), dict(REGISTRY.plugins.told() if REGISTRY.plugins else {})
     return Diagnosis(
         versions=_versions(),
         devices=tuple(devices),
         libraries=tuple(libraries),
         resting=resting,
-        plugin_errors=REGISTRY.plugins.told() if REGISTRY.plugins else {},
+        plugin_errors=failed,
         descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
         issues=(
             *_issues(libraries, devices, resting),
+            *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
             *compatibility.conflicts(REGISTRY.backends()),
             *_accused(suspects),
             *ledger.notes(),

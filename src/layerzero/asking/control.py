@@ -141,7 +141,8 @@ def register_kernel(
     default), and, by name, exactly those further arguments that it has. What it does not have it is never offered.
 
     Args:
-        operation: an operation; or ``attention.causal`` and ``attention.full``, which mean equal head counts.
+        operation: an operation; a function (``attention``), which means all of its operations; or ``attention.causal``
+            and ``attention.full``, which mean equal head counts.
         platform: ``cuda``, ``rocm``, ``cpu``, ``hpu`` or several.
         min_sm, max_sm: NVIDIA compute capability, inclusive, as 80 or (8, 0).
         supported_dtypes: dtypes or their names; any if None.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, measuring
+from layerzero.cli import calls, contributing, measuring
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -319,23 +319,6 @@ def vet(
     )
 
 
-@main.command(**_examples("docs", "docs --check"))
-def docs(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a file is stale.")] = False,
-    root: Annotated[
-        Path | None, typer.Option("--root", metavar="FOLDER", help="The source checkout; found by itself.")
-    ] = None,
-    json: AsJson = False,
-) -> Answer:
-    """Write the generated documentation, or check it.
-
-    It follows from the declarations: the support table of README.md and the pages of docs/.
-    """
-    from layerzero.cli import docs as generated
-
-    return generated.answer(root, check=check)
-
-
 @config.command("show", **_examples("config show", "config show --json"))
 def config_show(json: AsJson = False) -> Answer:
     """Print every effective setting and where it comes from."""
@@ -393,3 +376,4 @@ def descriptor_check(
 
 
 measuring.add_to(main)
+contributing.add_to(main)

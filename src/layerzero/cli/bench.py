@@ -9,12 +9,15 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli import check, describe
 from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
+from layerzero.engine.policy import names_kernel
+from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.bench import Benched, Line, bench
 from layerzero.tuning.measuring.contest import Status
@@ -36,6 +39,7 @@ def answer(
     threads: int | None,
     samples: int | None,
     leave_out: Sequence[str],
+    only: Sequence[str],
     modules: Sequence[str],
     plot: Path | None,
     html: Path | None,
@@ -47,8 +51,11 @@ def answer(
 
         charts.check(plot)
     import_modules(modules)
+    check.kernels_exist(only)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtypes = dtypes_of(dtype.split(",") if dtype else None, target)
+    dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
+    if only and dtype is None:
+        dtypes = _taken(only, operation, dtypes)
     wanted = shapes_of(shapes) or (None if manifest else "cases")
     jobs = asked_jobs(operation, wanted, dtypes, target.type, manifest=manifest, layout=layout)
     if not jobs:
@@ -60,13 +67,23 @@ def answer(
         for job in jobs:
             if not quiet:
                 say(f"measuring {job.name}")
-            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out))
+            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only))
     if plot is not None:
         charts.plot(found, plot)
     if html is not None:
         charts.page(found, html)
     bad = any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
     return Answer([each.to_dict() for each in found], lambda: _shown(found), NO if bad else FINE)
+
+
+def _taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:
+    """Of the usual dtypes those that some of these kernels take, or else what the kernels name."""
+    kernels = [each for each in REGISTRY.kernels(operation) if any(names_kernel(name, each) for name in only)]
+    named = [describe.dtypes(each) for each in kernels]
+    if not all(named):
+        return usual
+    taken = dict.fromkeys(name for names in named for name in names)
+    return [name for name in usual if name in taken] or list(taken)
 
 
 def _shown(found: Sequence[Benched]) -> Iterator[RenderableType]:

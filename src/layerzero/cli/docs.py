@@ -1,14 +1,20 @@
-"""``layerzero docs``: write the pages that follow from the declarations, or say which are stale."""
+"""``layerzero docs``: write the pages and blocks that follow from the declarations, or say which are stale."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from layerzero.cli import pages, pages_descriptors, pages_stub, pages_usage
+from layerzero.cli import pages, pages_backends, pages_descriptors, pages_stub, pages_usage
 from layerzero.cli.output import FINE, NO, Answer
 
-START, END = "<!-- generated: support -->", "<!-- /generated -->"
+END = "<!-- /generated -->"
+BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
+    "README.md": ("<!-- generated: support -->", pages.support),
+    "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages_backends.kernel_fields),
+}
+"""Files that are written by hand but for one block: the line that begins it, and what stands in it."""
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/commands.md": pages_usage.commands,
     "docs/compatibility.md": pages.compatibility,
@@ -25,7 +31,7 @@ def answer(root: Path | None, *, check: bool) -> Answer:
     """Write the stale files, or only name them. Raises: ValueError if there is no source checkout."""
     folder = root or Path(__file__).parents[3]
     stale = {path: text for path, text in wanted(folder).items() if _read(folder / path) != text}
-    data = {"checked" if check else "written": sorted(stale) if not check else sorted([*PAGES, "README.md"])}
+    data = {"checked" if check else "written": sorted(stale) if not check else sorted([*PAGES, *BLOCKS])}
     if check:
         data["stale"] = sorted(stale)
         lines = [f"stale: {path}" for path in sorted(stale)]
@@ -39,17 +45,20 @@ def answer(root: Path | None, *, check: bool) -> Answer:
 
 
 def wanted(folder: Path) -> dict[str, str]:
-    """Path to text of every generated file; README.md keeps what lies around its table."""
-    readme = _read(folder / "README.md")
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not (folder / "pyproject.toml").is_file() or not start or not end:
-        raise ValueError(
-            f"{folder}: wanted a source checkout of layerzero whose README.md has the lines {START} and {END}, got "
-            "none; give its folder with --root"
-        )
+    """Path to text of every generated file; what lies around a block stays. Raises: ValueError without its lines."""
+    if not (folder / "pyproject.toml").is_file():
+        raise ValueError(f"{folder}: wanted a source checkout of layerzero, got none; give its folder with --root")
     texts = {path: page() for path, page in PAGES.items()}
-    return texts | {"README.md": f"{before}{START}\n\n{pages.support()}\n\n{END}{after}"}
+    for path, (start, block) in BLOCKS.items():
+        before, found, rest = _read(folder / path).partition(start)
+        _, end, after = rest.partition(END)
+        if not found or not end:
+            raise ValueError(
+                f"{folder}: wanted a source checkout of layerzero whose {path} has the lines {start} and {END}, got "
+                "none; give its folder with --root"
+            )
+        texts[path] = f"{before}{start}\n\n{block()}\n\n{END}{after}"
+    return texts
 
 
 def _read(path: Path) -> str:

@@ -109,6 +109,10 @@ def bench(
     device: Where = None,
     threads: Threads = None,
     samples: Samples = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Run these kernels only: id, glob or library; again for more."),
+    ] = None,
     without: Without = None,
     module: Modules = None,
     plot: Annotated[
@@ -121,7 +125,8 @@ def bench(
 ) -> Answer:
     """Run every legal kernel side by side, and compare.
 
-    Without --shapes or --manifest: the operations' own cases. Each call has a table: median, p95 and noise, GB/s,
+    Without --shapes or --manifest: the operations' own cases. With --kernel and without --dtype: the usual dtypes that
+    these kernels take. Each call has a table: median, p95 and noise, GB/s,
     TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
     distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. Times are not
     remembered. A kernel that gives a wrong result is banned until its library has another version or
@@ -139,6 +144,7 @@ def bench(
         threads=threads,
         samples=samples,
         leave_out=without or [],
+        only=kernel or [],
         modules=module or [],
         plot=plot,
         html=html,
@@ -159,6 +165,7 @@ def add_to(app: typer.Typer) -> None:
         "bench",
         **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
-            "bench rms_norm --shapes 1x4096,64x4096 --json", 'bench "norm.*" --html norms.html --plot norms.png',
+            "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+            'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip

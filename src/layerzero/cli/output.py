@@ -18,12 +18,17 @@ from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
 from typer.core import TyperCommand
 
 from layerzero.core.errors import InvalidCallError, LayerZeroError, PolicyError, RegistrationError
 
 WIDTH = 100
-"""Columns where stdout is no terminal and COLUMNS says nothing."""
+"""Columns where stdout is no terminal and COLUMNS says nothing; a table whose numbers and ids need more takes more."""
+
+PROSE = 24
+"""Columns that text gets at least which may wrap."""
 
 FINE, NO, INVALID, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine; the answer is no; the question makes no sense; somebody pressed Ctrl-C."""
@@ -67,7 +72,7 @@ class Command(TyperCommand):
                 if isinstance(part, str):  # text as it is: neither wrapped nor read as markup
                     typer.echo(part)
                 else:
-                    console.print(part)
+                    _print_whole(console, part)
         raise typer.Exit(answer.code)
 
 
@@ -81,6 +86,20 @@ def stdout_console(file: TextIO | None = None) -> Console:
     stream = file or sys.stdout
     piped = not stream.isatty() and "COLUMNS" not in os.environ
     return Console(file=stream, width=WIDTH if piped else None, highlight=False)
+
+
+def _print_whole(console: Console, part: RenderableType) -> None:
+    """Print; away from a terminal a table takes the columns that its numbers and ids need, so that none is cut."""
+    before = console.width
+    if isinstance(part, Table) and not console.is_terminal:
+        endless = console.options.update(max_width=10_000)
+        for column in part.columns:
+            cells = (column.header, *column.cells)
+            whole = max(Measurement.get(console, endless, cell).maximum for cell in cells)
+            column.min_width = whole if column.no_wrap else min(whole, PROSE)
+        console.width = max(before, Measurement.get(console, endless, part).minimum)
+    console.print(part)
+    console.width = before
 
 
 def say(text: str) -> None:

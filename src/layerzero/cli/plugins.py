@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.plugins import installed, refused, version_of
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.process import child_environment, ended_how
+from layerzero.testing.process import child_environment, how_it_ended
 from layerzero.tuning.keeping.files import cache_folder
 from layerzero.tuning.keeping.imports import forgive
 
@@ -53,11 +53,13 @@ def _child(names: Sequence[str]) -> tuple[list[str], str]:
     """What a child said, line by line, and how it ended."""
     command = [sys.executable, "-P", "-m", __name__, *names]
     try:
-        child = subprocess.run(command, capture_output=True, env=child_environment(), timeout=TIMEOUT_S, check=False)  # noqa: S603  # ourselves
+        child = subprocess.run(
+            command, capture_output=True, env=child_environment((), {}), timeout=TIMEOUT_S, check=False
+        )  # noqa: S603  # ourselves
     except subprocess.TimeoutExpired as error:
         said, how = error.stdout or b"", f"it did not come back within {TIMEOUT_S:.0f} s in a child process"
     else:
-        said, how = child.stdout, f"{ended_how(child.returncode, child.stderr)} in a child process"
+        said, how = child.stdout, f"it ended with {how_it_ended(child.returncode)} in a child process"
     return said.decode(errors="replace").splitlines(), how
 
 

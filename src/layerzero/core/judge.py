@@ -117,10 +117,13 @@ def apart(got: Tensor, want: Tensor, tolerance: Tolerance) -> str:
     excess = excess.masked_fill(~same & ~(wide.isfinite() & truth.isfinite()), float("inf"))
     place = torch.unravel_index(excess.argmax(), excess.shape)
     where = tuple(int(axis) for axis in place)
+    row = truth[where[:-1]] if where else truth
+    hidden = bool((row == 0).all()) or truth[place].item() == -torch.inf
+    why = "; there the reference sees nothing: everything that this row depends on is hidden" if hidden else ""
     return (
         f"{int((excess > 1).sum())} of {truth.numel()} elements too far; worst at {where}: "
         f"wanted {truth[place].item():.8g}, got {wide[place].item():.8g}, {float(excess[place]):.3g} times the "
-        f"tolerance (rtol {tolerance.rtol}, atol {tolerance.atol})"
+        f"tolerance (rtol {tolerance.rtol}, atol {tolerance.atol}){why}"
     )
 
 

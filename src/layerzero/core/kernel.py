@@ -133,30 +133,41 @@ class Kernel:
         load: given the facts of the plan, import the library and return the callable. Called after selection only.
             The callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword,
             in the kernel's layout, and returns the operation's results.
-        layout: layout of its tensors, None where the operation has none or it takes any.
+        layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
+            reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
             and handles that it names are passed on, those that it does not name are promises it has no use for.
-        implies: arguments that a limit pins to the one value the callable computes; they are not passed.
-        renames: canonical argument name to the callable's name for it.
-        folds: arguments that the plan may fold into another one that it accepts (a mask), as its operation can.
-        limits: what it demands of a call.
-        grad: whether its backward pass is right; autograd calls are refused otherwise.
-        deterministic: whether repeated calls give the same bits.
-        graph_safe: whether it may run under CUDA graph capture.
-        jit: whether it compiles on first use; refused until ``lz.warmup`` built it.
-        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
+        implies: arguments that a limit pins to the one value the callable computes; they are not passed. For a function
+            that always does what other libraries have a flag for.
+        renames: canonical argument name to the callable's name for it. Where that is all that differs, ``load`` can
+            return the library's function itself.
+        folds: arguments that the plan may fold into another one that it accepts (a mask), as its operation can. For a
+            library that lacks the arguments themselves; what they are folded into takes memory and time.
+        limits: what it demands of a call. Everything that the library gets wrong, refuses or dies of belongs here.
+        grad: whether its backward pass is right; autograd calls are refused otherwise. Set it if ``conformance``
+            compares gradients without a finding; a raw operator has none.
+        deterministic: whether repeated calls give the same bits. Set it unless the library adds up by atomics.
+        graph_safe: whether it may run under CUDA graph capture. Set it if the callable allocates by torch only, reads
+            nothing back from the device, and waits for nothing.
+        jit: whether it compiles on first use; refused until ``lz.warmup`` built it. Set it where a first call takes
+            more than the 0.25 s that no request should wait.
+        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None. Set it
+            where one artefact serves more or fewer calls than a class.
         prebuilt: whether the artefact for a call came with an installed package, so that nothing compiles.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
-        handles_empty: whether it may see a tensor without elements.
-        handles_negated: whether it reads tensors with the negative bit rightly (torch operators do).
-        device_guard: whether it sets the current device itself.
-        workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size.
+        handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
+        handles_negated: whether it reads tensors with the negative bit rightly (torch operators do); they are written
+            anew otherwise.
+        device_guard: whether it sets the current device itself; the plan does otherwise.
+        workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size. Set it
+            where that is more than a few MB, so that a full device refuses it instead of failing.
         sizes_bound: the sizes (axes and derived facts) that what ``load`` returns depends on. The callable then serves
-            calls that differ in other sizes and in strides. None: it depends on all, and serves no other call.
-        priority: 0 to 100, what decides where nothing was measured.
-        trust: why it may run here.
-        aliases: other names that locks and rules may use.
+            calls that differ in other sizes and in strides. None: it depends on all, and serves no other call. Set it
+            to ``()`` where ``load`` reads no size.
+        priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
+        trust: why it may run here; leave it, the registry sets it for plugins.
+        aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
         tolerance_reason: why it is that far; the conformance report prints it.
         revision: the capability descriptor that changed it, if one did; declarations leave it out.

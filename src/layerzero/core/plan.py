@@ -117,7 +117,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every candidate, the chosen first, then by score, then the refused.
+        """Every candidate, the chosen first, then by score, then the refused; first of all those that a lock wants.
 
         ``lz.explain`` gives every reason; the report of a plan that runs has one for each refused kernel.
         """

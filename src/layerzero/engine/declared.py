@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import OneOf
 from layerzero.core.operation import Operation
+from layerzero.core.schema import OperationSchema
 from layerzero.engine.settings import nearest
 
 
@@ -70,3 +72,20 @@ def _check_schemas(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
     for name in kernel.tolerance:
         if not any(dtype_named(name) in operations[each].dtypes for each in kernel.operations):
             raise RegistrationError(f"{kernel.id}: tolerance for {name}, a dtype that its operations do not have")
+
+
+def check_shared(
+    kernel_id: str, schema: OperationSchema, first: OperationSchema, optional: Sequence[inspect.Parameter]
+) -> None:
+    """Raise RegistrationError where a function that serves one operation cannot be called for another."""
+    tensors, wanted = ([each.name for each in one.required] for one in (schema, first))
+    if tensors != wanted:
+        raise RegistrationError(
+            f"{kernel_id}: {schema.operation} takes {', '.join(tensors)} and {first.operation} {', '.join(wanted)}: "
+            "wanted a function for each of them, got one"
+        )
+    for parameter in optional:
+        if parameter.name not in schema.arguments and parameter.default is inspect.Parameter.empty:
+            raise RegistrationError(
+                f"{kernel_id}: wanted a default for {parameter.name}, which {schema.operation} does not have, got none"
+            )

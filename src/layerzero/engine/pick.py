@@ -51,6 +51,7 @@ def pick(
                 _refused(each, reason) if each.legal and not names_kernel(lock.kernel, each.kernel) else each
                 for each in ranked
             ]
+            ranked.sort(key=lambda each: not names_kernel(lock.kernel, each.kernel))  # the one that a user asks about
             chosen = None
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]

@@ -314,6 +314,7 @@ def kernel_of_function(
     operations, implied = _operations_of(operation, known)
     _check_declared(kernel_id, declared)
     schema = known[operations[0]].schema
+    arguments = list(dict.fromkeys(name for each in operations for name in known[each].schema.arguments))
     parameters = list(inspect.signature(function).parameters.values())
     required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
     if len(required) < len(schema.required):
@@ -322,11 +323,13 @@ def kernel_of_function(
             f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}"
         )
     accepts = tuple(parameter.name for parameter in optional)
-    unknown = [name for name in accepts if name not in schema.arguments]
+    unknown = [name for name in accepts if name not in arguments]
     if unknown:
         raise RegistrationError(
-            f"{kernel_id}: {', '.join(unknown)} is no argument of {operations[0]}; it has {', '.join(schema.arguments)}"
+            f"{kernel_id}: {', '.join(unknown)} is no argument of {operation}; it has {', '.join(arguments)}"
         )
+    for name in operations[1:]:  # those of one function take the same tensors, and not always the same parameters
+        fitting.check_shared(kernel_id, known[name].schema, schema, optional)
     platforms = (platform,) if isinstance(platform, str) else tuple(platform)
     rules: list[Limit] = [limit.platform(*platforms)]
     if min_sm is not None or max_sm is not None:
@@ -371,8 +374,10 @@ def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, .
         # The flat names meant equal head counts; a kernel that groups heads says so by naming a gqa operation.
         operations, implied = OPERATION_ALIASES[name]
         return operations[:1], implied
+    if name in FUNCTIONS:
+        return tuple(each.name for each in FUNCTIONS[name].operations), {}
     if name not in known:
-        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES])}")
+        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES, *FUNCTIONS])}")
     return (name,), {}
 
 

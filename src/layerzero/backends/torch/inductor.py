@@ -18,13 +18,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from layerzero.core import forking
 from layerzero.core import limits as limit
@@ -32,6 +30,9 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
 from layerzero.ops.norm import declare as norm
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy: half a second of a first call
 
 INDUCTOR = Backend(
     name="inductor",
@@ -127,6 +128,7 @@ def compiled(
     Raises: RuntimeError where the artefact would not serve its class; whatever the compiler raises.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._subclasses.fake_tensor import FakeTensor
 
     made_of = (str(program), repr(options), torch.__version__, str(torch.version.git_version), facts.device.name)
     folder, name = Path(cache_dir()) / "layerzero", hashlib.sha256("\0".join(made_of).encode()).hexdigest()

@@ -8,7 +8,6 @@ Library: zentorch 2.13.0.2, MIT.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.zentorch.library import DTYPES, VECTORS, ZENTORCH, operators
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -25,7 +25,7 @@ from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, condit
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = forking.lock()
 """zentorch_sdpa sets OpenMP's nesting depth to 1 for the whole process, and back: of two threads in it, one soon spins
 for ever in a barrier of its matrix product (float32 and bfloat16, within 100 calls, 2026-11-21)."""
 

@@ -10,8 +10,10 @@ import torch
 
 from layerzero.asking.answers import explain
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Work
 from layerzero.core.reasons import Reason
+from layerzero.engine.policy import names_kernel
 from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
 from layerzero.tuning.measuring.contest import Contest, Entry, contest
@@ -102,7 +104,15 @@ class Benched:
         }
 
 
-def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave_out: Sequence[str] = ()) -> Benched:
+def bench(
+    job: Job,
+    device: torch.device,
+    *,
+    effort: Effort,
+    clock: Clock,
+    leave_out: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
 
     A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it
@@ -113,7 +123,7 @@ def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave
         before = explain(call.function, **call.arguments)
         default = torch_default(call.function, call.arguments)
     beside = {TORCH: default} if default is not None else {}
-    found = contest(call, effort=effort, clock=clock, leave_out=leave_out, beside=beside, origin="bench")
+    found = contest(call, effort=effort, clock=clock, leave_out=leave_out, only=only, beside=beside, origin="bench")
     operation = found.facts.operation
     work = operation.work(found.facts) if operation.work else None
     dtype: Any = found.facts["dtype"]
@@ -125,9 +135,14 @@ def bench(job: Job, device: torch.device, *, effort: Effort, clock: Clock, leave
     lines.sort(key=lambda line: (line.median_us is None, line.median_us or 0.0))
     sizes: dict[str, object] = dict(found.facts.sizes())
     described = {**sizes, **job.case.params, "dtype": dtype_name(dtype), "layout": found.facts.layout}
-    refused = dict(found.report.failures)
+    asked = {each.kernel.id for each in found.report.candidates if not only or _named(only, each.kernel)}
+    refused = {name: reasons for name, reasons in found.report.failures.items() if name in asked}
     state = next((each.measurement.condition for each in found.entries if each.measurement is not None), "")
     return Benched(job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id, state)
+
+
+def _named(patterns: Sequence[str], kernel: Kernel) -> bool:
+    return any(names_kernel(pattern, kernel) for pattern in patterns)
 
 
 def _line(entry: Entry, chosen: str | None, work: Work | None, best: Ceiling | None, default_us: float | None) -> Line:

@@ -149,6 +149,7 @@ def contest(
     effort: Effort | None = None,
     graph: bool = False,
     leave_out: Collection[str] = (),
+    only: Collection[str] = (),
     banned: Mapping[str, str] | None = None,
     beside: Mapping[str, Run] | None = None,
     clock: Clock | None = None,
@@ -163,6 +164,7 @@ def contest(
         effort: how long to measure.
         graph: time replays of a captured CUDA graph; kernels that are not graph-safe are left out then.
         leave_out: libraries or kernel globs that do not take part.
+        only: those that alone do; all if empty.
         banned: kernels that a child process found guilty, with what it said.
         beside: further callables to time among the kernels, by name; they are not proved.
         clock: that of the call's device by default.
@@ -176,7 +178,7 @@ def contest(
         report, _ = function.dispatcher.explain(given, policy)
         device = next(value for value in given.values() if isinstance(value, torch.Tensor)).device
         clock = clock or clock_of(device, graph=graph)
-        entrants = taking_part(report, leave_out, graph=graph)
+        entrants = taking_part(report, leave_out, only, graph=graph)
         guilty = banned or {}
         out = [
             Entry(each.kernel, Status.BANNED, None, guilty[each.kernel.id])
@@ -222,13 +224,16 @@ class _Ready:
     error: float | None
 
 
-def taking_part(report: Report, leave_out: Collection[str] = (), *, graph: bool = False) -> list[Candidate]:
+def taking_part(
+    report: Report, leave_out: Collection[str] = (), only: Collection[str] = (), *, graph: bool = False
+) -> list[Candidate]:
     """The legal kernels that are measured: all but the reference, or the reference where it is alone."""
     legal = [
         each
         for each in report.candidates
         if each.legal
         and not any(names_kernel(pattern, each.kernel) for pattern in leave_out)
+        and (not only or any(names_kernel(pattern, each.kernel) for pattern in only))
         and (each.kernel.graph_safe or not graph)
     ]
     return [each for each in legal if not each.kernel.is_reference] or legal

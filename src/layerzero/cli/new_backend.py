@@ -1,0 +1,120 @@
+"""``layerzero new-backend``: the files of a backend, in a checkout of LayerZero or as a package of its own."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+
+from layerzero.cli import backend_template as template
+from layerzero.cli.backend_template import Subject
+from layerzero.cli.output import Answer
+from layerzero.core.operation import Operation
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import function_of
+
+TABLE = "src/layerzero/backends/__init__.py"
+PROJECT = "pyproject.toml"
+
+
+def answer(name: str, operation: str, root: Path | None) -> Answer:
+    """Write the files. Raises: ValueError for a name that is taken or no module's; KeyError for an operation."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise ValueError(f"NAME: wanted the library's module, in small letters like my_library, got {name!r}")
+    subject = Subject(name, *_asked(operation))
+    checkout = _checkout(root)
+    texts = _in_checkout(subject, checkout) if checkout else _as_package(subject, Path.cwd() / name)
+    taken = [path for path in texts if path.exists() and path not in _edited(checkout)]
+    if taken:
+        raise ValueError(f"{name}: wanted files that do not exist yet, got {', '.join(map(str, taken))}")
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    here = Path.cwd()
+    written = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in texts]
+    steps = _steps(subject, checkout)
+    lines = [
+        *(f"wrote {path}" for path in written),
+        "next steps:",
+        *(f"  {number}. {step}" for number, step in enumerate(steps, 1)),
+    ]
+    return Answer({"written": written, "next": steps}, lambda: lines)
+
+
+def _asked(operation: str) -> tuple[tuple[Operation, ...], str]:
+    """The operations that a function, an operation or an alias names, and what to call their kernel."""
+    known = REGISTRY.operations()
+    names = [operation] if operation in known else REGISTRY.operations_named(operation)  # not its prefix's as well
+    found = tuple(REGISTRY.operation(name) for name in names)
+    tensors = {tuple(tensor.name for tensor in each.schema.required) for each in found}
+    if len(tensors) > 1:
+        raise ValueError(
+            f"--operation {operation}: wanted operations that take the same tensors, got {', '.join(names)}"
+        )
+    function = function_of(names[0])
+    whole = function is not None and {each.name for each in function.operations} == set(names)
+    return found, function.name if function is not None and whole else names[0]
+
+
+def _checkout(root: Path | None) -> Path | None:
+    """The source checkout that was named, or that lies here or above; None outside of one."""
+    for folder in [root] if root else [Path.cwd(), *Path.cwd().parents]:
+        if (folder / TABLE).is_file() and (folder / PROJECT).is_file():
+            return folder
+    if root:
+        raise ValueError(
+            f"{root}: wanted a source checkout of layerzero, got none; without --root a package is written"
+        )
+    return None
+
+
+def _edited(checkout: Path | None) -> set[Path]:
+    return {checkout / TABLE, checkout / PROJECT} if checkout else set()
+
+
+def _in_checkout(subject: Subject, root: Path) -> dict[Path, str]:
+    name = subject.name
+    folder = root / "src/layerzero/backends" / name
+    if folder.exists():
+        raise ValueError(f"{name}: wanted a name without a folder in src/layerzero/backends, got {folder}")
+    return {
+        root / f"src/layerzero/backends/{name}.py": template.declaration(subject),
+        root / f"tests/kernels/test_{name}.py": template.test_file(subject, f"layerzero.backends.{name}"),
+        root / TABLE: _with_entry(root / TABLE, r"(BUILTIN\b[^(]*\(\n)(.*?)(^\))", name, "    {}\n"),
+        root / PROJECT: _with_entry(
+            root / PROJECT, r"(\[\[tool\.mypy\.overrides\]\]\nmodule = \[)([^\]]*)(\])", f"{name}.*", "{}"
+        ),
+    }
+
+
+def _with_entry(path: Path, pattern: str, entry: str, line: str) -> str:
+    """A file with one more quoted name in a sorted list. Raises: ValueError if the list is not found."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(pattern, text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{path}: wanted a list that {entry!r} belongs to, got none; has its form changed?")
+    names = sorted({*re.findall(r'"([^"]+)"', found[2]), entry})
+    quoted = [line.format(f'"{name}"') for name in names]
+    block = "".join(each.replace("\n", ",\n") for each in quoted) if line.endswith("\n") else ", ".join(quoted)
+    return f"{text[: found.start(2)]}{block}{text[found.end(2) :]}"
+
+
+def _as_package(subject: Subject, folder: Path) -> dict[Path, str]:
+    if folder.exists():
+        raise ValueError(f"{folder}: wanted a folder that does not exist yet, got one")
+    module = f"layerzero_{subject.name}"
+    return {
+        folder / PROJECT: template.package(subject, module),
+        folder / f"src/{module}/__init__.py": template.declaration(subject),
+        folder / f"tests/test_{subject.name}.py": template.test_file(subject, module),
+    }
+
+
+def _steps(subject: Subject, checkout: Path | None) -> list[str]:
+    name, kernel = subject.name, f"{subject.name}.{subject.kernel}"
+    steps = ["fill in _library(), the call in run(), and the limits"]
+    steps += [] if checkout else [f"pip install -e ./{name}"]
+    steps.append(f"layerzero conformance --kernel {kernel}, until nothing is wrong")
+    if checkout:
+        return [*steps, "layerzero docs, and a line in CHANGELOG.md", "make check"]
+    return [*steps, f"layerzero vet --kernel {kernel}: a plugin runs where it proved itself"]

@@ -1,0 +1,153 @@
+"""``layerzero new-backend``: what it writes is complete, runs at once, and says what it still lacks."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli.app import main
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import FUNCTIONS
+
+ROOT = Path(__file__).parents[2]
+TABLE = "src/layerzero/backends/__init__.py"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    for name in ("pyproject.toml", "src/layerzero/__init__.py", TABLE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path / "src")  # a folder below is the checkout's, too
+    return tmp_path
+
+
+@pytest.fixture
+def fastlib(monkeypatch):
+    library = types.ModuleType("fastlib")
+    library.rms_norm = lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+    library.__spec__ = importlib.util.spec_from_loader("fastlib", None)
+    monkeypatch.setitem(sys.modules, "fastlib", library)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "fastlib" else real(name))
+    return library
+
+
+def run(*words, code=0):
+    result = CliRunner().invoke(main, ["new-backend", *words], prog_name="layerzero")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def declared(path):
+    """The kernels of a written file."""
+    spec = importlib.util.spec_from_file_location(f"written_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.KERNELS
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_in_a_checkout_it_writes_a_built_in_backend(checkout):
+    result = run("fastlib", "--operation", "rms_norm")
+    assert "next steps:" in result.stdout
+    assert "layerzero conformance --kernel fastlib.rms_norm" in result.stdout
+    table = re.findall(r'^    "([\w.]+)",$', (checkout / TABLE).read_text(), re.MULTILINE)
+    assert table == sorted(table)
+    assert "fastlib" in table
+    ignored = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"][0]["module"]
+    assert "fastlib.*" in ignored
+    assert set(ignored) > set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"][0]["module"]
+    )
+    (kernel,) = declared(checkout / "src/layerzero/backends/fastlib.py")
+    assert kernel.operations == ("norm.rms",)
+    assert 10 <= kernel.priority <= 30
+    assert "from layerzero.backends.fastlib import KERNELS" in (checkout / "tests/kernels/test_fastlib.py").read_text()
+
+
+def test_what_it_writes_fails_with_the_next_step_until_it_is_filled_in(checkout, fastlib):
+    run("fastlib", "--operation", "rms_norm")
+    path = checkout / "src/layerzero/backends/fastlib.py"
+    x, w = torch.randn(4, 64), torch.randn(64)
+    with pytest.raises(NotImplementedError, match=r"wanted the import of fastlib in _library\(\) of .*fastlib.py"):
+        declared(path)[0].load(lz.facts("rms_norm", x, w))
+    path.write_text(
+        re.sub(r"raise NotImplementedError\(.*\)", "import fastlib\n\n    return fastlib", path.read_text())
+    )
+    lz.register_backend(declared(path))
+    with lz.scope(locks={"rms_norm": "fastlib.rms_norm"}):
+        torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
+
+
+@pytest.mark.parametrize("operation", [*FUNCTIONS, "attention.causal", *(each.name for each in lz.list_operations())])
+def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, operation):
+    run("fastlib", "--operation", operation)
+    kernels = declared(checkout / "src/layerzero/backends/fastlib.py")
+    lz.register_backend(kernels)
+    wanted = [operation] if operation in REGISTRY.operations() else REGISTRY.operations_named(operation)
+    assert list(kernels[0].operations) == wanted
+    for name in ("src/layerzero/backends/fastlib.py", "tests/kernels/test_fastlib.py") if shutil.which("ruff") else ():
+        line = ["ruff", "check", "--ignore", "I001", "--stdin-filename", name, "-"]  # its module is not where it looks
+        text = (checkout / name).read_text()
+        done = subprocess.run(line, check=False, cwd=ROOT, input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_outside_of_a_checkout_it_writes_a_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = json.loads(run("fastlib", "--operation", "attention", "--json").stdout)
+    assert answer["written"] == [
+        "fastlib/pyproject.toml",
+        "fastlib/src/layerzero_fastlib/__init__.py",
+        "fastlib/tests/test_fastlib.py",
+    ]
+    project = tomllib.loads((tmp_path / "fastlib/pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["layerzero.backends"] == {"fastlib": "layerzero_fastlib"}
+    (kernel,) = declared(tmp_path / "fastlib/src/layerzero_fastlib/__init__.py")
+    assert set(kernel.operations) == {each.name for each in FUNCTIONS["attention"].operations}
+    ast.parse((tmp_path / "fastlib/tests/test_fastlib.py").read_text())
+
+
+def test_nothing_is_overwritten(checkout, tmp_path_factory, monkeypatch):
+    run("fastlib", "--operation", "rms_norm")
+    before = files(checkout)
+    assert "do not exist yet" in run("fastlib", "--operation", "layer_norm", code=2).stderr
+    (checkout / "src/layerzero/backends/other").mkdir()
+    assert "without a folder" in run("other", "--operation", "rms_norm", code=2).stderr
+    assert files(checkout) == before
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "fastlib").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert "does not exist yet" in run("fastlib", "--operation", "rms_norm", code=2).stderr
+    assert files(elsewhere) == {}
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (("Fast-Lib", "--operation", "rms_norm"), "wanted the library's module"),
+    (("class", "--operation", "rms_norm"), "wanted the library's module"),
+    (("fastlib", "--operation", "norm.rsm"), "did you mean 'norm.rms'"),
+    (("fastlib", "--operation", "norm.*"), "wanted operations that take the same tensors"),
+    (("fastlib", "--operation", "rms_norm", "--root", "nowhere"), "wanted a source checkout"),
+])  # fmt: skip
+def test_a_question_that_makes_no_sense_writes_nothing(checkout, words, text):
+    before = files(checkout)
+    assert text in run(*words, code=2).stderr
+    assert files(checkout) == before

@@ -1,0 +1,36 @@
+"""What is said about a result that is not what was wanted."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from layerzero.core.operation import Tolerance
+from layerzero.testing.compare import difference
+
+NARROW = Tolerance(1e-5, 1e-5)
+HIDDEN = "there the reference sees nothing"
+
+
+def told(got, want):
+    return difference(got, want, torch.float32, NARROW)
+
+
+def test_a_row_of_zeros_says_that_everything_is_hidden_there():
+    want = torch.ones(2, 3, 4)
+    want[1, 2] = 0.0
+    got = want.clone()
+    got[1, 2, 1] = -4.3
+    assert "wanted 0, got -4.3" in told(got, want)
+    assert HIDDEN in told(got, want)
+    assert HIDDEN in told(torch.zeros(3), torch.tensor([0.0, -math.inf, 0.0]))
+
+
+def test_a_zero_among_numbers_says_nothing_more():
+    want = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    got = want.clone()
+    got[0, 1] = 7.0
+    assert "wanted 0, got 7" in told(got, want)
+    assert HIDDEN not in told(got, want)
+    assert HIDDEN not in told(torch.tensor(2.0), torch.tensor(1.0))
