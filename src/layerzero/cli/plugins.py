@@ -6,6 +6,7 @@ Run as a module, this is the child: it imports the plugins that it is given by n
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,14 +53,15 @@ def _harmful(names: Sequence[str]) -> dict[str, str]:
 def _child(names: Sequence[str]) -> tuple[list[str], str]:
     """What a child said, line by line, and how it ended."""
     command = [sys.executable, "-P", "-m", __name__, *names]
+    run = functools.partial(subprocess.run, capture_output=True, env=child_environment((), {}), check=False)
     try:
-        child = subprocess.run(
-            command, capture_output=True, env=child_environment((), {}), timeout=TIMEOUT_S, check=False
-        )  # noqa: S603  # ourselves
+        child = run(command, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         said, how = error.stdout or b"", f"it did not come back within {TIMEOUT_S:.0f} s in a child process"
     else:
-        said, how = child.stdout, f"it ended with {how_it_ended(child.returncode)} in a child process"
+        words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] if child.returncode >= 0 else []
+        how = ": ".join([f"it ended the process with {how_it_ended(child.returncode)}", *words]) + " in a child process"
+        said = child.stdout
     return said.decode(errors="replace").splitlines(), how
 
 
