@@ -6,7 +6,6 @@ Run as a module, this is the child: it imports the plugins that it is given by n
 from __future__ import annotations
 
 import contextlib
-import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,9 +52,9 @@ def _harmful(names: Sequence[str]) -> dict[str, str]:
 def _child(names: Sequence[str]) -> tuple[list[str], str]:
     """What a child said, line by line, and how it ended."""
     command = [sys.executable, "-P", "-m", __name__, *names]
-    run = functools.partial(subprocess.run, capture_output=True, env=child_environment((), {}), check=False)
+    environment = child_environment((), {})
     try:
-        child = run(command, timeout=TIMEOUT_S)
+        child = subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)  # noqa: S603  # ourselves
     except subprocess.TimeoutExpired as error:
         said, how = error.stdout or b"", f"it did not come back within {TIMEOUT_S:.0f} s in a child process"
     else:
