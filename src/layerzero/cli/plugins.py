@@ -53,9 +53,8 @@ def _child(names: Sequence[str]) -> tuple[list[str], str]:
     """What a child said, line by line, and how it ended."""
     command = [sys.executable, "-P", "-m", __name__, *names]
     try:
-        child = subprocess.run(
-            command, capture_output=True, env=child_environment((), {}), timeout=TIMEOUT_S, check=False
-        )  # noqa: S603  # ourselves
+        environment = child_environment((), {})
+        child = subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)  # noqa: S603  # ourselves
     except subprocess.TimeoutExpired as error:
         said, how = error.stdout or b"", f"it did not come back within {TIMEOUT_S:.0f} s in a child process"
     else:
