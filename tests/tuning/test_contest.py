@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from counting import Told
 from layerzero.core.evidence import call_work
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
@@ -25,7 +26,7 @@ from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.contest import Status, contest
 from layerzero.tuning.measuring.grid import default_grid, spread
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
-from layerzero.tuning.measuring.timing import Effort, Sample
+from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
 
 QUICK = Effort(samples=3, budget_s=0.05)
@@ -86,24 +87,6 @@ def test_running_out_of_memory_is_held_against_nobody():
     found = contest(rms().make("cpu"), effort=QUICK, leave_out=OTHERS)
     assert next(each.status for each in found.entries if each.kernel.id == "mine.hungry") is Status.MEMORY
     assert not ENGINE.ledger.failures()
-
-
-class Told:
-    """A clock on which a call takes as many microseconds as its kernel told."""
-
-    def __init__(self, told):
-        self.told = told
-
-    def once(self, run):
-        self.told.clear()
-        run()
-        return float(sum(self.told) or 10)
-
-    def sample(self, run, about_us):
-        return Sample(self.once(run))
-
-    def calmer(self):
-        return None
 
 
 def test_a_hopeless_kernel_keeps_the_time_that_it_has():
