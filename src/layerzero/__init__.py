@@ -82,7 +82,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RegistrationError",
     ),
 }
-_MODULES = {"limits": "layerzero.core.limits", "testing": "layerzero.testing"}
+_MODULES = {"judges": "layerzero.core.judges", "limits": "layerzero.core.limits", "testing": "layerzero.testing"}
 _ALIASES = {  # the specification's longer names
     "DeviceSpec": "Device",
     "ExecutionPlan": "Plan",
