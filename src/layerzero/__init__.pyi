@@ -54,6 +54,7 @@ from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.paged import StepMetadata
+from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -137,6 +138,10 @@ __all__ = [
     "register_operation",
     "register_with_transformers",
     "rms_norm",
+    "rope",
+    "rope_",
+    "rope_frequencies",
+    "rope_table",
     "sampled",
     "scope",
     "testing",
@@ -367,4 +372,53 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1910.07467.
+    """
+
+def rope(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the angles of their positions.
+
+    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
+        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
+        key's. Entries of a head from R on pass through.
+    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
+        positions int32 or int64. Computes in float32 or wider.
+    Args:
+        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
+            want them joined read without a copy.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
+            finds them.
+        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
+            first are tokens.
+    Returns: the rotated query and key.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
+        positions; in debug mode for positions beyond it, too.
+    Source: RoFormer, arXiv:2104.09864.
+    """
+
+def rope_(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> None:
+    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
+
+    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
+    key, and returns nothing.
+    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
+        in memory, or that shares elements with the other or with the table.
     """

@@ -6,7 +6,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,14 +71,8 @@ def _turning(facts: Facts) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     def written(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         turn = fill if tensor.dtype == cos.dtype else converted
-        pieces = -(-tensor.numel() // _PIECE) if on_cpu else 1
-        if pieces > 1:
-            step = -(-tensor.shape[seq_axis] // pieces)
-            of_tokens = [torch.split(each, step, seq_axis) for each in (output, tensor, cos, sin)]
-            for result, given, cosines, sines in zip(*of_tokens, strict=True):
-                turn(result, given, cosines, sines, interleaved)
-        else:
-            turn(output, tensor, cos, sin, interleaved)
+        for result, given, cosines, sines in _pieces((output, tensor, cos, sin), seq_axis, on_cpu):
+            turn(result, given, cosines, sines, interleaved)
         return output
 
     def fill(output: Tensor, tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
@@ -114,6 +108,7 @@ def _halves(tensor: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tens
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
     rows, width = _rows(facts), facts.size("rotary_dim")
+    on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
 
     def run(
         query: Tensor,
@@ -124,15 +119,28 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
         positions: Tensor | None = None,
         interleaved: bool = False,
     ) -> None:
-        cosines, sines = rows(query, cos, sin, positions)
+        pair = rows(query, cos, sin, positions)
         for tensor in (query, key):
-            one, two = _halves(tensor, width, interleaved)
-            first, second = one.to(cosines.dtype), two.to(cosines.dtype)
-            turned = (first * cosines).addcmul(second, sines, value=-1)
-            two.copy_((second * cosines).addcmul(first, sines))
-            one.copy_(turned)
+            for piece, cosines, sines in _pieces((tensor, *pair), seq_axis, on_cpu):
+                one, two = _halves(piece, width, interleaved)
+                first, second = one.to(cosines.dtype), two.to(cosines.dtype)
+                turned = (first * cosines).addcmul(second, sines, value=-1)
+                two.copy_((second * cosines).addcmul(first, sines))
+                one.copy_(turned)
 
     return run
+
+
+def _pieces(tensors: tuple[Tensor, ...], seq_axis: int, cut: bool) -> Iterator[tuple[Tensor, ...]]:
+    """The same tokens of each tensor, as many at a time as a CPU rotates at once."""
+    count = -(-tensors[0].numel() // _PIECE) if cut else 1
+    if count <= 1:
+        yield tensors
+        return
+    seq = tensors[0].shape[seq_axis]
+    step = -(-seq // count)
+    for start in range(0, seq, step):  # narrow: what split returns may not be written into where gradients are recorded
+        yield tuple(each.narrow(seq_axis, start, min(step, seq - start)) for each in tensors)
 
 
 KERNELS = tuple(
