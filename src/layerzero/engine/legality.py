@@ -218,10 +218,12 @@ def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     away = elsewhere(kernel, facts)
     if away is not None:
         return [Finding(away)]  # the other limits speak about hardware that is not there
-    findings = [finding for limit in kernel.limits for finding in checked(limit, facts)]
-    findings += argument_findings(kernel, facts)
-    findings += state_findings(kernel, facts)
-    return findings + memory_findings(kernel, facts)
+    return [finding for limit in kernel.limits for finding in checked(limit, facts)] + flag_findings(kernel, facts)
+
+
+def flag_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """What the kernel's arguments and flags say, beside its limits."""
+    return [*argument_findings(kernel, facts), *state_findings(kernel, facts), *memory_findings(kernel, facts)]
 
 
 def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

@@ -281,7 +281,6 @@ def reference_kernel(operation: Operation) -> Kernel:
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
         accepts=(*(tensor.name for tensor in schema.optional), *taken),
-        sizes_bound=(),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -341,7 +340,6 @@ def kernel_of_function(
     if known[operations[0]].layouts:
         declared.setdefault("layout", known[operations[0]].layouts[0])
     rules += [limit.one_of(fact, value) for fact, value in implied.items()]
-    declared.setdefault("sizes_bound", ())  # the function itself is what runs, whatever the sizes
 
     def load(facts: Facts) -> Callable[..., Any]:
         return function
