@@ -547,9 +547,7 @@ def resident_bytes():
 
 @both
 def test_nothing_leaks(path):
-    lz.register_kernel("norm.rms", "user.identity", priority=100)(
-        lambda input, weight, *, eps=1e-6: input
-    )
+    lz.register_kernel("norm.rms", "user.identity", priority=100)(lambda input, weight, *, eps=1e-6: input)
     x, w, layout, number = torch.ones(3, 4), torch.ones(4), copied("BSHD"), 1234.5
     watched = (x, w, layout, number, None, True)
     q = torch.randn(1, 1, 2, 8)

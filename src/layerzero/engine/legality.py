@@ -55,6 +55,19 @@ def judge(
     return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
+def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
+    """A refused kernel with the reasons that nothing but the call, the policy and its library give, beside its own."""
+    kernel = candidate.kernel
+    state = machine.state(kernel.backend, facts.device)
+    library = None if state.untested else library_reason(kernel, facts, machine, None)
+    reasons = [*policy_reasons(kernel, facts, policy), *([] if library is None else [library]), *candidate.reasons]
+    reasons += workspace_reasons(kernel, facts, policy)
+    adaptations = adaptations_for(kernel, facts)
+    reasons += repair(kernel, limit_findings(kernel, facts.seen_in(kernel.layout)), facts, policy, adaptations)
+    told = [reason for place, reason in enumerate(reasons) if reason not in reasons[:place]]
+    return replace(candidate, reasons=tuple(told), adaptations=tuple(adaptations))
+
+
 JUST_FAILED = Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log")
 
 
