@@ -137,6 +137,31 @@ assert not torch.cuda.is_initialized()
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+FIRST_CALL_NEEDS = {"layerzero", "msgspec", "packaging", "platformdirs", "torch"}
+"""What the first call of a process may import beside the standard library, its kernel's library apart."""
+
+
+def test_the_first_call_imports_little_and_declarations_nothing():
+    script = f"""
+import sys, torch
+known = set(sys.modules)
+import layerzero as lz
+
+def imported(since):
+    return {{name.split(".")[0] for name in set(sys.modules) - since}} - sys.stdlib_module_names
+
+lz.rms_norm
+before = set(sys.modules)
+lz.list_kernels()
+assert imported(before) == {{"layerzero"}}, ("declarations import", imported(before))
+row = torch.ones(8)
+lz.lock("norm.rms", "torch.rms_norm")
+lz.rms_norm(torch.ones(2, 8), row)
+assert imported(known) <= {FIRST_CALL_NEEDS!r}, ("the first call imports", imported(known))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_files_have_a_size_that_a_reader_can_take_in():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
     assert not {name: lines for name, lines in long.items() if lines > 400}

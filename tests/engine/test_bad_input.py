@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 import torch
@@ -264,6 +266,41 @@ def test_unknown_and_missing_arguments_are_python_errors(names):
     with pytest.raises(TypeError):
         lz.attention()
     assert kept() == 0
+
+
+class Halves(float):
+    """A number of a kind of its own."""
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("good", "others"), [
+    (attention(scale=1.0), [True, 1, Halves(1.0), Decimal(1), Fraction(1), 1 + 0j, torch.tensor(1.0)]),
+    (attention(causal=False, dropout_p=0.0), [False, 0, Halves(0.0), Decimal(0)]),
+    (attention(causal=True), [1, 1.0, torch.tensor(True)]),
+    (attention(causal=False, window=(1, 0)), [[1, 0], (1.0, 0.0), (True, False), [1, False], (1, 0, 0)]),
+    (rms(eps=1.0), [True, 1, Halves(1.0), Decimal(1)]),
+    (layer(normalized_shape=(8,)), [[8], 8, (8.0,), [8.0], 8.0, torch.Size([8])]),
+])  # fmt: skip
+def test_what_equals_a_legal_value_is_judged_by_its_own_type(good, others):
+    """A kept plan answers as choosing would: with a result, or with the same error."""
+    function, arguments = good
+    (name,) = {"scale", "dropout_p", "window", "eps", "normalized_shape"} & set(arguments) or {"causal"}
+
+    def answer(value):
+        try:
+            return getattr(lz, function)(**{**arguments, name: value})
+        except lz.InvalidCallError as error:
+            return str(error)
+
+    for value in others:
+        ENGINE.bump()
+        alone = answer(value)
+        ENGINE.bump()
+        kept = answer(arguments[name]), answer(arguments[name])
+        assert all(isinstance(each, torch.Tensor) for each in kept)
+        after = answer(value)
+        assert isinstance(after, str) is isinstance(alone, str)
+        assert after == alone if isinstance(alone, str) else torch.equal(after, alone)
 
 
 def test_a_bad_call_does_not_spoil_a_good_one():

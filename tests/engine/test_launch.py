@@ -79,7 +79,7 @@ def test_a_launch_bound_without_a_repair_does_not_hide_what_else_refuses(caplog)
         batch = facts.size("batch")
         return lz.Reason(C.CUDA_GRID_DIM_EXCEEDED, "grid.y", "at most 1", batch) if batch > 1 else None
 
-    rules = [lz.limits.Custom("batch", ("batch",), too_many), lz.limits.grid(x=("batch",), max_blocks=1)]
+    rules = [lz.limits.Custom("batch", too_many), lz.limits.grid(x=("batch",), max_blocks=1)]
     rules.append(lz.limits.dtype("float64"))
     register = lz.register_kernel("attention.standard.prefill", "user.narrow", priority=100, limits=rules)
     register(lambda q, k, v: pytest.fail("it was refused"))

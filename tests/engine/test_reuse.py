@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reading import READINGS, evaluate, reading_kernel
 from torch.nn import Parameter
 
 import layerzero as lz
@@ -21,6 +22,7 @@ from layerzero.engine.cache import InClass
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
@@ -102,6 +104,18 @@ def resized(call, pick, dense):
     return RandomCall(call.function, with_its_step(arguments), call.name)
 
 
+def padded(elements):
+    """Rows so many elements further apart: other strides of one class."""
+
+    def change(tensor):
+        if not tensor.dim():
+            return tensor
+        rows = tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + elements))
+        return rows[..., : tensor.shape[-1]].copy_(tensor.detach())
+
+    return change
+
+
 def asking_for_gradients(tensor):
     return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
 
@@ -144,10 +158,15 @@ def table(call):
     return CALLS[call.function].dispatcher.cache.table(current_policy())
 
 
+def arguments_of(call):
+    """Arguments of which a call may write into those that it writes into."""
+    mutated = CALLS[call.function].function.mutates
+    return {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
+
+
 def run(call):
     """Results, and everything the call wrote into."""
-    mutated = CALLS[call.function].function.mutates
-    arguments = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
+    mutated, arguments = CALLS[call.function].function.mutates, arguments_of(call)
     result = getattr(lz, call.function)(**arguments)
     return [*as_tuple(result), *(arguments[name] for name in mutated)]
 
@@ -216,6 +235,49 @@ def test_the_same_call_with_other_data_hits_and_is_right(number, function):
     assert len(table(first)) == 1
     assert check(second) == []
     assert len(table(second)) == 1
+
+
+@st.composite
+def readers(draw):
+    """Two calls of one class, mostly of other sizes, and what a kernel for the first reads: rarely in all its parts."""
+    function, number = draw(st.sampled_from(FUNCTIONS)), draw(st.integers(0, 100_000))
+    first, second = (random_call(2, number, function=function, data=data) for data in (0, 1))
+    apart = st.sampled_from((0, 32, 64, 96))
+    told = "layout" in first.arguments or function != "attention"  # strides tell a layout that nobody names
+    if told and draw(st.booleans()):
+        first, second = on_tensors(first, padded(draw(apart))), on_tensors(second, padded(draw(apart)))
+    if draw(st.integers(0, 3)):
+        second = resized(second, draw(st.integers(0, 11)), draw(st.booleans()))
+    part = draw(st.sampled_from(["load", "limit", "limit", "build_key", "all"]))
+    return (
+        first,
+        second,
+        {each: draw(READINGS) if part in (each, "all") else [] for each in ("load", "limit", "build_key")},
+    )
+
+
+@settings(EXAMPLES, max_examples=800)
+@given(readers())
+def test_a_plan_serves_calls_that_agree_in_what_was_read(drawn):
+    """Whatever a kernel reads, where it loads, in its limit and for its artefact, and in whichever branch."""
+    first, second, reads = drawn
+    facts = [lz.facts(call.function, **arguments_of(call)) for call in (first, second)]
+    kernel = reading_kernel(facts[0].operation.name, **reads)
+    lz.register_backend([kernel])
+    try:
+        if kernel.jit:
+            BUILT.add(kernel, facts[0])
+        run(first)
+        _, plan = plan_that_served(second)
+        if plan is None or plan.kernel is not kernel:
+            return
+        assert violations(plan, second) == []
+        loaded_for, now = (each.seen_in(kernel.layout) for each in (plan.report.facts, facts[1]))
+        assert evaluate(reads["load"], loaded_for) == evaluate(reads["load"], now)
+        assert check(second) == []
+    finally:
+        lz.unregister_kernel(kernel.id)
+        BUILT.clear()
 
 
 def test_most_changes_of_memory_are_told_apart():

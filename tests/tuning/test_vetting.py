@@ -49,7 +49,7 @@ def load(facts):
 
 KERNEL = Kernel(
     id="plug.rms", operations=("norm.rms",), backend=Backend(name="plug", summary="a plugin", origin="plugin"),
-    trust=Trust.PLUGIN, load=load, accepts=("eps",), sizes_bound=(), priority=100,
+    trust=Trust.PLUGIN, load=load, accepts=("eps",), priority=100,
 )
 lz.register_backend([KERNEL])
 """

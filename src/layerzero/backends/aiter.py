@@ -83,7 +83,7 @@ KERNELS = (
         accepts=("causal", "scale", "window", "return_lse"),
         limits=(
             limit.platform("rocm"),
-            limit.Custom("gfx942 or gfx950", (), _instinct),
+            limit.Custom("gfx942 or gfx950", _instinct),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.equal("value_dim", "head_dim"),

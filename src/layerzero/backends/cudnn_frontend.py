@@ -143,6 +143,7 @@ def _graph_key(facts: Facts) -> tuple[Any, ...]:
 def _load(facts: Facts) -> Callable[..., Any]:
     import cudnn  # noqa: F401  # a library that is not there must fail here
 
+    facts.only_this_call()  # the graph of the first call is for its shapes and strides
     index, settings, capturing = facts.device.index, _Settings.of(facts), bool(facts["capturing"])
     batch, seq_q, heads, value_dim = (facts.size(name) for name in ("batch", "seq_q", "heads", "value_dim"))
     uids = (_Q, _K, _V, _OUT, _STATS) if settings.lse else (_Q, _K, _V, _OUT)
@@ -215,15 +216,14 @@ KERNELS = (
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(
                 "head_dim > 128 on sm 9, or 192 beside a value_dim of 128 on sm 10",
-                ("head_dim", "value_dim"),
                 _wide_heads,
             ),
-            limit.Custom("causal or window: seq_q <= seq_k", ("seq_q", "seq_k", "window"), _alignment),
-            limit.Custom("window: (left, 0), seq_q > 1", ("window", "seq_q"), _window),
+            limit.Custom("causal or window: seq_q <= seq_k", _alignment),
+            limit.Custom("window: (left, 0), seq_q > 1", _window),
             limit.positive("scale"),  # the maximum is taken before scaling
             limit.last_stride_one(*_TENSORS),
             limit.aligned(16, *_TENSORS),
-            _GRAPHS.before_capture("its graph", (*_TENSORS, "window", "scale", "return_lse"), _graph_key),
+            _GRAPHS.before_capture("its graph", _graph_key),
         ),
         graph_safe=True,
         device_guard=True,

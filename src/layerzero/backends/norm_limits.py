@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class RowsAligned(limit.Limit):
                 found.append(limit.Finding(reason, limit.Repair("copy", name)))
         return tuple(found)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return ("hidden", *self.tensors)
 
     def describe(self) -> str:
@@ -52,11 +53,16 @@ class ElementsBelow(limit.Limit):
             return ()
         return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, "rows * hidden", f"below {self.bound}", got)),)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return ("rows", "hidden")
 
     def describe(self) -> str:
         return f"rows * hidden < {self.bound}"
+
+
+@conditions.register
+def _elements_below(limit: ElementsBelow, call: SizedCall) -> Iterable[Condition] | None:
+    return () if not limit.check(call.largest()) else None
 
 
 def row_length(facts: Facts) -> Hashable:

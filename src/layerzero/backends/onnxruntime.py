@@ -149,7 +149,6 @@ KERNELS = (
             limit.contiguous("query", "key", "value"),
         ),
         deterministic=True,
-        sizes_bound=(),
         priority=30,
     ),
     Kernel(
@@ -160,7 +159,6 @@ KERNELS = (
         accepts=("eps",),
         limits=(limit.dtype("float32", "float16"), limit.contiguous("input", "weight")),
         deterministic=True,
-        sizes_bound=("input_ndim",),
         priority=20,
     ),
     Kernel(
@@ -175,7 +173,6 @@ KERNELS = (
             limit.contiguous("input", "weight", "bias"),
         ),
         deterministic=True,
-        sizes_bound=("input_ndim",),
         priority=30,
     ),
 )

@@ -43,10 +43,8 @@ class Prepared:
         """Whether the thing for a key is there."""
         return key in self._kept or key in self._pinned
 
-    def before_capture(
-        self, text: str, reads: tuple[str, ...], key: Callable[[Facts], tuple[Hashable, ...]]
-    ) -> limit.Custom:
-        """A limit: under capture the thing must be there already. ``reads`` are the facts that ``key`` asks for."""
+    def before_capture(self, text: str, key: Callable[[Facts], tuple[Hashable, ...]]) -> limit.Custom:
+        """A limit: under capture the thing for the ``key`` of a call must be there already."""
 
         def check(facts: Facts) -> Reason | None:
             if not facts["capturing"] or self.has(*key(facts)):
@@ -54,4 +52,4 @@ class Prepared:
             wanted, hint = f"{text} made before", "Call it once with these shapes outside of the capture"
             return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, text, wanted, "not made", hint)
 
-        return limit.Custom(f"under capture: {text} made by an earlier call", ("capturing", *reads), check)
+        return limit.Custom(f"under capture: {text} made by an earlier call", check)

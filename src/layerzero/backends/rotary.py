@@ -73,7 +73,7 @@ class TokensInLine(limit.Limit):
                 found.append(limit.Finding(reason, limit.Repair("copy", name)))
         return tuple(found)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ class HeadsDense(limit.Limit):
                 found.append(limit.Finding(reason, limit.Repair("copy", name)))
         return tuple(found)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -146,5 +146,5 @@ def _heads_divide(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.GQA_HEADS_MISMATCH, "heads", f"a multiple of {kv_heads} kv heads", heads)
 
 
-TABLE_IN_FLOAT32 = limit.Custom("a float32 table", ("table_dtype",), _table_in_float32)
-HEADS_DIVIDE = limit.Custom("heads % kv_heads == 0", ("heads", "kv_heads"), _heads_divide)
+TABLE_IN_FLOAT32 = limit.Custom("a float32 table", _table_in_float32)
+HEADS_DIVIDE = limit.Custom("heads % kv_heads == 0", _heads_divide)

@@ -10,7 +10,7 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, RegistrationError
 from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
 
@@ -71,6 +71,16 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
         """The same memory seen with its axes in another order."""
         shape, strides = tuple([self.shape[axis] for axis in axes]), tuple([self.strides[axis] for axis in axes])
         return TensorFacts(shape, strides, self.dtype, self.alignment_bytes, self.negated)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def expanded(self) -> bool:
+        """Whether an axis of more than one element has stride 0: all its elements are one."""
+        return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def row_alignment_bytes(self) -> int:
@@ -174,6 +184,22 @@ class Facts(Mapping[str, object]):
         if not isinstance(value, int):
             raise KeyError(name)
         return value
+
+    def size_bits(self, name: str) -> int:
+        """Bit length of a size: all that calls of one class have in common. Raises: as :meth:`size`."""
+        return self.size(name).bit_length()
+
+    def size_classes(self) -> list[tuple[str, int]]:
+        """Name and bit length of all sizes, derived ones too: the class of a call."""
+        arguments = self.operation.schema.known
+        values = self._values.items()
+        return [(name, value.bit_length()) for name, value in values if type(value) is int and name not in arguments]
+
+    def only_this_call(self) -> None:
+        """Say that what is made of these facts serves this very call, as where a callable remembers its first one.
+
+        ``Kernel.load`` has to say so of whatever its callable depends on without having read it here.
+        """
 
     def seen_in(self, layout: str | None) -> Facts:
         """The same call as a kernel with another layout sees it, before any data is moved."""
@@ -302,8 +328,19 @@ class FactsBuilder:
         }
         values |= _state_values(state or CallState())
         if self.operation.derive is not None:
-            values |= self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
+            derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
+            if not derived.keys() <= self.operation.behind.keys():  # what they follow from decides who shares a plan
+                raise _undeclared(self.operation, derived)
+            values |= derived
         return Facts(self.operation, device, layout, tensors, values)
+
+
+def _undeclared(operation: Operation, derived: Mapping[str, object]) -> RegistrationError:
+    names = sorted(derived.keys() - operation.behind.keys())
+    return RegistrationError(
+        f"{operation.name}: derive gives {', '.join(names)}; wanted only what `derived` names, got it from none. "
+        "Name it there, and in `derived_from` the axes that it follows from"
+    )
 
 
 def _state_values(state: CallState) -> dict[str, object]:

@@ -132,7 +132,9 @@ class Kernel:
         backend: its library.
         load: given the facts of the plan, import the library and return the callable. Called after selection only.
             The callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword,
-            in the kernel's layout, and returns the operation's results.
+            in the kernel's layout, and returns the operation's results. It also serves calls that agree with this one
+            in the facts that were read here, so all that it depends on is read here: what a callable remembers of its
+            first call it says with ``facts.only_this_call()``.
         layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
             reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
@@ -162,9 +164,6 @@ class Kernel:
         device_guard: whether it sets the current device itself; the plan does otherwise.
         workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size. Set it
             where that is more than a few MB, so that a full device refuses it instead of failing.
-        sizes_bound: the sizes (axes and derived facts) that what ``load`` returns depends on. The callable then serves
-            calls that differ in other sizes and in strides. None: it depends on all, and serves no other call. Set it
-            to ``()`` where ``load`` reads no size.
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         trust: why it may run here; leave it, the registry sets it for plugins.
         aliases: other names that locks and rules may use, such as those of a former version.
@@ -194,7 +193,6 @@ class Kernel:
     handles_negated: bool = False
     device_guard: bool = False
     workspace_bytes: Callable[[Facts], int] | None = None
-    sizes_bound: tuple[str, ...] | None = None
     priority: int = 50
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()

@@ -88,7 +88,7 @@ def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None
 
 def call_class(facts: Facts) -> tuple[object, ...]:
     """The class of a call: operation, dtype, layout and the power-of-two bucket of each size."""
-    buckets = tuple(sorted([(name, size.bit_length() or 1) for name, size in facts.sizes().items()]))
+    buckets = tuple(sorted([(name, bits or 1) for name, bits in facts.size_classes()]))
     return (facts["operation"], dtype_name(facts["dtype"]), facts.layout, buckets)  # type: ignore[arg-type]
 
 

@@ -34,10 +34,14 @@ class Limit(ABC):
 
     @abstractmethod
     def check(self, facts: Facts) -> Findings:
-        """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout."""
+        """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout.
 
-    def facts_read(self) -> tuple[str, ...]:
-        """Names of the facts and tensors that it asks for; registering refuses a kernel whose operations lack one."""
+        It follows from the facts: calls that agree in what was read of them are not asked about again. Under capture
+        it may look at what earlier calls made, too.
+        """
+
+    def facts_named(self) -> tuple[str, ...]:
+        """Names of facts and tensors in its declaration; registering refuses a kernel whose operations lack one."""
         return ()
 
     @abstractmethod

@@ -127,7 +127,7 @@ class Dim(Limit):
             code = ReasonCode.SEQ_TOO_LONG
         return violated(code, self.name, wanted, got)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return (self.name,)
 
     def describe(self) -> str:
@@ -156,7 +156,7 @@ class OneOf(Limit):
         repair = Repair("fold", self.fact) if self.foldable else None
         return violated(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return (self.fact,)
 
     def describe(self) -> str:
@@ -175,7 +175,7 @@ class Positive(Limit):
             return NOTHING
         return violated(ReasonCode.CONSTRAINT_FAILED, self.fact, "above 0", got)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return (self.fact,)
 
     def describe(self) -> str:
@@ -196,7 +196,7 @@ class Equal(Limit):
         code = ReasonCode.HEAD_DIM_INVALID if "dim" in self.left else ReasonCode.CONSTRAINT_FAILED
         return violated(code, self.left, f"{right} like {self.right}", left)
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return (self.left, self.right)
 
     def describe(self) -> str:
@@ -213,7 +213,7 @@ class SameHeads(Limit):
             return NOTHING
         return violated(ReasonCode.GQA_UNSUPPORTED, "kv_heads", heads, kv_heads, Repair("expand", "key"))
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return ("heads", "kv_heads")
 
     def describe(self) -> str:
@@ -230,7 +230,7 @@ class SquareCausal(Limit):
         wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
         return violated(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return ("seq_q", "seq_k")
 
     def describe(self) -> str:
@@ -252,7 +252,7 @@ class LastStrideOne(Limit):
             ]
         )
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -277,7 +277,7 @@ class Contiguous(Limit):
             ]
         )
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -310,7 +310,7 @@ class Aligned(Limit):
             ]
         )
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -352,21 +352,14 @@ class SdpaEnabled(Limit):
 
 @dataclass(frozen=True, slots=True)
 class Custom(Limit):
-    """A rule that no other limit can say; ``check_facts`` returns a Reason or None.
-
-    ``reads`` names the facts it depends on.
-    """
+    """A rule that no other limit can say; ``check_facts`` returns a Reason or None."""
 
     text: str
-    reads: tuple[str, ...]
     check_facts: Callable[[Facts], Reason | None]
 
     def check(self, facts: Facts) -> Findings:
         reason = self.check_facts(facts)
         return NOTHING if reason is None else (Finding(reason),)
-
-    def facts_read(self) -> tuple[str, ...]:
-        return self.reads
 
     def describe(self) -> str:
         return self.text

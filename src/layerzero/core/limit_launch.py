@@ -79,7 +79,7 @@ class Grid(Limit):
             found = min(found, _room(self.max_blocks, math.prod(one), times))
         return found
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         factors = (*self.x, *self.y, *self.z)
         return tuple(dict.fromkeys(factor if isinstance(factor, str) else factor[0] for factor in factors))
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -161,6 +162,7 @@ class Operation:
             where somebody asks for them by name, none where the operation does not know the name.
         stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
             result; None where torch has none for them.
+        behind: by the name of every fact that its calls have, the axes that it follows from.
     """
 
     schema: OperationSchema
@@ -189,8 +191,14 @@ class Operation:
     parts: Callable[[Mapping[str, Any], Any], Sequence[Part] | None] | None = None
     sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
+    behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        axes = frozenset(axis for tensor in self.schema.inputs for axis in tensor.shape_vars)
+        behind = dict.fromkeys((*GENERAL_FACTS, *self.schema.arguments), frozenset[str]())
+        behind |= {axis: frozenset({axis}) for axis in axes if axis != "..."}
+        behind |= {name: frozenset(self.derived_from.get(name, axes)) for name in self.derived}
+        object.__setattr__(self, "behind", MappingProxyType(behind))
         problems = []
         if isinstance(self.judge, Mapping):
             known = self._judged
@@ -238,8 +246,7 @@ class Operation:
     @property
     def facts(self) -> frozenset[str]:
         """Names of every fact that a call of this operation has."""
-        axes = {axis for tensor in self.schema.inputs for axis in tensor.shape_vars if axis != "..."}
-        return frozenset({*GENERAL_FACTS, *self.schema.arguments, *self.derived, *axes})
+        return frozenset(self.behind)
 
 
 @dataclass(frozen=True, slots=True)

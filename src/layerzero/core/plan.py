@@ -11,6 +11,7 @@ import msgspec
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason
+from layerzero.core.watched import EVERYTHING, NEGATED, Reads
 
 
 class Adaptation(msgspec.Struct, frozen=True, gc=False):
@@ -185,6 +186,7 @@ class Plan:
         used: reference bit for eviction.
         direct: the kernel with its constants in place, called like ``run``: what C calls where ``run`` would do nothing
             else; None elsewhere.
+        reads: the facts that ``load`` read; other calls share the plan only where they agree in them.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
@@ -197,10 +199,11 @@ class Plan:
     proved: bool = False
     used: bool = False
     direct: Callable[..., Any] | None = None
+    reads: Reads = frozenset({EVERYTHING})
     reads_negated: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reads_negated = self.kernel.handles_negated
+        self.reads_negated = self.kernel.handles_negated and NEGATED not in self.reads
 
     @property
     def kernel_id(self) -> str:

@@ -1,9 +1,10 @@
-"""What a plan demands of a call's sizes and strides so that calls of other sizes may share it: limits as data.
+"""What a plan demands of a call's sizes and strides so that calls of other sizes may share it, as data.
 
 A coarse key (:func:`layerzero.engine.call_source.coarse_key`) tells the bit length of every size, of every stride
 whether it is 0, 1 or what power of two up to 16 divides it, the address's low bits, and everything that is no size
 exactly. Conditions say the rest. They are evaluated on the exact arguments, here or in ``_native/conditions.c``, which
-knows the same codes.
+knows the same codes. What was read of a call (:mod:`layerzero.core.watched`) becomes conditions here; the limits that
+can say more than "as it was" do so in :mod:`layerzero.core.limit_conditions`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.core import layouts, limit_kinds, limit_launch
+import msgspec
+
+from layerzero.core import layouts
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
+from layerzero.core.watched import EVERYTHING
 
 SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE = range(6)
 
@@ -77,20 +81,16 @@ class SizedCall:
 
     def varies(self, name: str) -> bool:
         """Whether a fact may differ between the calls: an axis, a size derived of one, or a tensor's memory."""
-        operation = self.facts.operation
-        if name in operation.derived:
-            return bool(self.varying.intersection(operation.derived_from.get(name, self.varying)))
-        return name in self.varying or name in self.facts.tensors
+        behind = self.facts.operation.behind.get(name, frozenset())
+        return not self.varying.isdisjoint(behind) or name in self.facts.tensors
 
     def axes(self, tensor: str) -> tuple[str, ...]:
         """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty without a name."""
         known = self._axes.get(tensor)
         if known is None:
             whole = self.facts.operation.schema
-            named, ndim = (
-                whole.tensor(tensor).axes_in(self.facts.layout, whole.canonical),
-                len(self.facts.tensors[tensor].shape),
-            )
+            named = whole.tensor(tensor).axes_in(self.facts.layout, whole.canonical)
+            ndim = self.facts.tensors[tensor].ndim
             known = named or ("",) * ndim
             if named and named[0] == "...":
                 known = ("...",) * (ndim - len(named) + 1) + named[1:]
@@ -117,120 +117,78 @@ class SizedCall:
 
     def kernel_axes(self, tensor: str) -> tuple[int, ...]:
         """The caller's axes of a tensor in the order in which the kernel sees them."""
-        count, theirs, mine = len(self.facts.tensors[tensor].shape), self.facts.layout, self.layout
+        count, theirs, mine = self.facts.tensors[tensor].ndim, self.facts.layout, self.layout
         schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
         if not schema.has_layout or theirs is None or mine is None or mine == theirs:
             return tuple(range(count))
         return layouts.permutation(theirs, mine, count)
 
+    def is_dense(self, tensor: str) -> bool:
+        """Whether a tensor is contiguous as the kernel sees it."""
+        return self.facts.tensors[tensor].permuted(self.kernel_axes(tensor)).contiguous
+
+    def dense(self, tensor: str) -> Iterable[Condition]:
+        """The condition under which a tensor is contiguous as the kernel sees it."""
+        axes = self.kernel_axes(tensor)
+        if axes:
+            sizes = [self.operand(tensor, axis) for axis in axes]
+            yield DENSE, (*sizes, *(self.operand(tensor, axis, stride=True) for axis in axes)), ()
+
+    def largest(self) -> Facts:
+        """Facts of which every size and shape is at least that of any call of the class."""
+        facts = self.facts
+        sizes = {name: size_above(size) for name, size in facts.sizes().items() if self.varies(name)}
+        tensors = {}
+        for name, fact in facts.tensors.items():
+            axes = zip(self.axes(name), fact.shape, strict=True)
+            shape = tuple([size_above(size) if axis in self.varying else size for axis, size in axes])
+            tensors[name] = msgspec.structs.replace(fact, shape=shape)
+        return facts.of_sizes(sizes, tensors)
+
+
+def size_above(size: int) -> int:
+    """The largest size of the same bit length."""
+    return (1 << size.bit_length()) - 1
+
 
 @functools.singledispatch
 def conditions(limit: Limit, call: SizedCall) -> Iterable[Condition] | None:
-    """What keeps a limit that finds nothing finding nothing; None where only the exact call is known to be legal.
+    """What keeps a limit that finds nothing finding nothing; None where it cannot say, and what it reads stays.
 
-    Register one for a limit of your own; a limit without keeps the plans of its kernels to exact calls.
+    Register one for a limit of your own, so that calls which differ in what it reads may share a plan.
     """
     return None
 
 
-def all_conditions(limits: Iterable[Limit], call: SizedCall) -> list[Condition] | None:
-    """The conditions of all limits; None where one of them knows none."""
-    found: list[Condition] = []
-    for limit in limits:
-        if type(limit) not in _TOLD:
-            demanded = conditions(limit, call)
-            if demanded is None:
-                return None
-            found += demanded
+def axes_read(reads: Iterable[str], call: SizedCall) -> set[str] | None:
+    """The axes of whose sizes more than the class was read; None where that is all of them."""
+    behind, found = call.facts.operation.behind, set[str]()
+    for read in reads:
+        name, dot, part = read.partition(".")
+        if read == EVERYTHING or (not dot and name not in behind and name in call.facts):
+            return None  # a fact that its operation does not declare may follow from anything
+        if not dot:
+            found |= behind.get(name, frozenset())
+        elif part == "shape" or (part == "contiguous" and not call.is_dense(name)):
+            found.update(call.axes(name))
     return found
 
 
-_TOLD = frozenset({
-    # what reads no size
-    *(limit_kinds.Platform, limit_kinds.Arch, limit_kinds.Instruction, limit_kinds.Dtype),
-    *(limit_kinds.LseWithoutGradient, limit_kinds.SdpaEnabled, limit_launch.Generation, limit_launch.TensorCore),
-    # what reads memory in no other way than the coarse key tells it
-    *(limit_kinds.LastStrideOne, limit_kinds.Aligned),
-})  # fmt: skip
-"""Kinds of limits without conditions."""
-
-_NAMES_NO_SIZE = _TOLD | {
-    *(limit_kinds.Dim, limit_kinds.Equal, limit_kinds.SameHeads, limit_kinds.SquareCausal, limit_kinds.OneOf),
-    *(limit_kinds.Positive, limit_kinds.Contiguous, limit_kinds.Custom),
-}
+def strides_read(reads: Iterable[str], call: SizedCall) -> Iterable[Condition]:
+    """The conditions under which strides that were read are what they were; the coarse key tells 0, 1 and alignment."""
+    for read in sorted(reads):
+        name, _, part = read.partition(".")
+        if part == "contiguous" and call.is_dense(name):
+            yield from call.dense(name)
+        elif part in ("strides", "contiguous"):
+            yield from _stepping(name, range(call.facts.tensors[name].ndim), call)
+        elif part == "last_stride":
+            last = call.kernel_axes(name)[-1:]
+            yield from _stepping(name, [axis for axis in last if call.facts.tensors[name].shape[axis] > 1], call)
 
 
-def names_no_size(limit: Limit) -> bool:
-    """Whether calls that differ in sizes only get the same conditions; unknown kinds may look at the sizes."""
-    return type(limit) in _NAMES_NO_SIZE
-
-
-@conditions.register
-def _dim(limit: limit_kinds.Dim, call: SizedCall) -> Iterable[Condition] | None:
-    if not call.varies(limit.name):
-        return ()
-    if limit.name not in call.varying:
-        return None
-    where = (call.size(limit.name),)
-    found: list[Condition] = []
-    if limit.min is not None or limit.max is not None:
-        found.append((WITHIN, where, (limit.min or 0, 2**62 if limit.max is None else limit.max)))
-    if limit.multiple is not None:
-        found.append((MULTIPLE, where, (limit.multiple,)))
-    if limit.one_of:
-        found.append((ANY_OF, where, limit.one_of))
-    return found
-
-
-@conditions.register
-def _equal(limit: limit_kinds.Equal, call: SizedCall) -> Iterable[Condition] | None:
-    return _same(limit.left, limit.right, call)
-
-
-@conditions.register
-def _same_heads(limit: limit_kinds.SameHeads, call: SizedCall) -> Iterable[Condition] | None:
-    return _same("heads", "kv_heads", call)
-
-
-@conditions.register
-def _square_causal(limit: limit_kinds.SquareCausal, call: SizedCall) -> Iterable[Condition] | None:
-    return _same("seq_q", "seq_k", call) if call.facts.get("causal") is True else ()
-
-
-def _same(left: str, right: str, call: SizedCall) -> Iterable[Condition] | None:
-    if not call.varies(left) and not call.varies(right):
-        return ()
-    if {left, right} & set(call.facts.operation.derived):  # no operand is a derived size
-        return None
-    return ((SAME, (call.size(left), call.size(right)), ()),)
-
-
-@conditions.register(limit_kinds.OneOf)
-@conditions.register(limit_kinds.Positive)
-def _value(limit: limit_kinds.OneOf | limit_kinds.Positive, call: SizedCall) -> Iterable[Condition] | None:
-    kind_of_tensor = limit.fact in call.facts.tensors  # whether it was given, and as what: dtypes are exact
-    return () if kind_of_tensor or not call.varies(limit.fact) else None
-
-
-@conditions.register
-def _contiguous(limit: limit_kinds.Contiguous, call: SizedCall) -> Iterable[Condition]:
-    for tensor in limit.tensors:
-        if tensor in call.facts.tensors:
-            axes = call.kernel_axes(tensor)
-            sizes = [call.operand(tensor, axis) for axis in axes]
-            strides = [call.operand(tensor, axis, stride=True) for axis in axes]
-            if axes:
-                yield (DENSE, (*sizes, *strides), ())
-
-
-@conditions.register
-def _grid(limit: limit_launch.Grid, call: SizedCall) -> Iterable[Condition] | None:
-    facts = call.facts
-    largest = {name: (1 << size.bit_length()) - 1 for name, size in facts.sizes().items() if call.varies(name)}
-    upper = Facts(facts.operation, facts.device, facts.layout, facts.tensors, {**facts, **largest})
-    return () if not limit.check(upper) else None  # a grid grows with every size
-
-
-@conditions.register
-def _custom(limit: limit_kinds.Custom, call: SizedCall) -> Iterable[Condition] | None:
-    return None if any(call.varies(name) for name in limit.reads) else ()
+def _stepping(name: str, axes: Iterable[int], call: SizedCall) -> Iterable[Condition]:
+    for axis in axes:
+        step = call.facts.tensors[name].strides[axis]
+        if step not in (0, 1):
+            yield WITHIN, (call.operand(name, axis, stride=True),), (step, step)

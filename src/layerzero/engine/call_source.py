@@ -134,7 +134,8 @@ def _value_key(function: Function, name: str) -> str:
         kind = f"{name}.kind_for({', '.join(param.made_of)})" if param.kind is None else f"_kind_{name}({made_of})"
         return f"None if {name} is None else {kind}"
     if _takes(function, name, tuple):
-        return f"tuple({name}) if type({name}) is list else {name}"
+        alone = f"{name} is None or type({name}) is int"
+        return f"{name} if {alone} else (*{name}, *map(type, {name}))"  # (1, 0) equals (1.0, False)
     return name
 
 
@@ -153,6 +154,11 @@ def _unpassable(function: Function, name: str) -> str:
 def names_of(function: Function) -> dict[str, object]:
     """What the text of a function's hit path may name beside its arguments and the engine's own words."""
     found: dict[str, object] = {"inf": math.inf}
+    for parameter in function.parameters:
+        param = function.param(parameter.name)
+        if param is not None and param.role is Role.CHOSEN:
+            sequences = {tuple, list, int} if tuple in param.kinds else set()
+            found |= {f"_plain_{param.name}": param.plain | sequences, f"_problem_{param.name}": param.problem}
     for name in (*function.scalars, *function.handles):
         param = function.param(name)
         assert param is not None
@@ -167,11 +173,12 @@ def _takes(function: Function, name: str, kind: type) -> bool:
 
 
 def _odd_values(function: Function, names: list[str]) -> list[str]:
-    """What equals a legal value without being one: 1 is no flag, and True no number."""
+    """What equals a legal value without being one: 1 is no flag, True and Decimal(1) are no numbers."""
     flags = [name for name in names if _takes(function, name, bool)]
-    numbers = [name for name in names if _takes(function, name, float)]
+    chosen = [each for each in map(function.param, names) if each is not None and each.role is Role.CHOSEN]
+    others = [each.name for each in chosen if each.name not in flags]
     return [f"({name} is not True and {name} is not False)" for name in flags] + [
-        f"{name} is True or {name} is False" for name in numbers
+        f"(type({name}) not in _plain_{name} and _problem_{name}({name}))" for name in others
     ]
 
 

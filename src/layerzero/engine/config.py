@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from layerzero.core import forking
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
@@ -166,6 +164,8 @@ class Configuration:
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check a YAML file."""
+    import yaml  # most processes read no file
+
     try:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:

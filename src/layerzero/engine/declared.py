@@ -31,7 +31,7 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
             raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
     known = {fact for name in kernel.operations for fact in operations[name].facts}
     tensors = {each.name for operation in operations.values() for each in operation.schema.inputs}
-    for fact in (*(kernel.sizes_bound or ()), *(fact for each in kernel.limits for fact in each.facts_read())):
+    for fact in (fact for each in kernel.limits for fact in each.facts_named()):
         if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
             raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
 

@@ -26,7 +26,7 @@ from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.frozen import Frozen
 from layerzero.engine.health import Health
-from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require
+from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call
@@ -164,11 +164,11 @@ class Dispatcher:
         Raises: InvalidCallError for the caller's mistakes, NoKernelFoundError or CudaGraphUnsafeError if nothing legal
         is left.
         """
-        failed = set(failed)
+        failed, machine = set(failed), probe.this_machine()
         while True:
-            report, _ = self.explain(arguments, policy, failed=failed, complete=False)
-            if report.chosen is None or report.chosen.kernel.is_reference:  # someone will ask why
-                report, _ = self.explain(arguments, policy, failed=failed)
+            report, _ = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
+            if report.chosen is None or report.chosen.kernel.is_reference:  # someone may ask why
+                report = with_every_reason(report, policy, machine)
             if self.engine.frozen is not None:
                 self.engine.frozen.refuse(report, policy)
             chosen = require(report)
@@ -195,6 +195,7 @@ class Dispatcher:
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
         """Choose for a call that is not in the table, and keep the plan; callers of one key choose once."""
+        self.engine.registry.ready()  # before the epoch is read: what is declared by now starts one
         epoch = self.cache.epoch
 
         def chosen() -> Plan:

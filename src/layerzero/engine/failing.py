@@ -222,8 +222,8 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
 
 def tell_reference(plan: Plan) -> None:
     """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
-    if plan.report.locked:
-        return  # it was asked for
+    if plan.report.locked or (plan.kernel.id, "reference") in _told:
+        return  # it was asked for, or is known
     nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
     why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
     _once(

@@ -55,6 +55,19 @@ def judge(
     return split.last_resort(judged, facts, policy, lock, limit_findings)
 
 
+def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
+    """A refused kernel with the reasons that nothing but the call, the policy and its library give, beside its own."""
+    kernel = candidate.kernel
+    state = machine.state(kernel.backend, facts.device)
+    library = None if state.untested else library_reason(kernel, facts, machine, None)
+    reasons = [*policy_reasons(kernel, facts, policy), *([] if library is None else [library]), *candidate.reasons]
+    reasons += workspace_reasons(kernel, facts, policy)
+    adaptations = adaptations_for(kernel, facts)
+    reasons += repair(kernel, limit_findings(kernel, facts.seen_in(kernel.layout)), facts, policy, adaptations)
+    told = [reason for place, reason in enumerate(reasons) if reason not in reasons[:place]]
+    return replace(candidate, reasons=tuple(told), adaptations=tuple(adaptations))
+
+
 JUST_FAILED = Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log")
 
 
@@ -218,10 +231,12 @@ def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     away = elsewhere(kernel, facts)
     if away is not None:
         return [Finding(away)]  # the other limits speak about hardware that is not there
-    findings = [finding for limit in kernel.limits for finding in checked(limit, facts)]
-    findings += argument_findings(kernel, facts)
-    findings += state_findings(kernel, facts)
-    return findings + memory_findings(kernel, facts)
+    return [finding for limit in kernel.limits for finding in checked(limit, facts)] + flag_findings(kernel, facts)
+
+
+def flag_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
+    """What the kernel's arguments and flags say, beside its limits."""
+    return [*argument_findings(kernel, facts), *state_findings(kernel, facts), *memory_findings(kernel, facts)]
 
 
 def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:

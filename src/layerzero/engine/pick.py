@@ -2,7 +2,7 @@
 
 Where nothing was measured, priority decides, and kernels of a lower one than a legal kernel's cannot win. They are not
 judged on a miss, but when somebody reads the report; what they are judged by is the facts of the call and the policy
-that it was made under, which do not change.
+that it was made under, which do not change. Nor are all reasons of a refused kernel found before somebody asks.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import msgspec
+
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import score
+from layerzero.engine import legality, score
 from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.probe import Machine
 from layerzero.engine.standing import Later
 
 NO_TIMES = MemoryLedger()
@@ -57,6 +60,20 @@ def pick(
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
     return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies)
+
+
+def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Report:
+    """The report of a choice, with every reason of the refused kernels once somebody reads it.
+
+    Beside what was found when the choice was made come those that the call, the policy and the libraries give.
+    """
+    facts, told = report.facts, report.ranked
+
+    def ranked() -> tuple[Candidate, ...]:
+        short = told if isinstance(told, tuple) else told()
+        return tuple([each if each.legal else legality.completed(each, facts, policy, machine) for each in short])
+
+    return msgspec.structs.replace(report, ranked=ranked)
 
 
 def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:

@@ -21,10 +21,11 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import moving
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.watched import EVERYTHING, Reads, Watched, watch
 from layerzero.engine import accelerator, split
 from layerzero.engine.accelerator import Passed, Places
 from layerzero.engine.kept import Kept
-from layerzero.engine.legality import limit_findings
+from layerzero.engine.legality import checked, flag_findings
 from layerzero.engine.policy import Policy
 
 
@@ -39,8 +40,11 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     """
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
-    target = split.load(kernel, facts, chunk) if chunk else kernel.load(facts.seen_in(kernel.layout))
-    text = _text_of(function, candidate, facts, policy)
+    if chunk:
+        target, reads = split.load(kernel, facts, chunk), frozenset({EVERYTHING})
+    else:
+        target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
+    text = _text_of(function, candidate, facts, policy, reads)
     namespace: dict[str, Any] = {
         **_NAMES,
         **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
@@ -53,7 +57,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     }
     exec(text.code, namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
     direct = None if text.places is None else accelerator.direct(target, text.places)
-    return Plan(kernel, report, text.source, namespace["adapt"], namespace["run"], candidate.adaptations, direct=direct)
+    adapt, run, adaptations = namespace["adapt"], namespace["run"], candidate.adaptations
+    return Plan(kernel, report, text.source, adapt, run, adaptations, direct=direct, reads=reads)
 
 
 class _Text(NamedTuple):
@@ -73,9 +78,9 @@ TEXTS: Kept[_Text] = Kept()
 """Texts that name no size, by everything that they were made of."""
 
 
-def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Policy) -> _Text:
+def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Policy, reads: Reads) -> _Text:
     """Write a plan, or take the text of a call that differed in sizes only."""
-    guards = _guards(candidate.kernel, facts)
+    guards = _guards(candidate.kernel, facts, reads)
     adapters = facts.operation.adapters
     kinds = {adaptation.kind for adaptation in candidate.adaptations}
     if "split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items()):
@@ -209,17 +214,18 @@ def _plain(value: object) -> object:
     raise TypeError(f"cannot write {type(value).__name__} {value!r} into a plan")
 
 
-def _guards(kernel: Kernel, facts: Facts) -> list[str]:
-    """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open."""
+def _guards(kernel: Kernel, facts: Facts, reads: Reads) -> list[str]:
+    """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open.
+
+    Where ``load`` or a limit reads that, the call is chosen for again in the capture, which pins what it uses.
+    """
     if not facts.device.supports_graphs or facts["capturing"]:
         return []
-    if any("capturing" in limit.facts_read() for limit in kernel.limits):
-        return [
-            "if capturing():",
-            "    raise PlanUnusableError",
-        ]  # chosen again in the capture, which pins what it uses
     captured = facts.on(facts.device, capturing=True).seen_in(kernel.layout)
-    if all(finding.repair for finding in limit_findings(kernel, captured)):
+    watched = Watched(captured)
+    findings = [finding for limit in kernel.limits for finding in checked(limit, watched)]
+    asked = "capturing" in reads or "capturing" in watched.close()
+    if not asked and all(finding.repair for finding in (*findings, *flag_findings(kernel, captured))):
         return []
     return ["if capturing():", "    raise PlanUnusableError"]
 

@@ -192,7 +192,7 @@ class Registry:
                 raise
         self._loaded = True  # last: other threads read it without the lock
 
-    def _ready(self) -> None:
+    def ready(self) -> None:
         """Have every declaration, every plugin that policy admits now, and every configured descriptor in force."""
         if not self._loaded:
             with self._lock:
@@ -216,7 +216,7 @@ class Registry:
 
     def candidates(self, operation: str) -> Sequence[Kernel]:
         """Every kernel of an operation, the reference first as it came first."""
-        self._ready()
+        self.ready()
         return self._known.kernels[operation]
 
     def lock_for(self, policy: Policy, facts: Facts) -> Lock | None:
@@ -231,7 +231,7 @@ class Registry:
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
-        self._ready()
+        self.ready()
         names = self.operations_named(pattern)
         found = {kernel.id: kernel for name in names for kernel in self._known.kernels[name]}
         return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
@@ -254,7 +254,7 @@ class Registry:
 
     def kernel(self, kernel_id: str) -> Kernel:
         """One kernel by id or alias. Raises KeyError naming the nearest."""
-        self._ready()
+        self.ready()
         if kernel_id in self._by_id:
             return self._by_id[kernel_id]
         for kernel in self._by_id.values():
@@ -264,7 +264,7 @@ class Registry:
 
     def backends(self) -> list[Backend]:
         """Every backend that owns a kernel, by name."""
-        self._ready()
+        self.ready()
         unique = {kernel.backend: None for kernel in self._by_id.values()}
         return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
 
@@ -281,7 +281,6 @@ def reference_kernel(operation: Operation) -> Kernel:
         load=lambda _facts: operation.reference,
         layout=operation.layouts[0] if operation.layouts else None,
         accepts=(*(tensor.name for tensor in schema.optional), *taken),
-        sizes_bound=(),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -341,7 +340,6 @@ def kernel_of_function(
     if known[operations[0]].layouts:
         declared.setdefault("layout", known[operations[0]].layouts[0])
     rules += [limit.one_of(fact, value) for fact, value in implied.items()]
-    declared.setdefault("sizes_bound", ())  # the function itself is what runs, whatever the sizes
 
     def load(facts: Facts) -> Callable[..., Any]:
         return function

@@ -1,21 +1,20 @@
-"""Which calls of other sizes a plan may serve: what its route, kernel and limits were shown not to depend on.
+"""Which calls of other sizes a plan may serve: what its route, kernel and limits were seen not to depend on.
 
-Sizes may differ within a power of two where nothing that made the plan read them; preference may be a little off then,
-legality not: what limits demand of sizes and strides is tested on the arguments of every call.
+Sizes may differ within a power of two where nothing that made the plan read more of them than that; preference may be a
+little off then, legality not: what limits demand of sizes and strides is tested on the arguments of every call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-import msgspec
-
+from layerzero.core import limit_conditions  # noqa: F401  # what the limits of core demand
 from layerzero.core.facts import Facts, fact_name
+from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import Custom
-from layerzero.core.operation import Operation
 from layerzero.core.plan import Plan
 from layerzero.core.reuse_conditions import (
     CLASS,
@@ -24,55 +23,66 @@ from layerzero.core.reuse_conditions import (
     Condition,
     Conditions,
     SizedCall,
-    all_conditions,
-    names_no_size,
+    axes_read,
+    conditions,
+    strides_read,
 )
+from layerzero.core.watched import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 
 
 class _Outline(NamedTuple):
-    """What the conditions of calls that differ in sizes only have in common.
+    """What the conditions of calls of one kind have in common while the same axes vary.
 
     Attributes:
         varying: axes that may vary.
         exact: operands of the sizes that stay as they are.
         classes: operands of the sizes whose product stays in its class.
         fixed: the conditions that name no size of the call.
-        asked: limits whose conditions may follow from the sizes.
+        sized: limits whose conditions follow from the sizes of a call.
+        watched: limits without conditions that read a size or memory, so that each call has to show what they read.
     """
 
     varying: frozenset[str]
     exact: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
     fixed: Conditions
-    asked: tuple[Limit, ...]
+    sized: tuple[Limit, ...]
+    watched: tuple[Limit, ...]
 
 
-OUTLINES: Kept[_Outline | None] = Kept()
-"""By kernel, policy, and what a call has beside its sizes; None where only exact calls may run a plan."""
+class _Kind(NamedTuple):
+    """Calls of one kernel that differ in sizes only.
+
+    Attributes:
+        outline: while all axes vary that the route, rules and what ``load`` read leave free.
+        complete: whether that outline says all, whatever the sizes.
+        outlines: of each smaller set of axes.
+    """
+
+    outline: _Outline
+    complete: bool
+    outlines: dict[frozenset[str], _Outline]
+
+
+OUTLINES: Kept[_Kind] = Kept()
+"""By kernel, policy, and what a call has beside its sizes."""
 
 
 def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditions | None:
     """What a call of the same coarse key must satisfy to run this plan; None if only the exact call may.
 
-    ``order`` has the function's tensors by number.
+    ``order`` has the function's tensors by number. No key tells the negative bit: where a limit reads it, the plan has
+    it asked for.
     """
-    kernel, facts = plan.kernel, plan.report.facts
-    if kernel.sizes_bound is None or plan.transforms_data:
+    facts = plan.report.facts
+    if EVERYTHING in plan.reads or plan.transforms_data:
         return None  # a copy's strides and alignment follow from sizes in ways that no condition here says
-    if kernel.build_key is not None or kernel.prebuilt is not None:
-        return None  # what is compiled for one size of a class may not be for another
-    outline = _outline(plan, policy, order)
-    if outline is None:
+    kind = _kind(plan, policy, order)
+    outline, demanded = (kind.outline, []) if kind.complete else _asked(kind, plan, policy, order)
+    if not outline.varying:
         return None
-    demanded: list[Condition] = []
-    if outline.asked or kernel.workspace_bytes is not None:
-        call = SizedCall(facts, kernel.layout, order, outline.varying)
-        asked = all_conditions(outline.asked, call)
-        if asked is None or not _fits_in_memory(plan, policy, call):
-            return None
-        demanded = asked
     shapes = [facts.tensors[name].shape if name in facts.tensors else () for name in order]
     exact = [(WITHIN, (each,), (size := shapes[each >> 8][each >> 1 & 0x7F], size)) for each in outline.exact]
     classes = []
@@ -82,36 +92,119 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     return (*exact, *classes, *outline.fixed, *demanded)
 
 
-def _outline(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:
-    """The outline for a plan's call; None where only the exact call may run the plan."""
+def _kind(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Kind:
     kernel, facts, varies = plan.kernel, plan.report.facts, plan.report.varies
     ranks = tuple([len(tensor.shape) for tensor in facts.tensors.values()])
-    key = kernel, policy, order, varies, facts.operation.name, facts.layout, ranks, facts.sizeless()
-    return OUTLINES.get(key, lambda: _outlined(plan, policy, order))
+    key = kernel, policy, order, varies, plan.reads, facts.operation.name, facts.layout, ranks, facts.sizeless()
+
+    def made() -> _Kind:
+        rules = (condition.fact for rule in policy.rules for condition in rule.conditions)
+        reads = plan.reads.union([fact_name(name, facts.operation) for name in rules])
+        call = SizedCall(facts, kernel.layout, order, frozenset() if _unexplained(facts) else frozenset(varies))
+        outline = _outlined(kernel, replace(call, varying=_without(reads, call)))
+        told = kernel.build_key is None and kernel.prebuilt is None and kernel.workspace_bytes is None
+        complete = told and not outline.sized and not outline.watched and not any("." in read for read in reads)
+        return _Kind(outline, complete, {outline.varying: outline})
+
+    return OUTLINES.get(key, made)
 
 
-def _outlined(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Outline | None:
+def _asked(kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...]) -> tuple[_Outline, list[Condition]]:
+    """The outline of a call, and what its sizes and strides demand beside it; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
-    read = [*(kernel.sizes_bound or ()), *(condition.fact for rule in policy.rules for condition in rule.conditions)]
-    read += [name for limit in kernel.limits if isinstance(limit, Custom) for name in limit.reads]
-    varying = frozenset(plan.report.varies).difference(*(_axes_behind(facts.operation, name) for name in read))
-    if not varying:
-        return None
-    call = SizedCall(facts, kernel.layout, order, varying)
-    demanded = all_conditions([limit for limit in kernel.limits if names_no_size(limit)], call)
-    if demanded is None:
-        return None
+    reads = _built_for(kernel, facts)
+    call = SizedCall(facts, kernel.layout, order, kind.outline.varying)
+    varying = _without(reads, call)
+    while True:
+        if varying != call.varying:
+            call = replace(call, varying=varying)
+        outline = kind.outlines.get(varying)
+        if outline is None:
+            outline = kind.outlines[varying] = _outlined(kernel, call)
+        demanded, more = _demanded(outline, plan, policy, call)
+        reads |= more
+        varying = _without(more, call)
+        if varying == call.varying:
+            break
+    if NEGATED in reads:
+        plan.reads_negated = False
+    return outline, [*demanded, *strides_read(plan.reads | reads, call)]
+
+
+def _unexplained(facts: Facts) -> bool:
+    """Whether a derived size follows from nobody says what: its class, which verdicts belong to, cannot be told."""
+    operation = facts.operation
+    return any(type(facts.get(name)) is int for name in operation.derived if name not in operation.derived_from)
+
+
+def _without(reads: Reads, call: SizedCall) -> frozenset[str]:
+    """The axes of a call that are left to vary when what was read stays as it is."""
+    if not reads:
+        return call.varying
+    axes = axes_read(reads, call)
+    return frozenset() if axes is None else call.varying - axes
+
+
+def _built_for(kernel: Kernel, facts: Facts) -> Reads:
+    """What was read to tell whether a compiled kernel is there: for one size of a class it may be, for another not."""
+    reads: Reads = frozenset()
+    if kernel.build_key is None and kernel.prebuilt is None:
+        return reads
+    seen = facts.seen_in(kernel.layout)
+    if kernel.build_key is not None:
+        reads |= reads_of(kernel.build_key, seen)
+    if kernel.prebuilt is not None:
+        reads |= reads_of(kernel.prebuilt, facts, moved=seen is not facts)
+    return reads
+
+
+def _outlined(kernel: Kernel, call: SizedCall) -> _Outline:
+    """Ask each limit once what of a call its conditions follow from, and those that have none what they read."""
+    facts, seen = call.facts, call.facts.seen_in(call.layout)
+    fixed: list[Condition] = []
+    sized: list[Limit] = []
+    watched: list[Limit] = []
+    for limit in kernel.limits:
+        asked = Watched(facts)
+        try:
+            told = conditions(limit, SizedCall(asked, call.layout, call.order, call.varying))
+            told = told if told is None else list(told)
+        except Exception:  # noqa: BLE001  # it wants the facts themselves, and gets them for each call
+            sized.append(limit)
+            continue
+        if not _fixed(asked.close(), facts):
+            sized.append(limit)
+        elif told is not None:
+            fixed += told
+        elif not _fixed(reads_of(limit.check, seen), facts):
+            watched.append(limit)
     exact, same = _axes(call)
-    asked = tuple(limit for limit in kernel.limits if not names_no_size(limit))
-    return _Outline(varying, tuple(exact), tuple(_classes(call)), (*same, *demanded), asked)
+    conditions_kept = (*same, *fixed)
+    return _Outline(call.varying, tuple(exact), tuple(_classes(call)), conditions_kept, tuple(sized), tuple(watched))
 
 
-def _axes_behind(operation: Operation, name: str) -> Iterable[str]:
-    """The axes that a fact follows from; all of them where that is not declared."""
-    name = fact_name(name, operation)
-    if name not in operation.derived:
-        return (name,)
-    return operation.derived_from.get(name, (*operation.facts, "..."))
+def _fixed(reads: Reads, facts: Facts) -> bool:
+    """Whether all calls of the kind agree in what was read; they agree in the ranks of tensors."""
+    return names_no_size(frozenset(read for read in reads if not read.endswith(RANK)), facts)
+
+
+def _demanded(outline: _Outline, plan: Plan, policy: Policy, call: SizedCall) -> tuple[list[Condition], Reads]:
+    """The conditions that follow from the sizes of this call, and what limits read that have none."""
+    kernel, facts = plan.kernel, call.facts
+    demanded: list[Condition] = []
+    reads: Reads = frozenset()
+    seen = facts.seen_in(call.layout)
+    for limit in outline.watched:
+        reads |= reads_of(limit.check, seen)
+    for limit in outline.sized:
+        told = conditions(limit, call)
+        if told is None:
+            reads |= reads_of(limit.check, seen)
+        else:
+            demanded += told
+    if kernel.workspace_bytes is not None and not _fits_in_memory(kernel, policy, call):
+        reads |= reads_of(kernel.workspace_bytes, facts, moved=seen is not facts)
+    return demanded, reads
 
 
 def _axes(call: SizedCall) -> tuple[list[int], list[Condition]]:
@@ -144,24 +237,9 @@ def _classes(call: SizedCall) -> Iterable[tuple[int, ...]]:
                 yield tuple(operands)
 
 
-def _fits_in_memory(plan: Plan, policy: Policy, call: SizedCall) -> bool:
+def _fits_in_memory(kernel: Kernel, policy: Policy, call: SizedCall) -> bool:
     """Whether the largest call of the class would, since workspaces grow with sizes."""
-    kernel, facts = plan.kernel, call.facts
-    if kernel.workspace_bytes is None:
-        return True
-    largest = {
-        name: (1 << size.bit_length()) - 1 if call.varies(name) else size for name, size in facts.sizes().items()
-    }
-    tensors = {}
-    for name, fact in facts.tensors.items():
-        shape = [(1 << size.bit_length()) - 1 for size in fact.shape]
-        shape = [
-            big if axis in call.varying else size
-            for axis, size, big in zip(call.axes(name), fact.shape, shape, strict=True)
-        ]
-        tensors[name] = msgspec.structs.replace(fact, shape=tuple(shape))
-    upper = Facts(facts.operation, facts.device, facts.layout, tensors, {**facts, **largest})
     try:
-        return kernel.workspace_for(upper) <= policy.memory_headroom_mb * 2**20
-    except Exception:  # noqa: BLE001  # it answered for the call itself; what it cannot answer for is not reused
+        return kernel.workspace_for(call.largest()) <= policy.memory_headroom_mb * 2**20
+    except Exception:  # noqa: BLE001  # it answered for the call itself, whose sizes it reads
         return False

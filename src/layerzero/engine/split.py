@@ -17,6 +17,7 @@ from layerzero.core.limit import Finding
 from layerzero.core.limit_launch import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.schema import OperationSchema
+from layerzero.core.watched import watch
 from layerzero.engine.policy import Lock, Policy, names_kernel
 
 _ROUND = 16
@@ -83,8 +84,7 @@ def sizes(batch: int, size: int) -> tuple[int, ...]:
 def of_batch(facts: Facts, rows: int) -> Facts:
     """The facts of so many sequences of a call."""
     cut = {name: _cut(facts, name, tensor, rows) for name, tensor in facts.tensors.items()}
-    values = {**facts, cut_axis(facts.operation.schema): rows}
-    return Facts(facts.operation, facts.device, facts.layout, cut, values)
+    return facts.of_sizes({cut_axis(facts.operation.schema): rows}, cut)
 
 
 def _cut(facts: Facts, name: str, tensor: TensorFacts, rows: int) -> TensorFacts:
@@ -104,7 +104,7 @@ def load(kernel: Kernel, facts: Facts, size: int) -> Callable[[int], Callable[..
     """Load the kernel for each chunk size; what it returns answers which callable runs so many sequences."""
     seen = facts.seen_in(kernel.layout)
     every = sizes(facts.size(cut_axis(facts.operation.schema)), size)
-    loaded = {rows: kernel.load(of_batch(seen, rows)) for rows in every}
+    loaded = {rows: watch(kernel.load, of_batch(seen, rows), f"{kernel.id}: load")[0] for rows in every}
     return loaded.__getitem__
 
 

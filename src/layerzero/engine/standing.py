@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from layerzero.core import limit_kinds, limit_launch
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -19,17 +18,12 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason
+from layerzero.core.watched import Watched, names_no_size
 from layerzero.engine import legality, split
 from layerzero.engine.health import Health
 from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-
-_SIZELESS = frozenset({
-    *(limit_kinds.Platform, limit_kinds.Arch, limit_kinds.Instruction, limit_kinds.Dtype),
-    *(limit_kinds.LseWithoutGradient, limit_kinds.SdpaEnabled, limit_launch.Generation, limit_launch.TensorCore),
-})  # fmt: skip
-"""Limits that read the device, the dtype and the eager state only; ``OneOf`` and ``Positive`` say what they read."""
 
 
 class Standing(NamedTuple):
@@ -41,8 +35,8 @@ class Standing(NamedTuple):
         untested: whether a verdict decides about its library, too.
         changing: whether more than the facts of a call decide: a verdict, or what was compiled.
         adaptations: what its plan does because of its layout.
-        steps: in the order in which they are declared, the limits that read sizes or memory, or say not what they
-            read, and what the others found that a plan makes good.
+        steps: in the order in which they are declared, the limits that read sizes or memory, and what the others found
+            that a plan makes good.
     """
 
     kernel: Kernel
@@ -184,10 +178,8 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     if kernel.revision is not None:  # what a descriptor says is told beside what the kernel itself says
         return Standing(kernel, None, state.untested, changing, tuple(legality.adaptations_for(kernel, facts)))
     seen = facts.seen_in(kernel.layout)
-    fixed = facts.operation.schema.sizeless
-    steps: list[Limit | Findings] = [
-        legality.checked(limit, seen) if _reads_no_size(limit, fixed) else limit for limit in kernel.limits
-    ]
+    watched = Watched(seen)
+    steps: list[Limit | Findings] = [_settled(limit, watched) for limit in kernel.limits]
     steps.append((*legality.argument_findings(kernel, seen), *legality.state_findings(kernel, seen)))
     found = [finding for step in steps if isinstance(step, tuple) for finding in step]
     adaptations = legality.adaptations_for(kernel, facts)
@@ -199,10 +191,19 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     return Standing(kernel, None, state.untested, changing, view, left)
 
 
-def _reads_no_size(limit: Limit, fixed: Collection[str]) -> bool:
-    if type(limit) in (limit_kinds.OneOf, limit_kinds.Positive):
-        return all(name in fixed for name in limit.facts_read())
-    return type(limit) in _SIZELESS
+def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
+    """What a limit finds in all calls of the kind of these; itself where it read what differs between them.
+
+    Under capture it may ask what was made before, which changes.
+    """
+    facts.taken()
+    try:
+        found = limit.check(facts)
+    except Exception:  # noqa: BLE001  # third parties write limits, too: it is asked, and told of, for each call
+        return limit
+    reads = facts.taken()
+    settled = names_no_size(reads, facts) and not ("capturing" in reads and facts["capturing"])
+    return found if settled else limit
 
 
 def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_failed: bool = False) -> Candidate:

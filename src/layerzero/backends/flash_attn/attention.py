@@ -86,7 +86,7 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_func
 
-    splits = 0 if facts.size("seq_q") == 1 else 1  # 0: split the keys of a decode as the library thinks best
+    splits = 0 if facts.size_bits("seq_q") == 1 else 1  # 0: split the keys of a decode as the library thinks best
 
     def v3(
         query: Tensor,
@@ -127,9 +127,7 @@ def _shifted_lse(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.LSE_UNSUPPORTED, "return_lse", "False beside alibi_slopes and causal", True)
 
 
-ALIBI_WITHOUT_LSE = limit.Custom(
-    "no log-sum-exp beside alibi_slopes and causal", ("alibi_slopes", "return_lse"), _shifted_lse
-)
+ALIBI_WITHOUT_LSE = limit.Custom("no log-sum-exp beside alibi_slopes and causal", _shifted_lse)
 """What FlashAttention 2 cannot give, in its own package and in others that ship it."""
 
 
@@ -164,7 +162,6 @@ KERNELS = (
             *_SHAPES,
         ),
         graph_safe=True,
-        sizes_bound=(),  # whether seq_q is 1 it does read; that is a size class of its own
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),
@@ -181,10 +178,9 @@ KERNELS = (
             limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),  # flash_fwd_launch_template.h; issue 1786
             *_SHAPES,
             ALIBI_WITHOUT_LSE,
-            limit.Custom("no softcap on ROCm", ("softcap",), _rocm_softcap),
+            limit.Custom("no softcap on ROCm", _rocm_softcap),
         ),
         graph_safe=True,
-        sizes_bound=(),
         priority=90,
         aliases=("flash_attn.v2.causal",),
     ),

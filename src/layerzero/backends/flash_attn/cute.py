@@ -83,6 +83,7 @@ _CONSTANT_FROM = _LSE + 1
 def _load(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    facts.only_this_call()  # what the first call records follows from its shapes and strides
     forward, recorder = _recording(_flash_attn_fwd)
     batch, heads, seq_q = facts.size("batch"), facts.size("heads"), facts.size("seq_q")
     shape, lse_shape = (batch, seq_q, heads, facts.size("value_dim")), (batch, heads, seq_q)
@@ -200,12 +201,12 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", min=8, max=256, multiple=8),
             limit.dim("value_dim", min=8, max=256, multiple=8),
-            limit.Custom("value_dim <= head_dim", ("head_dim", "value_dim"), _narrow_values),
+            limit.Custom("value_dim <= head_dim", _narrow_values),
             limit.positive("scale"),
             limit.last_stride_one(*_TENSORS),
             limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
             limit.contiguous("sinks"),
-            limit.Custom("sinks: float16, bfloat16, float32", ("sinks",), _sinks),
+            limit.Custom("sinks: float16, bfloat16, float32", _sinks),
         ),
         graph_safe=True,
         jit=True,
@@ -224,7 +225,6 @@ KERNELS = (
         limit.instruction("tcgen05.mma"),
         limit.Custom(
             "head_dim: at most 128, or 192 beside a value_dim of 128, or 256",
-            ("head_dim", "value_dim"),
             _blackwell_dims,
         ),
     ),

@@ -77,7 +77,6 @@ KERNELS = tuple(
         jit=True,
         build_key=_module,
         prebuilt=_prebuilt,
-        sizes_bound=(),
         priority=90,
     )
     for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))

@@ -221,7 +221,7 @@ class _OneStep(Limit):
             if not _steps_as_one(tensor := facts.tensors[name])
         )
 
-    def facts_read(self) -> tuple[str, ...]:
+    def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
@@ -264,12 +264,12 @@ _ARGUMENTS = ("causal", "scale", "window", "softcap", "return_lse")
 _SHARED = (
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
-    limit.Custom("window: (left, 0) or (left, -1), none beside a mask", ("window", "attn_mask", "seq_q"), _window),
+    limit.Custom("window: (left, 0) or (left, -1), none beside a mask", _window),
     limit.aligned(16, *_TENSORS),
 )
 _TEMPLATES = (
     *_SHARED,
-    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", ("head_dim", "value_dim"), _dims),
+    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims),
     limit.last_stride_one(*_TENSORS),
     _OneStep(),
 )
@@ -299,7 +299,7 @@ _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 _MASKED = (
     limit.arch(min=(8, 0)),
     limit.one_of("attn_mask", "none", "bool"),
-    limit.Custom("attn_mask: the same for all heads", ("attn_mask",), _mask_for_all_heads),
+    limit.Custom("attn_mask: the same for all heads", _mask_for_all_heads),
 )
 
 KERNELS = (

@@ -78,7 +78,6 @@ KERNELS = (
         jit=True,
         build_key=_key,
         prebuilt=_prebuilt,
-        sizes_bound=("in_features", "out_features", "input_ndim"),
         priority=40,
     ),
 )

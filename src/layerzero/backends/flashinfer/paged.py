@@ -178,8 +178,8 @@ _LIMITS = (
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),
     limit.positive("scale"),
-    limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), same_strides),
-    limit.Custom("capture: a capturable step", ("step", "capturing"), _plannable),
+    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    limit.Custom("capture: a capturable step", _plannable),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
 )

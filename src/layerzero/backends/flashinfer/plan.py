@@ -82,8 +82,5 @@ def plan_key(backend: str) -> Callable[[Facts], tuple[Any, ...]]:
 
 def plan_before_capture(backend: str) -> Limit:
     """Legal under capture only where the plan is there; a single sequence needs none."""
-    reads = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "head_dim", "value_dim", "window", "softcap", "scale")
-    made = PLANS.before_capture("its plan", reads, plan_key(backend))
-    return limit.Custom(
-        made.text, made.reads, lambda facts: made.check_facts(facts) if planned(backend, facts) else None
-    )
+    made = PLANS.before_capture("its plan", plan_key(backend))
+    return limit.Custom(made.text, lambda facts: made.check_facts(facts) if planned(backend, facts) else None)

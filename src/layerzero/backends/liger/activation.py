@@ -71,7 +71,6 @@ KERNELS = tuple(
         graph_safe=True,
         jit=True,
         build_key=_specialised,
-        sizes_bound=(),
         priority=50,
     )
     for name, operations, load, accepts, limits in (

@@ -96,7 +96,6 @@ KERNELS = tuple(
         handles_empty=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=45,
     )
     for name, operations, load, accepts in (

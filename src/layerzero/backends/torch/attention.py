@@ -138,8 +138,8 @@ KERNELS = (
             limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.Custom("float64: a float64 mask", ("dtype", "mask_dtype"), _readable_mask),
-            limit.Custom("causal: scale > 0", ("causal", "scale"), _positive_scale),
+            limit.Custom("float64: a float64 mask", _readable_mask),
+            limit.Custom("causal: scale > 0", _positive_scale),
             limit.LseWithoutGradient(),
             limit.SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
@@ -147,7 +147,6 @@ KERNELS = (
         grad=True,
         deterministic=True,
         handles_negated=True,
-        sizes_bound=(),
         priority=50,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
@@ -171,7 +170,6 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         workspace_bytes=_math_workspace,
-        sizes_bound=("group",),
         priority=20,
     ),
 )

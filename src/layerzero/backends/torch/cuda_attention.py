@@ -102,7 +102,7 @@ def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
 def _cudnn_expanded(facts: Facts) -> Reason | None:
     """It gives the output the query's strides, and refuses its own output where one of them is 0."""
     query = facts.tensors["query"]
-    if not any(stride == 0 and size > 1 for size, stride in zip(query.shape, query.strides, strict=True)):
+    if not query.expanded:
         return None
     return Reason(ReasonCode.NOT_CONTIGUOUS, "query", "no expanded axis", f"strides {query.strides}")
 
@@ -118,13 +118,11 @@ def _cudnn_wide_heads(facts: Facts) -> Reason | None:
 def _efficient_dropout(facts: Facts) -> Reason | None:
     """Its operator refuses to split a batch where there is dropout: one seed serves one launch."""
     most = facts.device.max_grid[2] if facts.device.max_grid else None
-    batch = facts.size("batch")
-    if most is None or batch <= most or not facts["dropout_p"]:
+    if most is None or not facts["dropout_p"] or (batch := facts.size("batch")) <= most:
         return None
     return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} beside dropout", f"{batch} (batch)")
 
 
-_WIDE_FACTS = ("head_dim", "value_dim", "sm", "requires_grad")
 # Flash and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN.
 _SCALE = limit.positive("scale")
 _DENSE = limit.last_stride_one("query", "key", "value")
@@ -145,8 +143,8 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _WIDE_FACTS, _cudnn_wide_heads),
-            limit.Custom("query: no expanded axis", ("query",), _cudnn_expanded),
+            limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _cudnn_wide_heads),
+            limit.Custom("query: no expanded axis", _cudnn_expanded),
             limit.SquareCausal(),
             limit.SdpaEnabled("cudnn"),
             _DENSE,
@@ -157,7 +155,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=60,
     ),
     Kernel(
@@ -184,7 +181,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=50,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
@@ -208,7 +204,7 @@ KERNELS = (
             limit.SdpaEnabled("efficient"),
             limit.SameHeads(),
             limit.grid(x=(("seq_q", 64),), y=("heads",)),
-            limit.Custom("dropout: batch <= 65535", ("batch", "dropout_p"), _efficient_dropout),
+            limit.Custom("dropout: batch <= 65535", _efficient_dropout),
             _DENSE,
             _ALIGNED,
         ),
@@ -216,7 +212,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=40,
     ),
 )

@@ -108,8 +108,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
     scale = facts.size("head_dim") ** -0.5 if facts["scale"] is None else facts["scale"]
     numbers = [torch.tensor(number, dtype=torch.float32, device=device) for number in (scale, facts["softcap"] or 0.0)]
     bounds = [_UNBOUNDED if bound < 0 else bound for bound in (left, right)]
-    offset = facts.size("seq_k") - facts.size("seq_q")
-    numbers += [torch.tensor(number, device=device) for number in (*bounds, offset)]
+    numbers += [torch.tensor(number, device=device) for number in bounds]
+    # one build on the CPU serves a class of lengths, and a plan should, too; on a GPU the copy would cost each call
+    exact_offset = None if on_cpu else torch.tensor(facts.size("seq_k") - facts.size("seq_q"), device=device)
     no_slopes = torch.zeros(facts.size("heads"), device=device)
 
     def attend(
@@ -137,7 +138,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
             )
         # a plan has but one causal, scale, window and softcap: they are in ``numbers``
         slopes = no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous().view(-1)
-        return run([*numbers, slopes, query, key, value])
+        offset = torch.tensor(key.shape[1] - query.shape[1]) if exact_offset is None else exact_offset
+        return run([*numbers, offset, slopes, query, key, value])
 
     return attend
 
@@ -145,9 +147,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
 def _built(facts: Facts, device: torch.device) -> Runner:
     """The build that serves a call, made if there is none; warmup is the only caller for which there is none."""
     ranged = device.type == "cpu"
-    sizes = {name: facts.size(name) for name in (*_RANGES, *_EXACT)}
-    if ranged:  # the class: from a power of two up to its double
-        sizes |= {name: 1 << (sizes[name].bit_length() - 1) for name in _RANGES}
+    sizes = {name: 1 << (facts.size_bits(name) - 1) if ranged else facts.size(name) for name in _RANGES}
+    sizes |= {name: facts.size(name) for name in _EXACT}  # a range is a class: from a power of two up to its double
     dtype = facts.tensors["query"].dtype
     key = (device, dtype, *sizes.values())
     with _BUILDING:
@@ -242,7 +243,7 @@ def _exact_build_key(facts: Facts) -> Hashable:
 
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi_slopes")
 _DTYPES = limit.dtype("float32", "float16", "bfloat16")
-_SLOPES = limit.Custom("alibi_slopes: (H,)", ("alibi_slopes",), _slopes_of_a_batch)
+_SLOPES = limit.Custom("alibi_slopes: (H,)", _slopes_of_a_batch)
 _DENSE = limit.contiguous("query", "key", "value")  # strides are compiled in
 
 KERNELS = (

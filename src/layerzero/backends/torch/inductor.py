@@ -73,7 +73,7 @@ def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: o
 
     ``axes`` has 2 for each tensor of rows and 1 for each vector.
     """
-    rows, low = (1 << (facts.size(name).bit_length() - 1) for name in ("rows", "hidden"))
+    rows, low = (1 << (facts.size_bits(name) - 1) for name in ("rows", "hidden"))
     hidden, device = facts.size("hidden"), torch.device(facts.device.torch_type, facts.device.index)
     key = (operation.name, facts["dtype"], facts.device, rows, low)
     with _BUILDING:

@@ -160,7 +160,7 @@ def _has_onednn(facts: Facts) -> Reason | None:
 
 _ONEDNN = (
     limit.platform("cpu"),
-    limit.Custom("torch is built with oneDNN", (), _has_onednn),
+    limit.Custom("torch is built with oneDNN", _has_onednn),
     limit.dtype("float32", "bfloat16"),
     limit.cpu_feature("avx512", dtype="bfloat16"),
     limit.contiguous("bias"),  # it reads one element after the other, whatever the strides say
@@ -180,7 +180,6 @@ KERNELS = (
         handles_empty=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=50,
     ),
     Kernel(
@@ -191,7 +190,7 @@ KERNELS = (
         accepts=("bias", "activation", "out_dtype"),
         limits=(
             limit.dtype(*_FLOATS),
-            limit.Custom("an activation or another dtype of the result", ("activation", "out_dtype"), _asks_for_more),
+            limit.Custom("an activation or another dtype of the result", _asks_for_more),
         ),
         grad=True,
         deterministic=True,
@@ -199,7 +198,6 @@ KERNELS = (
         handles_empty=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=50,
     ),
     Kernel(
@@ -217,7 +215,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=("in_features", "input_ndim"),
         priority=55,
     ),
     Kernel(
@@ -236,7 +233,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=("in_features", "input_ndim"),
         priority=45,
     ),
     Kernel(
@@ -247,7 +243,6 @@ KERNELS = (
         accepts=("bias", "activation"),
         limits=_ONEDNN,
         deterministic=True,
-        sizes_bound=(),
         priority=45,
     ),
     Kernel(
@@ -258,7 +253,6 @@ KERNELS = (
         accepts=("bias", "activation", "packed"),
         limits=(*_ONEDNN, BELONGS),
         deterministic=True,
-        sizes_bound=(),
         priority=55,
     ),
 )

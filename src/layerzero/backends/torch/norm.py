@@ -26,7 +26,7 @@ def _infinite_float64(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")
 
 
-_FINITE = limit.Custom("on a GPU: no float64", ("dtype",), _infinite_float64)
+_FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -42,7 +42,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     """
     shape = (facts.size("hidden"),)
     fused = getattr(torch, "_fused_rms_norm", None)
-    if fused is None or len(facts.tensors["input"].shape) in _CHANNELS_LAST:
+    if fused is None or facts["input_ndim"] in _CHANNELS_LAST:
         rms_norm = torch.rms_norm
 
         def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
@@ -96,7 +96,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=("hidden",),
         priority=10,
     ),
     Kernel(
@@ -111,7 +110,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=(),
         priority=40,
     ),
     Kernel(
@@ -126,7 +124,6 @@ KERNELS = (
         graph_safe=True,
         handles_negated=True,
         device_guard=True,
-        sizes_bound=("hidden",),
         priority=10,
     ),
 )

@@ -101,7 +101,6 @@ KERNELS = (
         graph_safe=True,
         device_guard=True,
         workspace_bytes=_gathered_bytes,
-        sizes_bound=("page_size", "group"),
         priority=20,
     ),
     Kernel(
@@ -114,7 +113,6 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        sizes_bound=(),
         priority=20,
     ),
 )

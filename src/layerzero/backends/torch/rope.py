@@ -156,7 +156,6 @@ KERNELS = tuple(
         graph_safe=True,
         handles_negated=load is _load,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
         device_guard=True,
-        sizes_bound=("rotary_half", "head_dim"),
         priority=20,
     )
     for name, operation, load in (

@@ -55,7 +55,6 @@ KERNELS = tuple(
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        sizes_bound=(),
         priority=85,
     )
     for name, load, accepts in (("silu_mul", _load_silu_mul, ()), ("gelu_mul", _load_gelu_mul, ("approximate",)))

@@ -168,7 +168,7 @@ _SHAPES = (
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
-    _STARTS.before_capture("its tensor of starts", ("batch",), _starts_key),
+    _STARTS.before_capture("its tensor of starts", _starts_key),
 )
 _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 
@@ -188,7 +188,7 @@ KERNELS = (
                 "head_dim", min=64
             ),  # its narrowest tile: of heads of 8 and 16 it left half of a page unread (H200, 2026-11-21)
             limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom(FITTING_VALUES, ("head_dim", "value_dim"), fitting_values),
+            limit.Custom(FITTING_VALUES, fitting_values),
         ),
         graph_safe=True,
         priority=85,
@@ -225,8 +225,8 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
             limit.last_stride_one("key_cache", "value_cache"),
-            limit.Custom("key_cache and value_cache: the same strides", ("key_cache", "value_cache"), same_strides),
-            _SCALES.before_capture("its scales", (), lambda facts: (facts.device.index,)),
+            limit.Custom("key_cache and value_cache: the same strides", same_strides),
+            _SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
         deterministic=True,

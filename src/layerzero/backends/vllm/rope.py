@@ -85,7 +85,6 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        sizes_bound=("heads", "kv_heads", "head_dim"),
         priority=75,
     ),
     Kernel(
@@ -104,7 +103,6 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        sizes_bound=("heads", "kv_heads", "head_dim"),
         priority=85,
     ),
 )

@@ -68,7 +68,6 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(*_LIMITS, *limits),
         deterministic=True,
-        sizes_bound=(),
         priority=35,
     )
     for name, operation, load, accepts, limits in (

@@ -68,7 +68,6 @@ KERNELS = (
             BELONGS,
         ),
         deterministic=True,
-        sizes_bound=("in_features", "out_features", "input_ndim"),
         priority=55,
     ),
 )

@@ -148,7 +148,7 @@ _LIMITS = (
     limit.dim("head_dim", one_of=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)),
     limit.equal("value_dim", "head_dim"),
     limit.dim("page_size", multiple=16),
-    limit.Custom("keys transposed in each page", ("key_cache", "value_cache"), _transposed_keys),
+    limit.Custom("keys transposed in each page", _transposed_keys),
 )
 
 KERNELS = (

@@ -116,10 +116,9 @@ _LIMITS = (
     limit.cpu_feature("avx2"),
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
     limit.dtype("float32", "float16", "bfloat16"),
-    limit.Custom("a table in float32 or the query's dtype", ("dtype", "table_dtype"), _table),
+    limit.Custom("a table in float32 or the query's dtype", _table),
     limit.Custom(
         "half-split, a bfloat16 table: head_dim and half % 8 == 0",
-        ("table_dtype", "interleaved", "head_dim", "rotary_half"),
         _vectors,
     ),
 )
@@ -134,7 +133,6 @@ KERNELS = (
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own
         deterministic=True,
-        sizes_bound=("heads", "kv_heads", "head_dim"),
         priority=60,
     ),
     Kernel(
@@ -152,7 +150,6 @@ KERNELS = (
             limit.aligned(16, "query", "key"),
         ),
         deterministic=True,
-        sizes_bound=("heads", "kv_heads", "head_dim"),
         priority=60,
     ),
 )

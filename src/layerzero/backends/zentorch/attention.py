@@ -112,11 +112,10 @@ KERNELS = (
             limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
             limit.SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.Custom("scale: not 0, above 0 beside causal", ("scale", "causal"), _scale),
+            limit.Custom("scale: not 0, above 0 beside causal", _scale),
             RowsApart(),
         ),
         deterministic=True,
-        sizes_bound=(),
         priority=45,
     ),
 )

@@ -60,7 +60,6 @@ KERNELS = (
         accepts=("bias", "activation", "packed"),
         limits=(VECTORS, BFLOAT16, DTYPES, limit.contiguous("bias"), BELONGS),
         deterministic=True,
-        sizes_bound=(),
         priority=60,
     ),
 )

@@ -50,7 +50,7 @@ def _eps_normal(facts: Facts) -> Reason | None:
     return None if normal else Reason(ReasonCode.CONSTRAINT_FAILED, "eps", "at least 1e-37", eps)
 
 
-_EPS = limit.Custom("eps >= 1e-37", ("eps",), _eps_normal)
+_EPS = limit.Custom("eps >= 1e-37", _eps_normal)
 
 KERNELS = (
     Kernel(
@@ -62,7 +62,6 @@ KERNELS = (
         renames={"eps": "epsilon"},
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("input", "weight")),
         deterministic=True,
-        sizes_bound=("hidden", "input_ndim"),
         priority=60,
     ),
     Kernel(
@@ -73,7 +72,6 @@ KERNELS = (
         accepts=("eps",),
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("residual", "weight")),
         deterministic=True,
-        sizes_bound=("hidden",),
         priority=60,
     ),
 )

@@ -171,7 +171,7 @@ def _belongs(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "packed", "the PackedWeight of this weight", got, hint)
 
 
-BELONGS = limit.Custom("packed: the PackedWeight of this weight", ("packed",), _belongs)
+BELONGS = limit.Custom("packed: the PackedWeight of this weight", _belongs)
 """What a kernel demands that computes with the packed form."""
 
 

@@ -1,0 +1,139 @@
+"""What a process does before its first result, and what it does not do twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine import dispatch, legality
+from layerzero.engine.config import current_policy
+from layerzero.engine.functions import CALLS
+
+FRESH = """
+import json, sys, torch, warnings
+warnings.simplefilter("ignore")
+import layerzero as lz
+from layerzero.engine import dispatch
+
+made, loaded, choose = [], [], dispatch.Dispatcher.choose
+
+def counted(self, *args, **kwargs):
+    plan = choose(self, *args, **kwargs)
+    made.append(plan.kernel_id)
+    return plan
+
+dispatch.Dispatcher.choose = counted
+x, w, q = torch.randn(4, 64), torch.randn(64), torch.randn(1, 8, 2, 16)
+told = {}
+"""
+
+
+def fresh(script, **environment):
+    """What a new process tells."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH + script + "\nprint(json.dumps(told))"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_the_first_choice_of_a_process_is_kept(native):
+    told = fresh(
+        """
+counts = []
+for _ in range(3):
+    lz.rms_norm(x, w)
+    counts.append(len(made))
+for _ in range(2):
+    lz.attention(q, q, q, layout="BSHD")
+    counts.append(len(made))
+told["counts"] = counts
+""",
+        LAYERZERO_NATIVE=native,
+    )
+    assert told["counts"] == [1, 1, 1, 2, 2]
+
+
+def test_freezing_after_two_first_calls_holds_two_choices():
+    told = fresh("""
+lz.rms_norm(x, w)
+lz.attention(q, q, q, layout="BSHD")
+told["held"] = [each.kernel for each in lz.freeze().choices.values()]
+""")
+    assert len(told["held"]) == 2
+
+
+def test_a_recording_sees_the_first_call(tmp_path):
+    told = fresh(f"""
+with lz.record({str(tmp_path / "calls.json")!r}):
+    lz.rms_norm(x, w)
+told["calls"] = [each["call"]["operation"] for each in json.load(open({str(tmp_path / "calls.json")!r}))["calls"]]
+""")
+    assert told["calls"] == ["norm.rms"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often a call was judged, completely or not."""
+    times = []
+    explain = dispatch.Dispatcher.explain
+
+    def counted(self, *args, **kwargs):
+        times.append(kwargs.get("complete", True))
+        return explain(self, *args, **kwargs)
+
+    monkeypatch.setattr(dispatch.Dispatcher, "explain", counted)
+    return times
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+def test_a_call_that_ends_at_the_reference_is_judged_once(asked, monkeypatch):
+    query = torch.randn(1, 4, 2, 8)
+    lz.attention(query, query, query, softcap=1.0, layout="BSHD")  # which tells so, once
+    asked.clear()
+    completed = []
+    monkeypatch.setattr(legality, "completed", lambda candidate, *rest: completed.append(candidate) or candidate)
+    for length in (300, 700):
+        longer = torch.randn(1, length, 2, 8)
+        lz.attention(longer, longer, longer, softcap=1.0, layout="BSHD")
+    assert asked == [False, False]
+    assert completed == []
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+@pytest.mark.parametrize("arguments", [
+    {"softcap": 1.0},
+    {"softcap": 1.0, "window": (2, 0), "return_lse": True},
+    {"sinks": torch.zeros(2)},
+])  # fmt: skip
+def test_the_report_of_a_choice_has_every_reason_once_it_is_read(arguments):
+    query = torch.randn(1, 4, 2, 8)
+    dispatcher = CALLS["attention"].dispatcher
+    bound = dispatcher.function.bind((query, query, query), {"layout": "BSHD", **arguments})
+    whole, _ = dispatcher.explain(bound, current_policy())
+    report = dispatcher.choose(bound, current_policy()).report
+    assert report.kernel_id == whole.kernel_id
+    assert report.chosen.kernel.is_reference
+    for name, reasons in whole.failures.items():
+        # whether a kernel that is refused anyway was built or vetted, too, changes from day to day
+        lasting = {each for each in reasons if each.code is not lz.ReasonCode.JIT_DISABLED}
+        assert lasting <= set(report.failures[name]) <= set(reasons)
+
+
+def test_where_nothing_is_legal_the_error_has_every_reason(asked):
+    query = torch.randn(1, 4, 2, 8)
+    with lz.scope(fallback_enabled=False), pytest.raises(lz.NoKernelFoundError) as caught:
+        lz.attention(query, query, query, softcap=1.0, window=(2, 0), layout="BSHD")
+    assert asked == [False]
+    codes = {reason.code for reason in caught.value.failures["torch.sdpa.math"]}
+    assert codes >= {lz.ReasonCode.SOFTCAP_UNSUPPORTED}
