@@ -1,5 +1,6 @@
 # ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
 # Written by `layerzero docs` from the declarations; edit those.
+import torch
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -25,7 +26,7 @@ from layerzero.asking.control import (
 )
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.freeze import freeze, frozen, thaw
-from layerzero.core import judges, limits
+from layerzero.core import limits
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.device import Device
 from layerzero.core.errors import (
@@ -53,8 +54,8 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import StepMetadata
-from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -90,6 +91,7 @@ __all__ = [
     "OpKind",
     "Operation",
     "OperationSchema",
+    "PackedWeight",
     "Param",
     "Plan",
     "PolicyError",
@@ -120,10 +122,12 @@ __all__ = [
     "facts",
     "freeze",
     "frozen",
-    "judges",
+    "gelu",
+    "gelu_mul",
     "kernels_from_descriptor",
     "layer_norm",
     "limits",
+    "linear",
     "list_kernels",
     "list_operations",
     "load_config",
@@ -137,13 +141,13 @@ __all__ = [
     "register_kernel",
     "register_operation",
     "register_with_transformers",
+    "relu2",
     "rms_norm",
-    "rope",
-    "rope_",
-    "rope_frequencies",
-    "rope_table",
     "sampled",
     "scope",
+    "silu",
+    "silu_mul",
+    "swiglu_oai",
     "testing",
     "thaw",
     "tune",
@@ -277,6 +281,30 @@ def attention(
     Source: arXiv:1706.03762.
     """
 
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """Apply the Gaussian error linear unit: ``x / 2 * (1 + erf(x / sqrt(2)))``, or its approximation by tanh.
+
+    Shapes: input (*) → (*)
+    Dtype: floating; computes in float32; returns input.dtype. An infinity may give NaN.
+    Args:
+        approximate: ``"none"`` or ``"tanh"``.
+    Raises: InvalidCallError for dtypes or a name that is none of these.
+    Source: arXiv:1606.08415.
+    """
+
+def gelu_mul(input: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """Multiply the GELU of a gate with what it lets through: ``gelu(gate) * up``.
+
+    Shapes: gate and up (*, D) → (*, D); or both in one input (*, 2 D), the gate first.
+    Dtype: floating, the same for both; computes in float32; returns input.dtype. An infinite gate may give NaN.
+    Args:
+        input: the gate, or gate and up.
+        up: what the gate lets through; None if it is in the input.
+        approximate: ``"none"`` or ``"tanh"``, as for :func:`layerzero.gelu`.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, or another approximation.
+    Source: arXiv:2002.05202.
+    """
+
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -291,6 +319,30 @@ def layer_norm(
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1607.06450.
+    """
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight, as ``torch.nn.functional.linear``: ``activation(input @ weight^T + bias)``.
+
+    Shapes: input (*, K), weight (N, K), bias (N,) → (*, N)
+    Dtype: floating, the same for all; sums are in float32; returns out_dtype or input.dtype.
+    Args:
+        activation: what follows the product: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or
+            ``"relu2"``; kernels that know it apply it before they round.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16, whose sums are not rounded
+            then (logits).
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
     """
 
 @overload
@@ -364,6 +416,15 @@ def paged_attention(
     Source: PagedAttention, arXiv:2309.06180.
     """
 
+def relu2(input: Tensor) -> Tensor:
+    """Apply the squared rectified linear unit: ``max(x, 0)^2``.
+
+    Shapes: input (*) → (*)
+    Dtype: floating; computes in float32; returns input.dtype.
+    Raises: InvalidCallError for other dtypes.
+    Source: arXiv:2109.08668.
+    """
+
 def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     """Normalise the last axis by its root mean square and scale by the weight.
 
@@ -374,51 +435,38 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     Source: arXiv:1910.07467.
     """
 
-def rope(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions.
+def silu(input: Tensor) -> Tensor:
+    """Apply the sigmoid linear unit: ``x / (1 + exp(-x))``.
 
-    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
-        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
-        key's. Entries of a head from R on pass through.
-    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
-        positions int32 or int64. Computes in float32 or wider.
-    Args:
-        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
-            want them joined read without a copy.
-        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
-            finds them.
-        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
-        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
-            first are tokens.
-    Returns: the rotated query and key.
-    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
-        positions; in debug mode for positions beyond it, too.
-    Source: RoFormer, arXiv:2104.09864.
+    Shapes: input (*) → (*)
+    Dtype: floating; computes in float32; returns input.dtype.
+    Raises: InvalidCallError for other dtypes.
+    Source: arXiv:1702.03118.
     """
 
-def rope_(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> None:
-    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
+def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
+    """Multiply the SiLU of a gate with what it lets through: ``silu(gate) * up``.
 
-    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
-    key, and returns nothing.
-    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
-        in memory, or that shares elements with the other or with the table.
+    Shapes: gate and up (*, D) → (*, D); or both in one input (*, 2 D), the gate first, as one product with the two
+        weights joined makes them.
+    Dtype: floating, the same for both; computes in float32; returns input.dtype.
+    Args:
+        input: the gate, or gate and up.
+        up: what the gate lets through; None if it is in the input.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    Source: arXiv:2002.05202.
+    """
+
+def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """Apply gpt-oss's gate: ``g * sigmoid(alpha * g) * (u + 1)``, with the gate clamped from above, up on both sides.
+
+    Shapes: gate and up (*, D) → (*, D); or both in one input (*, 2 D) **by turns**: gate 0, up 0, gate 1, up 1, …
+    Dtype: floating, the same for both; computes in float32; returns input.dtype.
+    Args:
+        input: the gate, or gate and up by turns.
+        up: what the gate lets through; None if it is in the input.
+        alpha: factor on the gate within the sigmoid.
+        limit: what the gate is at most, and up on either side; above 0.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for numbers that mean nothing.
+    Source: gpt-oss, arXiv:2508.10925.
     """

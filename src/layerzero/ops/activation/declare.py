@@ -31,11 +31,10 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = "twice the rounding of the output: kernels may round the activation before they multiply"
 
-AXES = (
-    Axis("rows", scales=True, live=True, apart=True, leading=True),
-    Axis("features", scales=True),
-    Axis("joined", scales=True),
-)
+_ROWS = Axis("rows", scales=True, live=True, apart=True, leading=True)
+_NDIM = Axis("input_ndim", works=False)  # dense rows are the same rows in any number of axes
+AXES = (_ROWS, Axis("features", scales=True), _NDIM)
+JOINED_AXES = (_ROWS, Axis("joined", scales=True), Axis("features", scales=True, implied=True), _NDIM)
 
 APPROXIMATE = Param("approximate", str, "none", example="tanh")
 ALPHA = Param("alpha", float, 1.702, example=1.25, works=False)
@@ -146,7 +145,7 @@ def _operation(
             inputs=tuple(TensorSchema(each, axes, FLOATING) for each in tensors),
             outputs=(TensorSchema("output", _FEATURES, FLOATING),),
             params=params,
-            axes=AXES,
+            axes=JOINED_AXES if joined else AXES,
         ),
         summary=summary,
         reference=reference,

@@ -42,12 +42,16 @@ AXES = (
     Axis("rows", scales=True, live=True, apart=True, tiled=True, leading=True),
     Axis("in_features", scales=True),
     Axis("out_features", scales=True, tiled=True),
+    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
 )
 
 ALIASES = {"m": "rows", "n": "out_features", "k": "in_features"}
 """Letters of matrix products, for rules: ``m: "<=16"``."""
 
 OUT_DTYPE = Param("out_dtype", torch.dtype, None, example=torch.float32)
+PACKED = Param(  # a kernel that leaves it be takes as long without
+    "packed", PackedWeight, None, Role.HANDLE, made_of=("weight",), make=make_packed, works=False
+)
 ACTIVATION = Param("activation", str, None, example="gelu", works=False)
 
 
@@ -121,7 +125,7 @@ LINEAR = Operation(
         params=(
             ACTIVATION,
             OUT_DTYPE,
-            Param("packed", PackedWeight, None, Role.HANDLE, made_of=("weight",), make=make_packed),
+            PACKED,
         ),
         axes=AXES,
     ),
