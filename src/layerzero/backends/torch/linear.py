@@ -112,16 +112,15 @@ _FUSED: dict[str | None, tuple[str, str]] = {
 """oneDNN's names of what it applies rightly: an attribute and its algorithm."""
 
 
-def _onednn(facts: Facts) -> tuple[Callable[..., Tensor], str, str, Callable[[Tensor], Tensor] | None]:
+def onednn(activation: str | None) -> tuple[Callable[..., Tensor], str, str, Callable[[Tensor], Tensor] | None]:
     """The operator, what it applies by itself, and what follows it."""
-    activation: Any = facts["activation"]
     attribute, algorithm = _FUSED.get(activation, _FUSED[None])
-    after = None if activation in _FUSED else IN_PLACE[activation]
+    after = None if activation in _FUSED else IN_PLACE[str(activation)]
     return torch.ops.mkldnn._linear_pointwise.default, attribute, algorithm, after
 
 
 def _load_onednn(facts: Facts) -> Callable[..., Any]:
-    operator, attribute, algorithm, after = _onednn(facts)
+    operator, attribute, algorithm, after = onednn(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None) -> Tensor:  # noqa: A002
         output = operator(input, weight, bias, attribute, [], algorithm)
@@ -130,14 +129,14 @@ def _load_onednn(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _pack(weight: Tensor) -> tuple[Tensor, int]:
+def pack(weight: Tensor) -> tuple[Tensor, int]:
     """The order that oneDNN likes for no number of rows in particular; that for one row is slower for many."""
     packed = torch.ops.mkldnn._reorder_linear_weight.default(weight)
     return packed, torch.ops.mkldnn._nbytes.default(packed)
 
 
 def _load_onednn_packed(facts: Facts) -> Callable[..., Any]:
-    operator, attribute, algorithm, after = _onednn(facts)
+    operator, attribute, algorithm, after = onednn(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(
         input: Tensor,  # noqa: A002
@@ -147,7 +146,7 @@ def _load_onednn_packed(facts: Facts) -> Callable[..., Any]:
         activation: str | None,
         packed: PackedWeight,
     ) -> Tensor:
-        output = operator(input, packed.form("torch.onednn", _pack), bias, attribute, [], algorithm)
+        output = operator(input, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
         return output if after is None else after(output)
 
     return run
@@ -159,13 +158,13 @@ def _has_onednn(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.NOT_INSTALLED, "oneDNN", "a torch that was built with it", "not there")
 
 
-_ONEDNN = (
+ONEDNN = (
     limit.platform("cpu"),
     limit.Custom("torch is built with oneDNN", _has_onednn),
     limit.dtype("float32", "bfloat16"),
     limit.cpu_feature("avx512", dtype="bfloat16"),
-    limit.contiguous("bias"),  # it reads one element after the other, whatever the strides say
 )
+_DENSE_BIAS = limit.contiguous("bias")  # it reads one element after the other, whatever the strides say
 
 KERNELS = (
     Kernel(
@@ -242,7 +241,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_onednn,
         accepts=("bias", "activation"),
-        limits=_ONEDNN,
+        limits=(*ONEDNN, _DENSE_BIAS),
         deterministic=True,
         priority=45,
     ),
@@ -252,7 +251,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_onednn_packed,
         accepts=("bias", "activation", "packed"),
-        limits=(*_ONEDNN, BELONGS),
+        limits=(*ONEDNN, _DENSE_BIAS, BELONGS),
         deterministic=True,
         priority=55,
     ),

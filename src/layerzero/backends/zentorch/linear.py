@@ -1,4 +1,4 @@
-"""zentorch's product with a weight that it has put in its own order.
+"""zentorch's product with a weight that it has put in its own order, and blocks of such products.
 
 The operator reorders a plain weight in place, in the caller's memory, or answers from a cache by pointer, as an
 environment variable wants it; a weight that it packed before it leaves alone, whatever that says (three settings, 800
@@ -20,21 +20,32 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
+from layerzero.ops.linear import composed
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 _FUSED: dict[str | None, str] = {None: "none", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh", "silu": "silu"}
 """Its names of what it applies rightly."""
 
 
-def _load_linear(facts: Facts) -> Callable[..., Any]:
-    library = operators()
-    operator, prepack = library.zentorch_linear_unary.default, library.zentorch_weight_prepack_for_linear.default
-    activation: Any = facts["activation"]
-    fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[activation]
+def _pack(weight: Tensor) -> tuple[Tensor, int]:
+    packed = operators().zentorch_weight_prepack_for_linear.default(weight)
+    return packed, packed.nbytes
 
-    def pack(weight: Tensor) -> tuple[Tensor, int]:
-        packed = prepack(weight)
-        return packed, packed.nbytes
+
+def _product(activation: str | None) -> composed.Product:
+    operator = operators().zentorch_linear_unary.default
+    fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[str(activation)]
+
+    def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        form = packed.form("zentorch.linear", _pack)
+        output: Tensor = operator(rows, form, bias, is_weight_prepacked=True, post_op=fused)
+        return output if after is None else after(output)
+
+    return run
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    product = _product(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(
         input: Tensor,  # noqa: A002  # torch's name
@@ -44,11 +55,20 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
         activation: str | None,
         packed: PackedWeight,
     ) -> Tensor:
-        form = packed.form("zentorch.linear", pack)
-        output: Tensor = operator(input, form, bias, is_weight_prepacked=True, post_op=fused)
-        return output if after is None else after(output)
+        return product(input, packed, bias)
 
     return run
+
+
+def _load_mlp(facts: Facts) -> Callable[..., Any]:
+    operator = operators().zentorch_linear_unary_binary.default
+
+    def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
+        form = packed.form("zentorch.linear", _pack)
+        output: Tensor = operator(rows, form, other, bias, is_weight_prepacked=True, post_op_1="none", post_op_2="mul")
+        return output
+
+    return composed.block(facts, _product, times)
 
 
 KERNELS = (
@@ -61,5 +81,19 @@ KERNELS = (
         limits=(VECTORS, BFLOAT16, DTYPES, limit.contiguous("bias"), BELONGS),
         deterministic=True,
         priority=60,
+    ),
+    *(
+        Kernel(
+            id=f"zentorch.mlp_packed{ending}",
+            operations=operations,
+            backend=ZENTORCH,
+            load=_load_mlp,
+            accepts=accepts,
+            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
+            deterministic=True,
+            sizes_bound=(),
+            priority=60,
+        )
+        for ending, operations, accepts, limits in composed.variants()
     ),
 )

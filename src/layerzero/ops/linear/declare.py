@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.linear.examples import weight
-from layerzero.ops.linear.packed import PackedWeight, make_packed
+from layerzero.ops.linear.packed import packed_param
 from layerzero.ops.linear.parts import linear_parts, linear_scratch
 from layerzero.ops.linear.stock import linear as stock_linear
 from layerzero.ops.linear.sweep import sweep
@@ -49,9 +49,6 @@ ALIASES = {"m": "rows", "n": "out_features", "k": "in_features"}
 """Letters of matrix products, for rules: ``m: "<=16"``."""
 
 OUT_DTYPE = Param("out_dtype", torch.dtype, None, example=torch.float32)
-PACKED = Param(  # a kernel that leaves it be takes as long without
-    "packed", PackedWeight, None, Role.HANDLE, made_of=("weight",), make=make_packed, works=False
-)
 ACTIVATION = Param("activation", str, None, example="gelu", works=False)
 
 
@@ -125,7 +122,7 @@ LINEAR = Operation(
         params=(
             ACTIVATION,
             OUT_DTYPE,
-            PACKED,
+            packed_param(),
         ),
         axes=AXES,
     ),
@@ -155,5 +152,3 @@ LINEAR = Operation(
     sweep=sweep,
     stock=stock_linear,
 )
-
-OPERATIONS = (LINEAR,)

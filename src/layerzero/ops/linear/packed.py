@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from layerzero.core import limits as limit
+from layerzero.core.arguments import Param, Role
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
@@ -17,6 +18,9 @@ from layerzero.core.reasons import Reason, ReasonCode
 
 PACKED = "packed"
 """The kind of a packed weight that belongs to its call."""
+
+ONE: Mapping[str, str] = {"packed": "weight"}
+"""The packed weight of a product alone, and what it is made of."""
 
 Pack = Callable[[Tensor], tuple[Any, int]]
 """Makes of a dense weight the form that a kernel wants, and tells how many bytes it takes."""
@@ -151,30 +155,48 @@ def _problem(weight: object) -> str:
     return ""
 
 
-def packed_problems(packed: object, weight: object) -> list[str]:
-    """List what is wrong with the packed weight of a call; that of a wrong type is the schema's business."""
-    if not isinstance(packed, PackedWeight) or not isinstance(weight, Tensor):
-        return []
-    kind = packed.kind_for(weight)
-    if kind == FOREIGN:
-        return ["packed: wanted the PackedWeight of this very weight tensor, got that of another; make one of this"]
-    if kind == STALE:
-        return ["packed: wanted one of the weight as it is, got one made before it was written into; call refresh()"]
-    return []
+def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = ONE) -> list[str]:
+    """List what is wrong with the packed weights of a call; those of a wrong type are the schema's business.
+
+    ``made_of`` says which weight each of them belongs to.
+    """
+    problems = []
+    for name, source in made_of.items():
+        packed, weight = arguments.get(name), arguments.get(source)
+        if not isinstance(packed, PackedWeight) or not isinstance(weight, Tensor):
+            continue
+        kind = packed.kind_for(weight)
+        if kind == FOREIGN:
+            wanted, step = f"the PackedWeight of this very {source} tensor, got that of another", "make one of this"
+            problems.append(f"{name}: wanted {wanted}; {step}")
+        if kind == STALE:
+            wanted, step = f"one of {source} as it is, got one made before it was written into", "call refresh()"
+            problems.append(f"{name}: wanted {wanted}; {step}")
+    return problems
 
 
-def _belongs(facts: Facts) -> Reason | None:
-    got = facts["packed"]
-    if got == PACKED:
-        return None
-    hint = "Pass packed=layerzero.PackedWeight(weight), made once and kept as long as the weight"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "packed", "the PackedWeight of this weight", got, hint)
+def belongs(name: str = "packed", source: str = "weight") -> limit.Limit:
+    """Demand the packed form of a weight; for kernels that compute with it."""
+    text = f"{name}: the PackedWeight of {source}"
+
+    def check(facts: Facts) -> Reason | None:
+        got = facts[name]
+        if got == PACKED:
+            return None
+        hint = f"Pass {name}=layerzero.PackedWeight({source}), made once and kept as long as the weight"
+        return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"the PackedWeight of {source}", got, hint)
+
+    return limit.Custom(text, (name,), check)
 
 
-BELONGS = limit.Custom("packed: the PackedWeight of this weight", _belongs)
-"""What a kernel demands that computes with the packed form."""
+BELONGS = belongs()
+"""What a kernel of one product demands that computes with the packed form."""
 
 
-def make_packed(arguments: Any, capturable: bool) -> PackedWeight:
-    """One for the weight of a call."""
-    return PackedWeight(arguments["weight"])
+def packed_param(name: str = "packed", source: str = "weight") -> Param:
+    """The argument that brings the packed form of a weight; a kernel that leaves it be takes as long without."""
+
+    def make(arguments: Mapping[str, Any], capturable: bool) -> PackedWeight:
+        return PackedWeight(arguments[source])
+
+    return Param(name, PackedWeight, None, Role.HANDLE, made_of=(source,), make=make, works=False)

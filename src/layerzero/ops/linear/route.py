@@ -1,4 +1,4 @@
-"""``lz.linear``: its signature, the checks of a call, and the route."""
+"""``lz.linear`` and ``lz.mlp``: their signatures, the checks of a call, and the routes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Function, Routed
+from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense
 from layerzero.ops.linear import draw
 from layerzero.ops.linear.declare import ACTIVATIONS, LINEAR, wide
+from layerzero.ops.linear.fused import FUSED, FUSED_GATED, FUSED_JOINED, PACKED_OF
 from layerzero.ops.linear.packed import PackedWeight, packed_problems
 
 
@@ -46,7 +47,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("linear", arguments)
     problems = LINEAR.schema.validate(**arguments)
     problems += activation_problems(arguments["activation"])
-    problems += packed_problems(arguments["packed"], arguments["weight"])
+    problems += packed_problems(arguments)
     problems += out_dtype_problems(arguments)
     if problems:
         raise InvalidCallError("linear", problems)
@@ -74,4 +75,64 @@ def out_dtype_problems(arguments: dict[str, Any]) -> list[str]:
     return [f"out_dtype: wanted {wanted} for an input of {dtype_name(input_.dtype)}, got {dtype_name(out_dtype)}"]
 
 
-FUNCTIONS = (Function("linear", linear, _route, (LINEAR,), draw=draw.linear),)
+def mlp(
+    input: Tensor,  # noqa: A002
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None = None,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str = "silu",
+    packed_up: PackedWeight | None = None,
+    packed_down: PackedWeight | None = None,
+    packed_gate: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight, activate, multiply with another: the feed-forward block of a model, gated or plain.
+
+    ``down(activation(up x))``; with a gate ``down(activation(gate x) * up x)``. An ``up_weight`` with twice the rows
+    that ``down_weight`` reads holds the gate in its first half, as ``torch.cat((gate, up))``.
+
+    Shapes: input (*, K), up_weight and gate_weight (I, K), or up_weight (2 I, K) alone; down_weight (N, I); biases as
+        many as their weight has rows → (*, N)
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Args:
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"silu"``.
+        packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
+            weights in another order want all of them. They change no result, and have no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
+        packed weight of another tensor or of one that was written into since.
+    Source: arXiv:2002.05202.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route_mlp(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense("mlp", arguments)
+    operation = _mlp_of(arguments)
+    gate = {"gate_weight", "gate_bias", "packed_gate"} if operation is not FUSED_GATED else set()
+    problems = [
+        f"{name}: wanted None without gate_weight, got one" for name in sorted(gate) if arguments[name] is not None
+    ]
+    given = {name: value for name, value in arguments.items() if name not in gate}
+    problems += operation.schema.validate(**given) + activation_problems(given["activation"])
+    problems += packed_problems(given, PACKED_OF)
+    if problems:
+        raise InvalidCallError("mlp", problems)
+    return Routed(operation, given, varies=("...",))
+
+
+def _mlp_of(arguments: dict[str, Any]) -> Operation:
+    """Gated where there is a gate; joined where one weight has twice the rows that the other one reads."""
+    up, down = arguments["up_weight"], arguments["down_weight"]
+    if arguments["gate_weight"] is not None:
+        return FUSED_GATED
+    matrices = all(isinstance(each, Tensor) and each.ndim == 2 for each in (up, down))
+    return FUSED_JOINED if matrices and up.shape[0] == 2 * down.shape[1] > 0 else FUSED
+
+
+FUNCTIONS = (
+    Function("linear", linear, _route, (LINEAR,), draw=draw.linear),
+    Function("mlp", mlp, _route_mlp, (FUSED, FUSED_GATED, FUSED_JOINED), draw=draw.mlp),
+)

@@ -27,3 +27,31 @@ def linear(
         return lambda: functional.linear(input, weight, bias)
     after = FUNCTIONS[activation]
     return lambda: after(functional.linear(input, weight, bias))
+
+
+def mlp(
+    input: Tensor,  # noqa: A002
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None = None,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str = "silu",
+    **_: object,
+) -> Callable[[], Tensor]:
+    """The products and the activation, one after the other, as models write them."""
+    after, inner = FUNCTIONS[activation], down_weight.shape[1]
+
+    def run() -> Tensor:
+        through = functional.linear(input, up_weight, up_bias)
+        if gate_weight is not None:
+            through = after(functional.linear(input, gate_weight, gate_bias)) * through
+        elif up_weight.shape[0] == inner:
+            through = after(through)
+        else:
+            through = after(through[..., :inner]) * through[..., inner:]
+        return functional.linear(through, down_weight, down_bias)
+
+    return run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from layerzero.core.operation import Case
 
@@ -16,6 +17,10 @@ _MAX_FLOPS = {"cuda": 2.0**43, "cpu": 2.0**33}
 
 
 _AXES = ("rows", "in_features", "out_features")
+_MLPS = {"cuda": ((4096, 14336), (8192, 28672), (1024, 2816)), "cpu": ((384, 1536), (1024, 2816), (2048, 5632))}
+"""(in_features, inner_features)"""
+
+Sweep = Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]
 
 
 def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
@@ -23,14 +28,37 @@ def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     kind = device if device in _ROWS else "cpu"
     if not narrow.keys() <= set(_AXES):
         return
-    weights = [(inputs, outputs) for inputs, outputs in _WEIGHTS[kind] if not narrow.keys() & set(_AXES[1:])]
-    weights += [
-        (inputs, outputs)
-        for inputs in narrow.get("in_features", narrow.get("out_features", ()))
-        for outputs in narrow.get("out_features", (inputs,))
-    ]
-    for inputs, outputs in weights:
+    for inputs, outputs in _pairs(_WEIGHTS[kind], narrow.get("in_features"), narrow.get("out_features")):
         for rows in narrow.get("rows", _ROWS[kind]):
             if narrow or 2.0 * rows * inputs * outputs <= _MAX_FLOPS[kind]:
                 sizes = {"rows": rows, "in_features": inputs, "out_features": outputs}
                 yield Case(f"{rows}x{inputs}x{outputs}", sizes)
+
+
+def mlp_sweep(*, joined: bool) -> Sweep:
+    """The same of two products with as many outputs as inputs."""
+
+    def every(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        kind = device if device in _ROWS else "cpu"
+        if not narrow.keys() <= {"rows", "in_features", "inner_features"}:
+            return
+        for inputs, inner in _pairs(_MLPS[kind], narrow.get("in_features"), narrow.get("inner_features")):
+            for rows in narrow.get("rows", _ROWS[kind]):
+                if narrow or 6.0 * rows * inputs * inner <= _MAX_FLOPS[kind]:
+                    sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}
+                    sizes |= {"joined_features": 2 * inner} if joined else {}
+                    yield Case(f"{rows}x{inputs}x{inner}", sizes)
+
+    return every
+
+
+def _pairs(
+    usual: Sequence[tuple[int, int]], first: Sequence[int] | None, second: Sequence[int] | None
+) -> Iterator[tuple[int, int]]:
+    """The usual pairs of sizes; every pair of those that were asked for, squares where one of the two was."""
+    if first is None and second is None:
+        yield from usual
+    elif first is None or second is None:
+        yield from ((each, each) for each in first or second or ())
+    else:
+        yield from itertools.product(first, second)

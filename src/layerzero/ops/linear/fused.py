@@ -1,0 +1,161 @@
+"""Two products with an activation between them, as one call: mlp.fused, and gated, its weights apart or joined.
+
+mlp.fused          down(activation(up x))
+mlp.fused.gated    down(activation(gate x) * up x)
+mlp.fused.joined   the same with the gate's rows before up's in one weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.activation.formulas import FORMULAS
+from layerzero.ops.linear import stock
+from layerzero.ops.linear.declare import ALIASES, AXES, DERIVED_FROM, derive, wide
+from layerzero.ops.linear.examples import scaled
+from layerzero.ops.linear.packed import packed_param
+from layerzero.ops.linear.sweep import mlp_sweep
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(2e-5, 2e-5),
+    torch.float16: Tolerance(1e-3, 4e-3),
+    torch.bfloat16: Tolerance(1e-2, 3e-2),
+}
+TOLERANCE_REASON = (
+    "kernels round what lies between the products up to three times (both products, the activation), by up to 2^-9 of "
+    "a value in bfloat16 and 2^-12 in float16; the second product adds that up as it adds up the values: a standard "
+    "deviation of 0.003 in bfloat16 where results are of order 1.5, of which one in a million is off by five"
+)
+
+WEIGHTS = ("up_weight", "down_weight", "gate_weight")
+PACKED_OF = {f"packed_{name.removesuffix('_weight')}": name for name in WEIGHTS}
+"""The packed weights of a call, and what each is made of."""
+
+_ACTIVATION = Param("activation", str, "silu", example="gelu", works=False)
+
+
+def _wide_of(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def fused_reference(
+    input: Tensor,  # noqa: A002  # torch's name
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None = None,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """``down(activation(up x))``, or ``down(activation(gate x) * up x)`` where there is a gate.
+
+    A weight ``up_weight`` with twice the rows that ``down_weight`` reads holds the gate in its first half.
+
+    Shapes: input (*, K), up_weight and gate_weight (I, K), down_weight (N, I), biases (I,), (N,), (I,) → (*, N)
+    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype.
+    Source: arXiv:2002.05202.
+    """
+    dtype = wide(input.dtype)
+    through = functional.linear(input.to(dtype), up_weight.to(dtype), _wide_of(up_bias, dtype))
+    inner, formula = down_weight.shape[1], FORMULAS[activation]
+    if gate_weight is not None:
+        gate = functional.linear(input.to(dtype), gate_weight.to(dtype), _wide_of(gate_bias, dtype))
+        through = formula(gate) * through
+    elif up_weight.shape[0] == inner:
+        through = formula(through)
+    else:
+        through = formula(through[..., :inner]) * through[..., inner:]
+    return functional.linear(through, down_weight.to(dtype), _wide_of(down_bias, dtype)).to(input.dtype)
+
+
+def _fake(input: Tensor, up_weight: Tensor, down_weight: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+    return input.new_empty((*input.shape[:-1], down_weight.shape[0]))
+
+
+def _work(products: int) -> Any:
+    """So many products into the inner features, and one out of them; every weight once."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        rows, inputs, inner = facts["rows"], facts["in_features"], facts["inner_features"]
+        weights = products * inputs * inner + inner * facts["out_features"]
+        tensors = weights + rows * (inputs + facts["out_features"])
+        return Work(2.0 * rows * weights, float(tensors * facts["dtype"].itemsize))
+
+    return work
+
+
+def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = False) -> Operation:
+    up_axis = "joined_features" if joined else "inner_features"
+    shapes = {
+        "up_weight": (up_axis, "in_features"),
+        "down_weight": ("out_features", "inner_features"),
+        **({"gate_weight": ("inner_features", "in_features")} if gated else {}),
+    }
+    biases = {f"{each.removesuffix('_weight')}_bias": shape[0] for each, shape in shapes.items()}
+
+    def examples(
+        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    ) -> dict[str, Tensor]:
+        sizes = {name: (case.sizes[rows], case.sizes[columns]) for name, (rows, columns) in shapes.items()}
+        return {name: scaled(name, size, dtype, device, generator) for name, size in sizes.items()}
+
+    def case(name: str, rows: int, inputs: int, inner: int, *given: str, **params: object) -> Case:
+        sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}
+        return Case(name, sizes | ({"joined_features": 2 * inner} if joined else {}), params, given)
+
+    return Operation(
+        schema=OperationSchema(
+            operation=name,
+            inputs=(
+                TensorSchema("input", ("...", "in_features"), FLOATING),
+                *(TensorSchema(each, axes, FLOATING, resident=True) for each, axes in shapes.items()),
+                *(TensorSchema(each, (axis,), FLOATING, required=False) for each, axis in biases.items()),
+            ),
+            outputs=(TensorSchema("output", ("...", "out_features"), FLOATING),),
+            params=(_ACTIVATION, *(packed_param(each, of) for each, of in PACKED_OF.items() if of in shapes)),
+            axes=(
+                *AXES,
+                Axis("inner_features", scales=True, tiled=True),
+                *((Axis("joined_features", scales=True, implied=True),) if joined else ()),
+            ),
+        ),
+        summary=summary,
+        reference=fused_reference,
+        fake=_fake,
+        cases=(
+            case("small", 33, 96, 64, *biases),
+            case("small_gelu", 33, 96, 64, activation="gelu"),
+            case("decode", 1, 1024, 2816),
+            case("prefill", 256, 1024, 2816),
+        ),
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        derive=derive,
+        derived=("rows", "input_ndim"),
+        derived_from=DERIVED_FROM,
+        aliases=ALIASES,
+        examples=examples,
+        work=_work(products=2 if gated or joined else 1),
+        sweep=mlp_sweep(joined=joined),
+        stock=stock.mlp,
+    )
+
+
+FUSED = _operation("mlp.fused", "Two products with an activation between them")
+FUSED_GATED = _operation("mlp.fused.gated", "Two products with a gate between them", gated=True)
+FUSED_JOINED = _operation(
+    "mlp.fused.joined", "Two products with a gate between them, whose weights are one", joined=True
+)
+OPERATIONS = (FUSED, FUSED_GATED, FUSED_JOINED)
