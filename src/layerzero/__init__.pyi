@@ -1,9 +1,9 @@
 # ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
 # Written by `layerzero docs` from the declarations; edit those.
+import torch
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from layerzero import testing
@@ -26,7 +26,7 @@ from layerzero.asking.control import (
 )
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.freeze import freeze, frozen, thaw
-from layerzero.core import limits
+from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.device import Device
 from layerzero.core.errors import (
@@ -56,6 +56,7 @@ from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import StepMetadata
+from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -124,6 +125,7 @@ __all__ = [
     "frozen",
     "gelu",
     "gelu_mul",
+    "judges",
     "kernels_from_descriptor",
     "layer_norm",
     "limits",
@@ -133,6 +135,7 @@ __all__ = [
     "load_config",
     "load_descriptor",
     "lock",
+    "mlp",
     "paged_attention",
     "prefer",
     "record",
@@ -143,6 +146,10 @@ __all__ = [
     "register_with_transformers",
     "relu2",
     "rms_norm",
+    "rope",
+    "rope_",
+    "rope_frequencies",
+    "rope_table",
     "sampled",
     "scope",
     "silu",
@@ -345,6 +352,37 @@ def linear(
         of one that was written into since.
     """
 
+def mlp(
+    input: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None = None,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str = "silu",
+    packed_up: PackedWeight | None = None,
+    packed_down: PackedWeight | None = None,
+    packed_gate: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight, activate, multiply with another: the feed-forward block of a model, gated or plain.
+
+    ``down(activation(up x))``; with a gate ``down(activation(gate x) * up x)``. An ``up_weight`` with twice the rows
+    that ``down_weight`` reads holds the gate in its first half, as ``torch.cat((gate, up))``.
+
+    Shapes: input (*, K), up_weight and gate_weight (I, K), or up_weight (2 I, K) alone; down_weight (N, I); biases as
+        many as their weight has rows → (*, N)
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Args:
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"silu"``.
+        packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
+            weights in another order want all of them. They change no result, and have no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
+        packed weight of another tensor or of one that was written into since.
+    Source: arXiv:2002.05202.
+    """
+
 @overload
 def paged_attention(
     query: Tensor,
@@ -433,6 +471,55 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1910.07467.
+    """
+
+def rope(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the angles of their positions.
+
+    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
+        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
+        key's. Entries of a head from R on pass through.
+    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
+        positions int32 or int64. Computes in float32 or wider.
+    Args:
+        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
+            want them joined read without a copy.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
+            finds them.
+        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
+            first are tokens.
+    Returns: the rotated query and key.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
+        positions; in debug mode for positions beyond it, too.
+    Source: RoFormer, arXiv:2104.09864.
+    """
+
+def rope_(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> None:
+    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
+
+    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
+    key, and returns nothing.
+    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
+        in memory, or that shares elements with the other or with the table.
     """
 
 def silu(input: Tensor) -> Tensor:

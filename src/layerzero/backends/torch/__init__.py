@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
-MODULES = ("activation", "attention", "cuda_attention", "flex_attention", "inductor", "linear", "mlp", "norm", "paged", "rope")
+MODULES = (
+    "activation",
+    "attention",
+    "cuda_attention",
+    "flex_attention",
+    "inductor",
+    "linear",
+    "mlp",
+    "norm",
+    "paged",
+    "rope",
+)
 """The files that declare kernels, a family each."""

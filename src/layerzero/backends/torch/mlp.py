@@ -89,7 +89,6 @@ KERNELS = (
             handles_empty=True,
             handles_negated=True,
             device_guard=True,
-            sizes_bound=(),
             priority=50,
         )
         for ending, operations, biases in (
@@ -106,7 +105,6 @@ KERNELS = (
             accepts=accepts,
             limits=(*ONEDNN, *limits),
             deterministic=True,
-            sizes_bound=(),
             priority=55,
         )
         for ending, operations, accepts, limits in composed.variants()

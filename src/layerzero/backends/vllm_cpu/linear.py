@@ -89,7 +89,6 @@ KERNELS = (
         accepts=("bias", "activation", "packed"),
         limits=(*_LIMITS, limit.contiguous("bias"), BELONGS),
         deterministic=True,
-        sizes_bound=("input_ndim",),
         priority=55,
     ),
     *(
@@ -101,7 +100,6 @@ KERNELS = (
             accepts=accepts,
             limits=(*_LIMITS, limit.dim("inner_features", multiple=32), *limits),
             deterministic=True,
-            sizes_bound=("input_ndim",),
             priority=55,
         )
         for ending, operations, accepts, limits in composed.variants()

@@ -91,7 +91,6 @@ KERNELS = (
             accepts=accepts,
             limits=(VECTORS, BFLOAT16, DTYPES, *limits),
             deterministic=True,
-            sizes_bound=(),
             priority=60,
         )
         for ending, operations, accepts, limits in composed.variants()

@@ -186,7 +186,7 @@ def belongs(name: str = "packed", source: str = "weight") -> limit.Limit:
         hint = f"Pass {name}=layerzero.PackedWeight({source}), made once and kept as long as the weight"
         return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"the PackedWeight of {source}", got, hint)
 
-    return limit.Custom(text, (name,), check)
+    return limit.Custom(text, check)
 
 
 BELONGS = belongs()
