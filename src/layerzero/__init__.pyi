@@ -1,9 +1,9 @@
 # ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
 # Written by `layerzero docs` from the declarations; edit those.
-import torch
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from layerzero import testing

@@ -52,12 +52,12 @@ def _imports(written: str) -> Iterator[str]:
     for name, module in _SOURCES.items():
         if f"{name}" in written.replace("[", " ").replace("]", " ").replace("@", " "):
             used[module].append(name)
-    if "torch.dtype" in written or "torch.Generator" in written:
-        yield "import torch"
     for module in ("collections.abc", "typing"):
         if used[module]:
             yield _import(module, used[module])
     yield ""
+    if "torch.dtype" in written or "torch.Generator" in written:
+        yield "import torch"
     yield _import("torch", used["torch"])
     yield ""
     homes: dict[str, list[str]] = defaultdict(list)
