@@ -92,5 +92,7 @@ def test_a_dead_context_is_confirmed_in_a_child(tmp_path):
     assert "planted.rms_norm for norm.rms float32" in said
     assert "layerzero doctor --confirm" in said
     assert "planted.rms_norm" not in run("-c", CALL), "the next process goes around it"
-    (confirmed,) = json.loads(run("-m", "layerzero", "doctor", "--confirm", "--json"))["confirmed"]
+    (confirmed,) = json.loads(run("-m", "layerzero", "doctor", "--confirm", "--module", "planted_cuda", "--json"))[
+        "confirmed"
+    ]
     assert confirmed["verdict"] == "crashed"

@@ -157,7 +157,7 @@ def test_random_paged_calls_agree_with_float64(seed):
     kernels = [each.id for each in lz.list_kernels() if each.id in names and not each.jit]
     report = fuzz.run(1500, seed, device="cuda", kernels=kernels)
     assert report.ok, "\n".join(str(failure) for failure in report.failures[:10])
-    assert report.comparisons > 100
+    assert report.comparisons > 50
 
 
 def test_a_later_advance_tells_of_a_token_that_had_no_place():

@@ -328,7 +328,7 @@ def test_what_is_prepared_outlives_the_limit_once_a_capture_used_it():
     assert not made.has(2), "the oldest went"
     with pytest.raises(RuntimeError, match="before the CUDA graph capture"):
         made.get(9, capturing=True)
-    check = made.before_capture("a plan", ("batch",), lambda facts: (facts["batch"],)).check_facts
+    check = made.before_capture("a plan", lambda facts: (facts["batch"],)).check_facts
     capturing = {"capturing": True}
     assert check({**capturing, "batch": 1}) is None
     assert check({**capturing, "batch": 9}).code is ReasonCode.CUDA_GRAPH_UNSAFE
