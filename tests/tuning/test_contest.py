@@ -230,7 +230,7 @@ def test_the_grid_has_every_call_once_and_every_operation(device):
 def test_every_beginning_of_the_grid_covers_the_whole():
     grid = default_grid("cuda")
     kinds = {job.operation for job in grid}
-    assert {job.operation for job in grid[:30]} == kinds
+    assert {job.operation for job in grid[: len(grid) // 4]} == kinds, "each has its turn"
     lengths = [job.case.sizes["seq_q"] for job in grid if job.operation == "attention.gqa.prefill"][:8]
     assert {min(lengths), max(lengths)} == {128, 32768}
 
