@@ -10,6 +10,7 @@ import layerzero
 ROOT = Path(layerzero.__file__).parent
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Event"}
 KNOWN = {
+    "cli/output.py": {"Event"},  # of a command that ends by an interrupt, which forks nothing
     "core/forking.py": {"Lock", "RLock"},
     "engine/flight.py": {"Lock"},  # of one choice that is under way; a child forgets them all
     "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it
