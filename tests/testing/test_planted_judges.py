@@ -70,7 +70,7 @@ SAMPLERS = [
     ("no sharpness", lambda w, _, seed: reference(w, None, seed), "argument sharpness, float32", "other probabilities"),
     ("no seed", lambda w, s, _: reference(w, s, None), SEED, "two runs with the same seed"),
     ("one seed", lambda w, s, _: reference(w, s, 7), SEED, "it is ignored"),
-    ("outside", lambda w, s, seed: reference(w, s, seed) + 1, "case small, float32", "from 0 to 15, got 16"),
+    ("outside", lambda w, s, seed: reference(w, s, seed) + 16, "case small, float32", "from 0 to 15, got "),
 ]  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def test_an_argument_that_no_call_gives_is_told():
 
 def test_fuzz_asks_for_gradients_of_every_floating_tensor():
     names = set()
-    for number in range(40):
+    for number in range(200):  # each function has its turn among many
         round_ = fuzz._Round(fuzz.FuzzReport(0), number, None, "cpu", thorough=False)
         round_.grad = True
         call = round_._call(0)
