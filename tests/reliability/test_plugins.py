@@ -131,6 +131,17 @@ def test_doctor_survives_it_and_forgives_one_that_was_mended(site):
     assert site().stdout.startswith("True ['evil', 'good']")
 
 
+def test_a_child_imports_no_plugin_that_its_parent_does_not(site):
+    site.install(good=GOOD, evil=EVIL)
+    script = """
+import layerzero as lz
+for each in lz.vet("norm.rms", kernels=["torch.rms_norm"], shapes=[(4, 64)], dtype="float32", again=True):
+    print(each.verdict)
+"""
+    assert site("-c", script, LAYERZERO_PLUGINS="good").stdout == "passed\n"
+    assert site("-c", script, LAYERZERO_DENY="evil").stdout == "passed\n"
+
+
 def test_what_takes_long_is_told(site):
     site.install(good="import layerzero.engine.plugins as p; p.SLOW_S = 0.0\n" + GOOD)
     assert "the plugin good took 0." in site().stderr

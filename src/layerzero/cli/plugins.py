@@ -1,24 +1,31 @@
 """Ask a child process first: a plugin that ends the process must not take ``layerzero doctor`` along.
 
-Run as a module, this is the child: it imports the plugins that it is given by name, and says so before and after each.
+This module is the child's worker, too: it imports the plugin that it is given by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections import deque
+
+import msgspec
 
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.plugins import installed, refused, version_of
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.process import child_environment, how_it_ended
+from layerzero.testing.apart import End, Task, run_apart
+from layerzero.testing.apart_child import Tell
 from layerzero.tuning.keeping.files import cache_folder
 from layerzero.tuning.keeping.imports import forgive
 
 TIMEOUT_S = 300.0
-"""How long all plugins together may take; some compile on import."""
+"""How long a plugin may take; some compile on import."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A plugin to import."""
+
+    plugin: str
 
 
 def ask_a_child() -> None:
@@ -26,7 +33,14 @@ def ask_a_child() -> None:
     admitted = [each for each in installed() if not refused(each, CONFIGURATION.policy)]
     if not admitted or REGISTRY.plugins is None:
         return
-    harmful = _harmful([each.name for each in admitted])
+    harmful: dict[str, str] = {}
+
+    def ended(task: Task, end: End) -> None:
+        if end.step is not None:
+            harmful[task.owner] = f"{end.reason} in a child process"
+
+    tasks = deque(Task(Job(each.name), each.name, TIMEOUT_S) for each in admitted)
+    run_apart(__name__, tasks, found=lambda task, value: None, ended=ended)  # noqa: ARG005  # that it came back is all
     folder = cache_folder()
     for each in admitted:
         if each.name in harmful:
@@ -35,43 +49,11 @@ def ask_a_child() -> None:
             forgive(folder, each.name, version_of(each))
 
 
-def _harmful(names: Sequence[str]) -> dict[str, str]:
-    """The plugins that end a process, and how; the others are asked about again in a child without them."""
-    found: dict[str, str] = {}
-    left = list(names)
-    while left:
-        said, how = _child(left)
-        begun = [name for name in left if f"begin {name}" in said]
-        if f"end {left[-1]}" in said or not begun:
-            break
-        found[begun[-1]] = how
-        left = left[left.index(begun[-1]) + 1 :]
-    return found
-
-
-def _child(names: Sequence[str]) -> tuple[list[str], str]:
-    """What a child said, line by line, and how it ended."""
-    command = [sys.executable, "-P", "-m", __name__, *names]
-    environment = child_environment((), {})
-    try:
-        child = subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)  # noqa: S603  # ourselves
-    except subprocess.TimeoutExpired as error:
-        said, how = error.stdout or b"", f"it did not come back within {TIMEOUT_S:.0f} s in a child process"
-    else:
-        words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] if child.returncode >= 0 else []
-        how = ": ".join([f"it ended the process with {how_it_ended(child.returncode)}", *words]) + " in a child process"
-        said = child.stdout
-    return said.decode(errors="replace").splitlines(), how
-
-
-def _import(names: Sequence[str]) -> None:
+def work(job: Job, tell: Tell) -> None:
+    """Import a plugin."""
     for each in installed():
-        if each.name in names:
-            print(f"\nbegin {each.name}", flush=True)  # noqa: T201  # the parent reads it
+        if each.name == job.plugin:
+            tell.begins()
             with contextlib.suppress(Exception, SystemExit):  # the parent imports it, too, and says what it raised
                 each.load()
-            print(f"\nend {each.name}", flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    _import(sys.argv[1:])
+    tell.found(None)

@@ -65,6 +65,11 @@ class Plugins:
         """Every plugin whose kernels are not here, and why."""
         return self.errors | {name: f"left out: {why}" for name, why in self.left_out.items()}
 
+    def admitted(self) -> list[str]:
+        """Names of the plugins that this process imports, or would: those that a child of it may."""
+        unfit = self._harmful | self.errors
+        return [each.name for each in installed() if each.name not in unfit and not refused(each, CONFIGURATION.policy)]
+
     def leave_out(self, name: str, why: str) -> None:
         """Do not import a plugin in this process: a child has shown what it does."""
         self._harmful[name] = why

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 
 log = logging.getLogger("layerzero")
@@ -34,10 +35,13 @@ _DECODER = msgspec.json.Decoder(Message)
 def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without LayerZero's settings, since kernels are checked and no policy; and more.
 
-    A child finds the modules, which it imports by name, where this process does.
+    A child finds the modules, which it imports by name, where this process does, and imports the plugins that this one
+    admits.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(_import_path(modules))} | dict(more)
+    plugins = REGISTRY.plugins.admitted() if REGISTRY.plugins is not None else ()
+    ours = {"PYTHONPATH": os.pathsep.join(_import_path(modules)), "LAYERZERO_PLUGINS": ",".join(plugins)}
+    return kept | ours | dict(more)
 
 
 def _import_path(modules: Iterable[str]) -> list[str]:
