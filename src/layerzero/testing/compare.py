@@ -43,6 +43,7 @@ class Expected:
         mutated: what the arguments that it writes into hold afterwards.
         judges: by the name of a result or written argument, who judges it, and what that judge knows of the call.
         dtype: that of the call.
+        random: whether two right results may differ.
         loose: whether an argument makes random what judges would compare: then only shapes and dtypes are, and the
             operation's properties say the rest.
     """
@@ -54,6 +55,7 @@ class Expected:
     mutated: Mapping[str, Tensor]
     judges: Mapping[str, tuple[Judge, Given]]
     dtype: torch.dtype
+    random: bool = False
     loose: bool = False
 
     @property
@@ -108,6 +110,7 @@ def expected(call: RandomCall) -> Expected:
         {name: wide.arguments[name] for name in operation.schema.mutated},  # type: ignore[misc]  # tensors, all
         judges,
         dtype,
+        chance,
         bool(random_arguments(operation, routed.arguments)),
     )
 
@@ -190,12 +193,15 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     Args:
         run: what to call with the arguments; the library's own function by default.
         truth: what :func:`expected` said, if it was asked before.
-    Mutated arguments are copied first, so that the call can be run again.
+    Mutated arguments are copied first, so that the call can be run again. What is random is drawn from a state of its
+    own; the caller's stays as it was.
     """
     truth = truth or expected(call)
     arguments = {name: _guarded(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments)}
-    found = problems((run or CALLS[call.function].fast)(**arguments), arguments, truth)
+    with seeded(1, next(value.device for _, value in _tensors(arguments))) if truth.random else nullcontext():
+        result = (run or CALLS[call.function].fast)(**arguments)
+    found = problems(result, arguments, truth)
     for name, memory in before.items():
         after = _memory(arguments[name])
         if name in truth.mutated:

@@ -43,7 +43,9 @@ def threads(trial: Trial) -> Outcome:
         return []
 
     trial.plan()
-    with ThreadPoolExecutor(THREADS) as pool:
+    chance = is_random(trial.facts.operation, trial.routed.arguments)
+    keeping = seeded(SEED, trial.facts.device.torch_type) if chance else nullcontext()  # what threads do to it, too
+    with keeping, ThreadPoolExecutor(THREADS) as pool:
         found = [problem for problems in pool.map(work, range(THREADS)) for problem in problems]
     if found:
         return Outcome("wrong", f"with {THREADS} threads at once: {'; '.join(found)}")
