@@ -327,6 +327,11 @@ def test_gradients_are_asked_beside_every_parameter_but_no_optional_tensor(monke
     assert not {"attn_mask", "sinks", "alibi_slopes", "kv_lens", "dropout_p"} & names
 
 
+def test_gradients_are_asked_where_an_argument_names_a_dtype():
+    found = checked("torch.linear_then", "mlp.linear", ("gradients of random calls, bfloat16",))
+    assert found["gradients of random calls, bfloat16"].status == "passed"
+
+
 @pytest.mark.parametrize(
     "name", ["attention.gqa.decode.paged", "attention.standard.prefill", "norm.rms", "kv.append.paged"]
 )

@@ -27,7 +27,8 @@ REASON = (
 
 def has_gradients(operation: Operation, dtype: torch.dtype) -> bool:
     """Whether results are numbers that change smoothly with those that a call of this dtype brings."""
-    return dtype in TOLERANCE and any(isinstance(judge, Elementwise) for judge in operation.judges.values())
+    results = [judge for name, judge in operation.judges.items() if name not in operation.schema.mutated]
+    return dtype in TOLERANCE and any(isinstance(judge, Elementwise) for judge in results)
 
 
 def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCall], most: int) -> Outcome:
@@ -63,8 +64,9 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
     watched = attempt(trial.kernel, trial.facts.operation, replace(call, arguments=given))
     if watched is None or watched.reasons:
         return Outcome("refused", watched.codes if watched else "no call once gradients are recorded")
-    exact, exact_given = _leaves({name: compare.widened(value) for name, value in call.arguments.items()})
-    _backward(reference_call(compare.route(RandomCall(call.function, exact_given))))
+    routed = compare.route(call)  # in its own dtype: an argument may name a dtype that fits no other
+    exact, exact_given = _leaves({name: compare.widened(value) for name, value in routed.arguments.items()})
+    _backward(reference_call(replace(routed, arguments=exact_given)))
     try:
         _backward(watched.run(**given))
     except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
