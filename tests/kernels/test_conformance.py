@@ -36,6 +36,12 @@ FINDINGS = [
     ("racy", "wrong", "two threads, float32", "with 2 threads at once: result 0"),
     ("one_buffer", "wrong", "results of their own, float32", "changed the result of the first"),
     ("prepacked", "wrong", "results of their own, float32", "with other values in the same tensors: result 0"),
+    (
+        "sized_once",
+        "wrong",
+        "a class of sizes, float32",
+        r"the plan of .* serves .*, too, and there: result 0.*Read in load what the callable depends on",
+    ),
     ("forgets", "wrong", "a step that advances, float32", r"after advance\(\): result 0"),
     ("spills", "wrong", "case batch_decode, float32", "residual: wanted what lies around it untouched"),
     ("strided_gradient", "wrong", "gradients of strided, float32", "the gradient of input"),

@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted, boundaries, building, chance, execution, gradients
+from layerzero.testing import accepted, boundaries, building, chance, execution, gradients, sharing
 from layerzero.testing.boundaries import Bound
 from layerzero.testing.drawn import draw, drawn_numbers, function_of
 from layerzero.testing.generate import RandomCall
@@ -172,6 +172,7 @@ class Battery:
             yield Check(f"infinity, {dtype}", self._infinity(trial))
         yield Check(f"random calls, {dtype}", self._random(setting.dtype))
         yield from self._arguments(setting, base, trial)
+        yield Check(f"a class of sizes, {dtype}", just(sharing.serves_its_class, kernel, setting, base))
         yield Check(f"two threads, {dtype}", just(execution.threads, trial))
         yield Check(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         if set(self.operation.schema.handles) & set(kernel.accepts):

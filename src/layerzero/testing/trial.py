@@ -74,7 +74,8 @@ class Trial:
     def plan(self) -> Plan:
         """The plan that the engine would write; loads the kernel's library on first use."""
         if self._plan is None:
-            report = Report(self.routed.operation.name, self.facts, (self.candidate,), self.candidate, "", ())
+            name, judged, varies = self.routed.operation.name, (self.candidate,), self.routed.varies
+            report = Report(name, self.facts, judged, self.candidate, varies=varies)
             self._plan = planning.build(self.function, self.candidate, report, current_policy())
         return self._plan
 
