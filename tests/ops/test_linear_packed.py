@@ -228,3 +228,11 @@ def test_it_belongs_to_the_key_of_a_call(path):
     assert CALLS["linear"].key_of(x, weight, bias, None, None, packed)[-4:] != CALLS["linear"].key_of(
         x, weight, bias, None, None, None
     )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strides_of_an_axis_with_one_element_mean_nothing(kernel):
+    x, weight, bias = made(rows=(3,), inputs=1)
+    weight = weight.as_strided((64, 1), (1, 7))
+    packed = lz.PackedWeight(weight)
+    close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.draw import Draw
+from layerzero.ops.linear.examples import deviation
+from layerzero.ops.linear.fused import FEW
 from layerzero.ops.linear.packed import PackedWeight
 
 _FEATURES = (1, 2, 3, 7, 8, 16, 31, 32, 48, 64, 96, 100, 128, 257)
@@ -21,9 +23,9 @@ def _leading(draw: Draw) -> tuple[int, ...]:
     return (0, *rows) if draw.chance(0.02) else rows
 
 
-def _weight(draw: Draw, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _weight(draw: Draw, shape: tuple[int, int], dtype: torch.dtype, least: int = 1) -> Tensor:
     """A weight whose products are of order 1."""
-    return draw.normal(shape, torch.float32).mul_(shape[1] ** -0.5).to(dtype)
+    return draw.normal(shape, torch.float32).mul_(deviation(shape[1], least)).to(dtype)
 
 
 def linear(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def mlp(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if kind == "gated":
         shapes["gate_weight"] = (inner, inputs)
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((*_leading(draw), inputs), dtype))}
-    arguments |= {name: draw.laid_out(_weight(draw, shape, dtype)) for name, shape in shapes.items()}
+    arguments |= {name: draw.laid_out(_weight(draw, shape, dtype, FEW), expand=False) for name, shape in shapes.items()}
     biased, packs = draw.chance(0.4), draw.chance(0.4)
     for name, shape in shapes.items():
         part = name.removesuffix("_weight")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,18 @@ def weight(
 
 
 def scaled(
-    name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    name: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator | None,
+    least: int = 1,
 ) -> Tensor:
     """Normal numbers with a deviation of one over the root of the sum's length."""
     made = drawn(TensorSchema(name), shape, dtype, device, {}, generator)
-    return made if device.type == "meta" or not shape[1] else made.mul_(shape[1] ** -0.5)
+    return made if device.type == "meta" else made.mul_(deviation(shape[1], least))
+
+
+def deviation(length: int, least: int = 1) -> float:
+    """That of weights which sums of so many products are made with; of at least so many for what comes of few."""
+    return 1.0 / math.sqrt(max(length, least, 1))

@@ -41,6 +41,10 @@ WEIGHTS = ("up_weight", "down_weight", "gate_weight")
 PACKED_OF = {f"packed_{name.removesuffix('_weight')}": name for name in WEIGHTS}
 """The packed weights of a call, and what each is made of."""
 
+FEW = 16
+"""Sums of fewer products are drawn as small as those of so many: one large number would decide a whole row of a gate,
+and what lies between the products would be far from 1."""
+
 _ACTIVATION = Param("activation", str, "silu", example="gelu", works=False)
 
 
@@ -109,7 +113,7 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
         case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
         sizes = {name: (case.sizes[rows], case.sizes[columns]) for name, (rows, columns) in shapes.items()}
-        return {name: scaled(name, size, dtype, device, generator) for name, size in sizes.items()}
+        return {name: scaled(name, size, dtype, device, generator, FEW) for name, size in sizes.items()}
 
     def case(name: str, rows: int, inputs: int, inner: int, *given: str, **params: object) -> Case:
         sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}

@@ -46,7 +46,9 @@ class Packing:
         """Pack the weight as it is now."""
         weight = cast(PackedWeight, handle).weight
         with torch.no_grad():
-            self.form, self.bytes = self._pack(weight.detach().resolve_neg().contiguous())
+            dense = weight.detach().resolve_neg().contiguous()
+            # of an axis with one element any stride counts as contiguous, and zentorch reads it
+            self.form, self.bytes = self._pack(dense.flatten().view(dense.shape))
 
 
 class PackedWeight(Handle):
@@ -196,7 +198,8 @@ BELONGS = belongs()
 def packed_param(name: str = "packed", source: str = "weight") -> Param:
     """The argument that brings the packed form of a weight; a kernel that leaves it be takes as long without."""
 
-    def make(arguments: Mapping[str, Any], capturable: bool) -> PackedWeight:
-        return PackedWeight(arguments[source])
+    def make(arguments: Mapping[str, Any], capturable: bool) -> PackedWeight | None:
+        weight = arguments.get(source)
+        return None if weight is None else PackedWeight(weight)
 
     return Param(name, PackedWeight, None, Role.HANDLE, made_of=(source,), make=make, works=False)
