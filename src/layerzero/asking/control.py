@@ -53,7 +53,8 @@ def lock(operation: str, kernel: str, otherwise: str = "error") -> None:
     """Bind an operation to a kernel: scoring is skipped, legality never.
 
     Args:
-        operation: an operation, alias (``attention.causal``), function (``rms_norm``), prefix or glob.
+        operation: an operation, alias (``attention.causal``), function (``rms_norm``) or glob; its name
+            means an operation alone, ``attention.gqa.*`` all below.
         kernel: a kernel id, alias, library or glob.
         otherwise: what happens where that kernel is not legal: ``error``, or ``select`` as if it were not locked.
     Raises: PolicyError if nothing has that name.

@@ -32,6 +32,7 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
 from layerzero.engine.standing import Later, Standings
+from layerzero.engine.told import tell_choice
 from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
@@ -308,7 +309,7 @@ class Dispatcher:
         if departed is not None:
             failing.tell_departure(plan, departed)
         if policy.log_selections:
-            log.info("%s -> %s%s", plan.report.operation, plan.kernel.id, _adapts(plan))
+            tell_choice(plan)
         empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
         if plan.kernel.is_reference and policy.enabled and not empty:
             failing.tell_reference(plan)
@@ -317,7 +318,3 @@ class Dispatcher:
             from layerzero import _assembly
 
             _assembly.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)
-
-
-def _adapts(plan: Plan) -> str:
-    return f" ({'; '.join(plan.transforms)})" if plan.transforms else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,14 +159,22 @@ _ATTRIBUTES = (
 
 
 def covers(pattern: str, facts: Facts) -> bool:
-    """Whether an operation, alias, function name, prefix or glob covers this call."""
+    """Whether an operation, alias, function name or glob covers this call; an operation's name means itself alone."""
     name = str(facts["operation"])
     if pattern in OPERATION_ALIASES:
         operations, implied = OPERATION_ALIASES[pattern]
         return name in operations and all(facts.get(fact) == value for fact, value in implied.items())
     if pattern in FUNCTIONS:
         return any(operation.name == name for operation in FUNCTIONS[pattern].operations)
-    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def meant(pattern: str, known: Iterable[str]) -> str:
+    """What a name of no operation may have meant, as the end of an error message: all below it, or the nearest."""
+    names = list(known)
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f"; did you mean {pattern + '.*'!r}, all below it?"
+    return nearest(pattern, names)
 
 
 def names_kernel(pattern: str, kernel: Kernel) -> bool:
@@ -193,11 +201,8 @@ def _frozen(value: object) -> object:
 
 def _check_operation(pattern: str, where: str, known: Sequence[str]) -> None:
     names = [*known, *OPERATION_ALIASES, *FUNCTIONS]
-    hit = pattern in names or any(
-        fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names
-    )
-    if not hit:
-        raise PolicyError(f"{where}: no operation matches {pattern!r}{nearest(pattern, names)}")
+    if pattern not in names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        raise PolicyError(f"{where}: no operation matches {pattern!r}{meant(pattern, names)}")
 
 
 def _lock(pattern: str, target: object, known: Sequence[str]) -> Lock:

@@ -22,7 +22,7 @@ from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation, OpKind
 from layerzero.engine import declared as fitting
 from layerzero.engine.plugins import Plugins
-from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.policy import Lock, Policy, meant, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
 
@@ -237,7 +237,7 @@ class Registry:
         return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
 
     def operations_named(self, pattern: str) -> list[str]:
-        """Names of the operations that a name, alias, function, prefix or glob covers.
+        """Names of the operations that a name, alias, function or glob covers; an operation's name means itself alone.
 
         Raises: KeyError naming the nearest.
         """
@@ -246,10 +246,10 @@ class Registry:
         if pattern in FUNCTIONS:
             return [operation.name for operation in FUNCTIONS[pattern].operations]
         operations = self._known.operations
-        names = [name for name in operations if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        names = [name for name in operations if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             known = [*operations, *OPERATION_ALIASES, *FUNCTIONS]
-            raise KeyError(f"unknown operation {pattern!r}{nearest(pattern, known)}")
+            raise KeyError(f"unknown operation {pattern!r}{meant(pattern, known)}")
         return names
 
     def kernel(self, kernel_id: str) -> Kernel:

@@ -50,7 +50,9 @@ SETTINGS: dict[str, Setting] = {
     "version": Setting(int, 1, "version of this file format", (1,)),
     "enabled": Setting(bool, True, "false: only torch's own kernels and the references run"),
     "fallback_enabled": Setting(bool, True, "false: the slow reference is refused and a failing kernel raises"),
-    "log_selections": Setting(bool, False, "log every new choice at INFO"),
+    "log_selections": Setting(
+        bool, False, "say every new choice: log it at INFO, or, where nobody listens to that, on the error stream"
+    ),
     "strict_mode": Setting(bool, False, "refuse adaptations that move data, and ambiguous layouts"),
     "allow_adaptation": Setting(bool, True, "allow copies, repeated heads and folded masks where a kernel needs them"),
     "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
