@@ -22,7 +22,7 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.flight import Flights
 from layerzero.engine.functions import CALLS
-from layerzero.engine.registry import USER_BACKEND
+from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.ops.attention.reference import attention_reference
 
 native_only = pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT or "built")

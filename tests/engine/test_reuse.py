@@ -23,7 +23,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.engine.registry import USER_BACKEND
+from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
 from layerzero.testing.generate import FUNCTIONS, RandomCall

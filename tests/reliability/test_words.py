@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.registry import REGISTRY
 
 QUERY, KEY = torch.randn(2, 1, 4, 64), torch.randn(2, 8, 2, 64)
@@ -56,6 +57,61 @@ def test_a_lock_on_an_operation_leaves_those_below_alone():
 def test_a_prefix_alone_is_no_name(say):
     with pytest.raises((lz.PolicyError, KeyError), match=r"did you mean 'attention\.gqa\.\*', all below it\?"):
         say()
+
+
+@pytest.mark.parametrize("say", [
+    lambda name: lz.configure(deny=[name]),
+    lambda name: lz.configure(prefer=["torch", name]),
+    lambda name: lz.scope(allow=[name]),
+    lambda name: lz.prefer(name),
+    lambda name: lz.avoid(name),
+    lambda name: lz.scope(rules=[{"match": {"rows": ">4"}, "deny": name}]),
+])  # fmt: skip
+def test_a_misspelt_name_is_an_error_that_names_the_nearest(say):
+    for name, close in (("zentroch", "zentorch"), ("torch.rms_nrm", "torch.rms_norm"), ("flash_atn.*", "flash_attn")):
+        with pytest.raises(lz.PolicyError, match=rf"got '{name.replace('*', '[*]')}', which names none .* '{close}'"):
+            say(name)
+    for name in ("zentorch", "zen*", "torch.rms_norm", "user.*", "reference", "flash_attn.v3.causal"):
+        say(name)
+
+
+def test_a_programs_own_kernels_have_names_once_they_are_registered():
+    with pytest.raises(lz.PolicyError, match="registers itself it registers first"):
+        lz.configure(prefer=["mine.fast"])
+    lz.register_kernel("norm.rms", "mine.fast")(lambda input, weight, eps: input)
+    lz.configure(prefer=["mine.fast"])
+
+
+def test_files_and_variables_are_looked_at_by_the_first_choice(tmp_path, monkeypatch):
+    call = torch.randn(4, 8), torch.randn(8)
+    (tmp_path / "a.yaml").write_text("deny: [mine.slow]")
+    lz.load_config(tmp_path / "a.yaml")
+    with pytest.raises(lz.PolicyError, match=r"a\.yaml: deny: wanted a library, .* got 'mine\.slow'"):
+        lz.rms_norm(*call)
+    lz.register_kernel("norm.rms", "mine.slow")(lambda input, weight, eps: input)
+    lz.rms_norm(*call)
+    monkeypatch.setenv("LAYERZERO_AVOID", "zentroch")
+    CONFIGURATION.reset()
+    with pytest.raises(lz.PolicyError, match=r"environment: avoid_sources: .* did you mean 'zentorch'"):
+        lz.explain("rms_norm", *call)
+
+
+def test_what_only_a_plugin_can_be_called_is_a_warning(monkeypatch):
+    monkeypatch.setattr(REGISTRY.plugins, "unknown", lambda: ["secret"])
+    with lz.scope(deny=["hidden.rms"]), pytest.warns(lz.LayerZeroWarning, match="left out may have it: secret"):
+        lz.which("rms_norm", torch.randn(4, 8), torch.randn(8))
+
+
+@pytest.mark.parametrize("kernel_id", [None, 5, "", "a b", "a,b", "a*", "x" * 201])
+def test_a_kernel_has_a_name_that_policies_can_say(kernel_id):
+    with pytest.raises(lz.RegistrationError, match="id: wanted a name such as"):
+        lz.register_kernel("norm.rms", kernel_id)(lambda input, weight: input)
+    lz.list_kernels()
+
+
+def test_a_platform_is_one_there_is():
+    with pytest.raises(lz.RegistrationError, match=r"platform: wanted cpu, cuda, .* got 'cudda'; did you mean 'cuda'"):
+        lz.register_kernel("norm.rms", "a.b", platform=["cpu", "cudda"])(lambda input, weight: input)
 
 
 def test_verbose_prints():

@@ -15,8 +15,9 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
+from layerzero.engine.of_functions import kernel_of_function
 from layerzero.engine.policy import names_kernel
-from layerzero.engine.registry import REGISTRY, kernel_of_function
+from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import checked
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -28,6 +29,7 @@ def configure(**settings: Any) -> None:
     Takes effect on the next call. Raises: PolicyError for an unknown key or a value that does not fit.
     """
     _check_descriptors(settings, "configure")
+    _check_names({name: value for name, value in settings.items() if value is not None}, "configure")
     config.CONFIGURATION.configure(**settings)
     DESCRIPTORS.sync(again="descriptors" in settings)
 
@@ -37,6 +39,14 @@ def _check_descriptors(settings: Mapping[str, Any], origin: str) -> None:
     if settings.get("descriptors"):
         for path in checked({"descriptors": settings["descriptors"]}, origin)["descriptors"]:
             DESCRIPTORS.check(path)
+
+
+def _check_names(settings: Mapping[str, Any], origin: str) -> None:
+    """Raise for a preference or denial that names nothing, if all else is right with the settings."""
+    values = checked(settings, origin)
+    if values:
+        config.CONFIGURATION.effective(values)
+        REGISTRY.names.check_values(values, origin)
 
 
 def load_config(path: str | os.PathLike[str]) -> None:
@@ -80,7 +90,11 @@ def unlock(operation: str) -> None:
 
 
 def scope(**settings: Any) -> AbstractContextManager[None]:
-    """Let settings hold inside a ``with`` block, in this thread or task only. Lists add to those outside."""
+    """Let settings hold inside a ``with`` block, in this thread or task only. Lists add to those outside.
+
+    Raises: PolicyError for an unknown key or name, or a value that does not fit.
+    """
+    _check_names(settings, "scope")
     return config.SCOPES.scope(settings)
 
 

@@ -19,6 +19,9 @@ from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 
+_ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
+"""What policies, lists in variables and globs can name, and what is left of it as a part of a file's name."""
+
 _REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
 
 
@@ -201,6 +204,8 @@ class Kernel:
     revision: Revision | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
+            raise RegistrationError(f"id: wanted a name such as 'my_library.rms_norm', got {self.id!r}")
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
         object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
         if bool(self.tolerance) != bool(self.tolerance_reason.strip()):

@@ -70,6 +70,10 @@ class Plugins:
         unfit = self._harmful | self.errors
         return [each.name for each in installed() if each.name not in unfit and not refused(each, CONFIGURATION.policy)]
 
+    def unknown(self) -> list[str]:
+        """Plugins that are installed and whose kernels nobody knows: not imported yet, left out, or broken."""
+        return [each.name for each in installed() if each.name not in self._kernels]
+
     def leave_out(self, name: str, why: str) -> None:
         """Do not import a plugin in this process: a child has shown what it does."""
         self._harmful[name] = why
@@ -145,7 +149,7 @@ def refused(plugin: EntryPoint, policy: Policy) -> str:
     """
     if not policy.enabled:
         return "enabled: false"
-    left_out, names = unlisted(plugin, policy), _names(plugin)
+    left_out, names = unlisted(plugin, policy), names_of(plugin)
     if left_out:
         return left_out
     for pattern in policy.deny:
@@ -161,12 +165,13 @@ def refused(plugin: EntryPoint, policy: Policy) -> str:
 def unlisted(plugin: EntryPoint, policy: Policy) -> str:
     """What ``plugins`` says against a plugin; empty if nothing."""
     wanted = policy["plugins"]
-    if wanted == "all" or (wanted != "none" and not _names(plugin).isdisjoint(wanted)):
+    if wanted == "all" or (wanted != "none" and not names_of(plugin).isdisjoint(wanted)):
         return ""
     return f"plugins: {wanted if isinstance(wanted, str) else ', '.join(wanted)}"
 
 
-def _names(plugin: EntryPoint) -> set[str]:
+def names_of(plugin: EntryPoint) -> set[str]:
+    """What a plugin is called: by its entry point, and by its package."""
     return {plugin.name, *([plugin.dist.name] if plugin.dist else [])}
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from layerzero import backends
 from layerzero.core import forking
-from layerzero.core import limits as limit
-from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
 from layerzero.engine import declared as fitting
+from layerzero.engine.naming import Names
+from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant, names_kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
-
-USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
 
 
 class _Known(NamedTuple):
@@ -59,7 +52,8 @@ class Registry:
         self._before_use = before_use
         self.revise: Callable[[Kernel], Kernel] = lambda kernel: kernel
         self._known = _Known({}, {}, {})
-        self._loading = self._loaded = False
+        self._read = self._loading = self._loaded = False
+        self.names = Names(self)
         self.plugins = Plugins(self) if entry_points else None
         self._listeners: list[Callable[[], None]] = []
         for operation in OPERATIONS.values():
@@ -173,23 +167,31 @@ class Registry:
         """Raise RegistrationError if the kernel's declaration does not fit its operations."""
         fitting.check(kernel, self._known.operations)
 
+    def read_declarations(self) -> Mapping[str, Kernel]:
+        """Read the declarations of built-in backends, once; every kernel that is known without importing a plugin."""
+        if not self._read:
+            with self._change():
+                for kernel in () if self._read else backends.builtin_kernels():
+                    self._add(kernel)
+                self._read = True
+        return self._by_id
+
     def _load(self) -> None:
-        """Read the declarations of built-in backends once, and import the plugins that policy admits; all or nothing.
+        """Read all declarations once, and import the plugins that policy admits; all or nothing.
 
         An interruption, as by Ctrl-C while a library is imported, leaves what was there before: the next call loads.
         """
         if self._loading:  # done, or asked for by a plugin while it is being loaded
             return
-        with self._change():
-            try:
-                self._loading = True
-                for kernel in backends.builtin_kernels():
-                    self._add(kernel)
-                if self.plugins is not None:
+        try:
+            self._loading = True
+            self.read_declarations()
+            if self.plugins is not None:
+                with self._change():
                     self.plugins.load()
-            except BaseException:
-                self._loading = False
-                raise
+        except BaseException:
+            self._loading = False
+            raise
         self._loaded = True  # last: other threads read it without the lock
 
     def ready(self) -> None:
@@ -223,7 +225,9 @@ class Registry:
         """The lock that decides a call: one on a kernel that only other operations have does not reach this one.
 
         A lock on a kernel that nobody has stays in force, so that a misspelt one is an error and no silence.
+        Raises: PolicyError where a preference or denial names nothing.
         """
+        self.names.check(policy)
         lock = policy.lock_for(facts) if policy.enabled else None
         if lock is None or any(names_kernel(lock.kernel, each) for each in self.candidates(str(facts["operation"]))):
             return lock
@@ -267,120 +271,6 @@ class Registry:
         self.ready()
         unique = {kernel.backend: None for kernel in self._by_id.values()}
         return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
-
-
-def reference_kernel(operation: Operation) -> Kernel:
-    """Make a kernel of an operation's reference: it takes everything, and has priority 0."""
-    schema = operation.schema
-    idle = schema.promises.difference(schema.bounds)  # handles that it has no use for
-    taken = [name for name in (*schema.chosen, *schema.passed) if name not in idle]
-    return Kernel(
-        id=f"reference.{operation.name}",
-        operations=(operation.name,),
-        backend=REFERENCE_BACKEND,
-        load=lambda _facts: operation.reference,
-        layout=operation.layouts[0] if operation.layouts else None,
-        accepts=(*(tensor.name for tensor in schema.optional), *taken),
-        grad=True,
-        deterministic=True,
-        graph_safe=True,
-        handles_empty=True,
-        handles_negated=True,
-        device_guard=True,
-        priority=0,
-    )
-
-
-def kernel_of_function(
-    function: Callable[..., Any],
-    *,
-    operation: str,
-    kernel_id: str,
-    platform: str | Sequence[str] = "cpu",
-    min_sm: int | tuple[int, int] | None = None,
-    max_sm: int | tuple[int, int] | None = None,
-    supported_dtypes: Iterable[torch.dtype | str] | None = None,
-    max_head_dim: int | None = None,
-    limits: Sequence[Limit] = (),
-    known: dict[str, Operation],
-    **declared: Any,
-) -> Kernel:
-    """Turn a decorated function into a kernel: what it takes by name is what it is offered.
-
-    The first parameters are the operation's required tensors, under any name. Each further parameter is named like the
-    operation's argument. Raises RegistrationError for anything else.
-    """
-    operations, implied = _operations_of(operation, known)
-    _check_declared(kernel_id, declared)
-    schema = known[operations[0]].schema
-    arguments = list(dict.fromkeys(name for each in operations for name in known[each].schema.arguments))
-    parameters = list(inspect.signature(function).parameters.values())
-    required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
-    if len(required) < len(schema.required):
-        wanted = ", ".join(tensor.name for tensor in schema.required)
-        raise RegistrationError(
-            f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}"
-        )
-    accepts = tuple(parameter.name for parameter in optional)
-    unknown = [name for name in accepts if name not in arguments]
-    if unknown:
-        raise RegistrationError(
-            f"{kernel_id}: {', '.join(unknown)} is no argument of {operation}; it has {', '.join(arguments)}"
-        )
-    for name in operations[1:]:  # those of one function take the same tensors, and not always the same parameters
-        fitting.check_shared(kernel_id, known[name].schema, schema, optional)
-    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
-    rules: list[Limit] = [limit.platform(*platforms)]
-    if min_sm is not None or max_sm is not None:
-        rules.append(limit.arch(_sm(min_sm), _sm(max_sm)))
-    if supported_dtypes is not None:
-        rules.append(limit.dtype(*(dtype_name(dtype_named(each)) for each in supported_dtypes)))
-    if max_head_dim is not None:
-        rules.append(limit.dim("head_dim", max=max_head_dim))
-    if known[operations[0]].layouts:
-        declared.setdefault("layout", known[operations[0]].layouts[0])
-    rules += [limit.one_of(fact, value) for fact, value in implied.items()]
-
-    def load(facts: Facts) -> Callable[..., Any]:
-        return function
-
-    load.__module__ = function.__module__  # where a child process finds it
-    return Kernel(
-        id=kernel_id,
-        operations=operations,
-        backend=USER_BACKEND,
-        load=load,
-        accepts=accepts,
-        implies=tuple(fact for fact in implied if fact not in accepts),
-        limits=(*rules, *limits),
-        **declared,
-    )
-
-
-def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
-    derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
-    fields = {each.name for each in dataclasses.fields(Kernel)} - derived
-    for name in declared:
-        if name in ("supports_gqa", "supports_mqa"):
-            raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")
-        if name not in fields:
-            raise RegistrationError(f"{kernel_id}: a kernel has no {name!r}{nearest(name, fields)}")
-
-
-def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, ...], dict[str, object]]:
-    if name in OPERATION_ALIASES:
-        # The flat names meant equal head counts; a kernel that groups heads says so by naming a gqa operation.
-        operations, implied = OPERATION_ALIASES[name]
-        return operations[:1], implied
-    if name in FUNCTIONS:
-        return tuple(each.name for each in FUNCTIONS[name].operations), {}
-    if name not in known:
-        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES, *FUNCTIONS])}")
-    return (name,), {}
-
-
-def _sm(version: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    return divmod(version, 10) if isinstance(version, int) else version
 
 
 def _descriptors_in_force() -> None:

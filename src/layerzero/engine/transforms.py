@@ -21,7 +21,7 @@ from layerzero.engine.reference import reference_call
 from layerzero.engine.registry import Registry
 
 _HINT = (
-    "inside vmap, grad, jvp, functionalize and forward-mode AD only the reference runs; call it outside of them, or "
+    "inside a transform (vmap, grad, jvp, functionalize, forward-mode AD) only the reference runs; call it outside, or "
     "allow the reference there, as with lz.scope"
 )
 

@@ -1,0 +1,142 @@
+"""Kernels that are made of Python functions: an operation's own reference, and what a decorator registers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from layerzero.core import limits as limit
+from layerzero.core.device import PLATFORMS
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.errors import RegistrationError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.operation import Operation
+from layerzero.engine import declared as fitting
+from layerzero.engine.settings import nearest
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
+
+USER_BACKEND = Backend(name="user", summary="Registered by @lz.register_kernel", origin="decorator")
+
+
+def reference_kernel(operation: Operation) -> Kernel:
+    """Make a kernel of an operation's reference: it takes everything, and has priority 0."""
+    schema = operation.schema
+    idle = schema.promises.difference(schema.bounds)  # handles that it has no use for
+    taken = [name for name in (*schema.chosen, *schema.passed) if name not in idle]
+    return Kernel(
+        id=f"reference.{operation.name}",
+        operations=(operation.name,),
+        backend=REFERENCE_BACKEND,
+        load=lambda _facts: operation.reference,
+        layout=operation.layouts[0] if operation.layouts else None,
+        accepts=(*(tensor.name for tensor in schema.optional), *taken),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_empty=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=0,
+    )
+
+
+def kernel_of_function(
+    function: Callable[..., Any],
+    *,
+    operation: str,
+    kernel_id: str,
+    platform: str | Sequence[str] = "cpu",
+    min_sm: int | tuple[int, int] | None = None,
+    max_sm: int | tuple[int, int] | None = None,
+    supported_dtypes: Iterable[torch.dtype | str] | None = None,
+    max_head_dim: int | None = None,
+    limits: Sequence[Limit] = (),
+    known: dict[str, Operation],
+    **declared: Any,
+) -> Kernel:
+    """Turn a decorated function into a kernel: what it takes by name is what it is offered.
+
+    The first parameters are the operation's required tensors, under any name. Each further parameter is named like the
+    operation's argument. Raises RegistrationError for anything else.
+    """
+    operations, implied = _operations_of(operation, known)
+    _check_declared(kernel_id, declared)
+    schema = known[operations[0]].schema
+    arguments = list(dict.fromkeys(name for each in operations for name in known[each].schema.arguments))
+    parameters = list(inspect.signature(function).parameters.values())
+    required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
+    if len(required) < len(schema.required):
+        wanted = ", ".join(tensor.name for tensor in schema.required)
+        raise RegistrationError(
+            f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}"
+        )
+    accepts = tuple(parameter.name for parameter in optional)
+    unknown = [name for name in accepts if name not in arguments]
+    if unknown:
+        raise RegistrationError(
+            f"{kernel_id}: {', '.join(unknown)} is no argument of {operation}; it has {', '.join(arguments)}"
+        )
+    for name in operations[1:]:  # those of one function take the same tensors, and not always the same parameters
+        fitting.check_shared(kernel_id, known[name].schema, schema, optional)
+    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    for name in platforms:
+        if name not in PLATFORMS:
+            problem = f"platform: wanted {', '.join(PLATFORMS)}, got {name!r}{nearest(str(name), PLATFORMS)}"
+            raise RegistrationError(f"{kernel_id}: {problem}")
+    rules: list[Limit] = [limit.platform(*platforms)]
+    if min_sm is not None or max_sm is not None:
+        rules.append(limit.arch(_sm(min_sm), _sm(max_sm)))
+    if supported_dtypes is not None:
+        rules.append(limit.dtype(*(dtype_name(dtype_named(each)) for each in supported_dtypes)))
+    if max_head_dim is not None:
+        rules.append(limit.dim("head_dim", max=max_head_dim))
+    if known[operations[0]].layouts:
+        declared.setdefault("layout", known[operations[0]].layouts[0])
+    rules += [limit.one_of(fact, value) for fact, value in implied.items()]
+
+    def load(facts: Facts) -> Callable[..., Any]:
+        return function
+
+    load.__module__ = function.__module__  # where a child process finds it
+    return Kernel(
+        id=kernel_id,
+        operations=operations,
+        backend=USER_BACKEND,
+        load=load,
+        accepts=accepts,
+        implies=tuple(fact for fact in implied if fact not in accepts),
+        limits=(*rules, *limits),
+        **declared,
+    )
+
+
+def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
+    derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
+    fields = {each.name for each in dataclasses.fields(Kernel)} - derived
+    for name in declared:
+        if name in ("supports_gqa", "supports_mqa"):
+            raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")
+        if name not in fields:
+            raise RegistrationError(f"{kernel_id}: a kernel has no {name!r}{nearest(name, fields)}")
+
+
+def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, ...], dict[str, object]]:
+    if name in OPERATION_ALIASES:
+        # The flat names meant equal head counts; a kernel that groups heads says so by naming a gqa operation.
+        operations, implied = OPERATION_ALIASES[name]
+        return operations[:1], implied
+    if name in FUNCTIONS:
+        return tuple(each.name for each in FUNCTIONS[name].operations), {}
+    if name not in known:
+        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES, *FUNCTIONS])}")
+    return (name,), {}
+
+
+def _sm(version: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    return divmod(version, 10) if isinstance(version, int) else version
