@@ -9,6 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero import backends
+from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY, Registry
 
 
@@ -49,3 +50,37 @@ def test_an_interrupted_registration_is_whole_or_not_there(monkeypatch, moment):
         lz.unregister_kernel(kernel.id)
     assert not [each for each in lz.list_kernels() if each.source == "user"]
     lz.rms_norm(torch.randn(4, 8), torch.randn(8))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_a_plan_is_kept_when_its_first_run_was_accepted(interruption):
+    ran = []
+
+    def wrong_once_interrupted(input, weight, *, eps=1e-6):
+        ran.append(1)
+        if len(ran) == 1:
+            raise interruption
+        return input[:0]  # of a shape that the first check finds
+
+    lz.register_kernel("norm.rms", "user.odd", priority=100)(wrong_once_interrupted)
+    call = torch.randn(4, 8), torch.randn(8)
+    with pytest.raises(interruption):
+        lz.rms_norm(*call)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="WrongResultError"):
+        result = lz.rms_norm(*call)
+    torch.testing.assert_close(result, torch.nn.functional.rms_norm(call[0], (8,), call[1], 1e-6))
+
+
+def test_nobody_finds_a_plan_that_is_in_its_first_run():
+    found = []
+
+    def looks(input, weight, *, eps=1e-6):
+        found.append([plan.kernel_id for _, plan in CALLS["rms_norm"].dispatcher.cache.plans()])
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel("norm.rms", "user.looks", priority=100)(looks)
+    call = torch.randn(4, 8), torch.randn(8)
+    for _ in range(2):
+        lz.rms_norm(*call)
+    assert found == [[], ["user.looks"]]

@@ -187,6 +187,7 @@ class Plan:
         direct: the kernel with its constants in place, called like ``run``: what C calls where ``run`` would do nothing
             else; None elsewhere.
         reads: the facts that ``load`` read; other calls share the plan only where they agree in them.
+        keep: puts it where later calls find it, once its first run was accepted; None where it is not to be kept.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
@@ -200,6 +201,7 @@ class Plan:
     used: bool = False
     direct: Callable[..., Any] | None = None
     reads: Reads = frozenset({EVERYTHING})
+    keep: Callable[[], None] | None = None
     reads_negated: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ A call that was chosen before never gets here past the table lookup that :mod:`l
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -195,20 +196,27 @@ class Dispatcher:
         return self.run(self.plan_for(key, arguments, current_policy()), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
-        """Choose for a call that is not in the table, and keep the plan; callers of one key choose once."""
+        """Choose for a call that is not in the table; callers of one key choose once.
+
+        The plan is kept once its first run was accepted: one that was interrupted is chosen, marked and checked again.
+        """
         self.engine.registry.ready()  # before the epoch is read: what is declared by now starts one
         epoch = self.cache.epoch
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
-            if policy["cache.enabled"] and not self.engine.watchers:
-                conditions = reuse.conditions_of(plan, policy, self.order)
-                self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
+            if policy["cache.enabled"]:
+                plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
             return plan
 
         if state.capturing(self.tensors(arguments)):  # a capture waits for nobody
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen)
+
+    def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
+        if not self.engine.watchers:
+            conditions = reuse.conditions_of(plan, policy, self.order)
+            self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
@@ -234,6 +242,9 @@ class Dispatcher:
             if problem is not None:
                 raise problem
         self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
+        keep, plan.keep = plan.keep, None
+        if keep is not None:
+            keep()
         return result
 
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:
