@@ -18,7 +18,7 @@ def ledger() -> Ledger:
     from layerzero.tuning.keeping.store import StoreLedger
 
     folder = cache_folder()
-    return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder))
+    return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder)).watched()
 
 
 def descriptors_in_force() -> None:

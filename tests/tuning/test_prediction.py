@@ -391,8 +391,10 @@ def test_what_is_forgotten_predicts_nothing(store, kernels):
 
 def test_the_same_time_again_teaches_nothing(store, kernels, monkeypatch):
     fill(store, kernels[0])
+    store.settle()
     learnt = []
-    monkeypatch.setattr(learning, "learn", lambda connection, subject, new=(): learnt.append(subject))
+    real = learning.learn
+    monkeypatch.setattr(learning, "learn", lambda *args, **more: (learnt.append(args), real(*args, **more)))
     store.record(kernels[0], facts(8), replace(TIME, median_us=13.1))
     assert learnt == []
     store.record(kernels[0], facts(8), replace(TIME, median_us=26.0))
@@ -411,8 +413,10 @@ def test_what_an_earlier_version_learnt_is_learnt_anew_and_a_later_one_ignored(s
 
 def test_a_time_that_now_tells_the_parts_teaches(store, kernels, monkeypatch):
     fill(store, kernels[0])
+    store.settle()
     learnt = []
-    monkeypatch.setattr(learning, "learn", lambda connection, subject, new=(): learnt.append(subject))
+    real = learning.learn
+    monkeypatch.setattr(learning, "learn", lambda *args, **more: (learnt.append(args), real(*args, **more)))
     for parts, times in (((9.0, 13.0), 1), ((9.1, 13.1), 1), ((6.0, 13.0), 2)):
         store.record(kernels[0], facts(8), replace(TIME, median_us=13.0, device_us=parts[0], host_us=parts[1]))
         assert len(learnt) == times

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from layerzero.asking.answers import explain
+from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import FrozenChoiceError, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
@@ -53,11 +53,8 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(rest, hash=found)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all."""
-        target = Path(path)
-        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        temporary.replace(target)
+        """Write it as JSON, whole or not at all. Raises: OSError."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Frost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -118,7 +119,7 @@ def take(
     holds = archive.here()
     count = sum(holds(each) for each in found)
     if not dry_run:
-        _store().add(found)
+        _keep(found)
     verb = "would be taken" if dry_run else "taken"
     data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
     return Answer(data, lambda: [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"])
@@ -137,7 +138,7 @@ def merge(
 
     _exists(file)
     found = archive.read_database(file)
-    _store().add(found)
+    _keep(found)
     return Answer({"file": str(file), "rows": len(found)}, lambda: [f"{file}: {len(found)} times merged"])
 
 
@@ -198,17 +199,14 @@ def check(json: AsJson = False) -> Answer:
     """
     from layerzero.tuning.keeping import archive
 
-    database = _database()
-    problems = list(database.notes())
-    count = 0
+    spool = _store().spool
+    database: Database = spool.database
+    problems = [*spool.notes(), *database.notes()]
     if database.path is not None and database.path.exists():
         damage = archive.damage(database.path)
         problems += [f"{database.path}: {damage}"] if damage else []
-    try:
-        for _ in archive.rows(database):
-            count += 1
-    except ValueError as error:
-        problems.append(f"{database.path}: row {count + 1}: {error}")
+    problems += _first(f"{database.path}: {problem}" for problem in archive.problems(database))
+    count = sum(found for (found,) in database.read("SELECT count(*) FROM times"))
     held_out = archive.prediction_error(database.path) if count and not problems and database.path else None
     data = {
         "path": str(database.path) if database.path else None,
@@ -218,6 +216,15 @@ def check(json: AsJson = False) -> Answer:
     }
     told = problems or [f"{database.path or 'memory'}: fine, {count} times", *_prediction(held_out)]
     return Answer(data, lambda: told, NO if problems else FINE)
+
+
+def _first(problems: Iterator[str]) -> list[str]:
+    """So many problems as anybody reads, and how many more there are."""
+    from layerzero.tuning.keeping.archive import MAX_PROBLEMS
+
+    found = list(itertools.islice(problems, MAX_PROBLEMS))
+    more = sum(1 for _ in problems)
+    return [*found, f"and {more} more"] if more else found
 
 
 def _prediction(found: HeldOut | None) -> list[str]:
@@ -234,6 +241,13 @@ def _store() -> Any:
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
+
+
+def _keep(rows: Sequence[Row]) -> None:
+    """Write rows, and learn from all of them now, not when somebody asks."""
+    store = _store()
+    store.add(rows)
+    store.settle()
 
 
 def _database() -> Database:

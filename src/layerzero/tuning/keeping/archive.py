@@ -9,19 +9,22 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import torch
 
 from layerzero.core.device import Device
+from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import DTYPES
 from layerzero.engine import probe
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import migrations
+from layerzero.tuning.keeping import connections, merging, sums
+from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, surroundings
-from layerzero.tuning.keeping.rows import Row, check
+from layerzero.tuning.keeping.rows import Row, check, is_to_come
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
 from layerzero.tuning.predicting.prior import Table
@@ -36,15 +39,11 @@ MAX_TEXT = 512
 MAX_PROBLEMS = 20
 _PAGE = 5000
 
-_ROWS = """SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
-    median_us, p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero,
-    written_at FROM times JOIN works ON works.key = times.work JOIN environments ON environments.key = times.environment
+_ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
+    {sums.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
+    LEFT JOIN environments ON environments.key = times.environment
     WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
-    ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""
-_NUMBERS = (
-    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us", "device_us", "host_us"),
-    *("adapts", "device_uuid", "layerzero", "written_at"),
-)
+    ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""  # noqa: S608  # names of ours
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,43 +72,87 @@ class BadFileError(ValueError):
 
 def rows(database: Database) -> Iterator[Row]:
     """Every row, a page at a time. Raises: ValueError for one that is not what the database should hold."""
+    for found in _raw(database):
+        yield row_of(found)
+
+
+def problems(database: Database) -> Iterator[str]:
+    """What is wrong with any row, work, environment or model; every one is read and decoded."""
+    to_come = 0
+    for number, found in enumerate(_raw(database), 1):
+        try:
+            row = row_of(found)
+            to_come += is_to_come(row.written_at)
+        except ValueError as error:
+            yield f"row {number}: {error}"
+    if to_come:
+        yield f"{to_come} times are dated in the future; they count as the oldest, and are replaced when measured anew"
+    for model in database.read(f"SELECT {sums.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
+        if model[5] == learning.MODEL_FORMAT:
+            try:
+                learning.decode(model[6])
+            except (msgspec.MsgspecError, TypeError) as error:
+                yield f"a model of {_printable(model[2])}: {error}"
+            else:
+                if not sums.model_holds(model):
+                    yield f"a model of {_printable(model[2])}: its checksum does not hold; it counts for nothing"
+
+
+def _raw(database: Database) -> Iterator[tuple[Any, ...]]:
     last: tuple[object, ...] = (b"", -1, "", b"", "", "", "")
     while True:
         page = database.read(_ROWS, (*last, _PAGE))
-        for row in page:
-            yield _row(row)
+        yield from page
         if len(page) < _PAGE:
             return
         last = page[-1][:7]
 
 
-def _row(found: tuple[object, ...]) -> Row:
-    _, graph, kernel, _, condition, origin, source, facts, environment, *numbers = found
-    data = {
-        "kernel": kernel,
-        "graph": bool(graph),
-        "condition": condition,
-        "origin": origin,
-        "source": source,
-        "facts": msgspec.json.decode(str(facts)),
-        "environment": msgspec.json.decode(str(environment)),
-        **dict(zip(_NUMBERS, numbers, strict=True)),
-    }
+def row_of(found: tuple[Any, ...]) -> Row:
+    """A row as it was read. Raises: ValueError if it is not as it was written, or breaks a rule."""
+    try:
+        return _row_of(found)
+    except ValueError as error:
+        raise ValueError(_printable(error)) from error
+
+
+def _row_of(found: tuple[Any, ...]) -> Row:
+    work, graph, kernel, environment, _, _, _, facts, surroundings, *values = found
+    data = dict(zip((*sums.COLUMNS, "crc"), values, strict=True))
+    data |= {"graph": bool(graph), "facts": _decoded(facts), "environment": _decoded(surroundings)}
+    del data["crc"]
     row = msgspec.convert(data, Row)
     check(row)
+    if not sums.holds_whole(sums.start_of(work, graph), tuple(values)):
+        raise ValueError(f"{kernel}: its checksum does not hold; it counts for nothing")
+    if row.work.key != work or row.environment.key != environment:
+        raise ValueError(f"{kernel}: its work or environment is not the one that it was measured for")
     return row
 
 
+def _printable(value: object) -> str:
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _decoded(text: object) -> Any:
+    if not isinstance(text, str):
+        raise ValueError(f"wanted a work and an environment, got {text!r}")  # noqa: TRY004  # as for all of it
+    try:
+        return msgspec.json.decode(text)
+    except UnicodeError as error:
+        raise ValueError(f"wanted text, got: {error}") from None
+
+
 def export(found: Iterable[Row], file: Path) -> None:
-    """Write rows as lines of JSON, a header before them. Raises: OSError."""
+    """Write rows as lines of JSON, a header before them, whole or not at all. Raises: OSError."""
     lines = [msgspec.json.encode(each) for each in found]
     header = Header(FORMAT, KIND, datetime.now(UTC).isoformat(timespec="seconds"), len(lines))
-    file.write_bytes(b"\n".join([msgspec.json.encode(header), *lines]) + b"\n")
+    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines]) + b"\n")
 
 
 def export_prior(table: Table, file: Path) -> None:
     """Write a table of priors, indented for those who read changes to it. Raises: OSError."""
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    write_whole(file, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
 def read_export(file: Path) -> list[Row]:
@@ -205,16 +248,13 @@ def damage(file: Path) -> str:
     try:
         connection = sqlite3.connect(file)
         try:
-            application = connection.execute("PRAGMA application_id").fetchone()[0]
-            if application != migrations.APPLICATION_ID:
-                return f"wanted a database of times, got another program's (application_id {application:#x})"
-            if migrations.version(connection) > migrations.LATEST:
-                return f"a newer version wrote it (schema {migrations.version(connection)})"
+            if not connections.check(connection):
+                return "wanted a database of times, got an empty one"
             found = [str(line) for (line,) in connection.execute("PRAGMA integrity_check(5)")]
             return "" if found == ["ok"] else "; ".join(found)
         finally:
             connection.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, ForeignError, NewerError, UnicodeError) as error:
         return str(error)
 
 
@@ -264,10 +304,14 @@ def matching(
 
 
 def forget(database: Database, gone: Iterable[Row]) -> int:
-    """Remove rows; return how many."""
+    """Remove rows; return how many. Raises: ValueError where the database cannot be written."""
     gone = list(gone)
-    if gone:
-        database.write(lambda connection: learning.remove(connection, gone))
+    try:
+        done = not gone or merging.forget(database, gone)
+    except OSError as error:
+        raise ValueError(f"{database.path}: wanted a database that can be written now: {error}") from error
+    if not done:
+        raise ValueError(f"{database.path}: wanted a database that can be written now: {'; '.join(database.notes())}")
     return len(gone)
 
 

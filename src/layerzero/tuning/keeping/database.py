@@ -1,7 +1,8 @@
 """One SQLite file that many processes read and write at once, or memory where there can be none.
 
 The file is opened anew after it was replaced and after a fork. A damaged or foreign file is moved aside under a lock;
-one that a newer version wrote is left alone, and this version works in a file beside it.
+one that a newer version wrote is left alone, and this version works in a file beside it. What cannot be read or written
+just now is tried again a few seconds later.
 """
 
 from __future__ import annotations
@@ -9,68 +10,30 @@ from __future__ import annotations
 import atexit
 import os
 import sqlite3
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.tuning.keeping import migrations, places
+from layerzero.tuning.keeping import connections, migrations, places
+from layerzero.tuning.keeping.connections import PASSING, ForeignError, Link, NewerError, code_of, in_transaction
 
 Result = TypeVar("Result")
 
-WRITE_WAIT_S = 20.0
-"""How long a write waits for those of other processes."""
-
-READ_WAIT_S = 0.25
-"""How long a read waits; it waits at all only where there is no write-ahead log."""
+RETRY_S = 5.0
+"""How long a file that could not be read or written is left alone."""
 
 _ATTEMPTS = 3
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-class ForeignError(Exception):
-    """The file is a database, but none of times."""
-
-
-class NewerError(Exception):
-    """The file has a schema that this version does not know."""
-
-
-class Link:
-    """One connection to a file that others may replace, and the lock of the threads that share it."""
-
-    def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
-        self.path = path
-        self.lock = forking.rlock()
-        self._connect = connect
-        self._connection: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None
-
-    def get(self) -> sqlite3.Connection:
-        """The connection to what now has this name. Raises: FileNotFoundError, sqlite3.Error, and what opening does."""
-        try:
-            found = os.stat(self.path)  # noqa: PTH116  # on every miss: a third of the time of Path.stat
-            identity: tuple[int, int] | None = (found.st_dev, found.st_ino)
-        except (FileNotFoundError, NotADirectoryError):
-            identity = None
-        if self._connection is not None and identity == self._identity and identity is not None:
-            return self._connection
-        self.close()
-        self._connection = self._connect(self.path)
-        opened = os.stat(self.path)  # noqa: PTH116
-        self._identity = (opened.st_dev, opened.st_ino)
-        return self._connection
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+_ELSEWHERE = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT),
+)
+"""SQLite's codes for what is wrong with the place, not with the file."""
 
 
 class Database:
@@ -79,17 +42,19 @@ class Database:
     Attributes:
         path: the file, None for memory only.
         named: the file that was asked for.
+        aside: files that this process moved aside, until somebody has looked what can be saved of them.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = self.named = path
+        self.aside: list[Path] = []
         self._reader: Link | None = None
         self._writer: Link | None = None
         self._memory: sqlite3.Connection | None = None
         self._memory_lock = forking.rlock()
         self._notes: dict[str, None] = {}
-        self._writable = path is not None
-        self._readable = path is not None
+        self._rests: dict[bool, tuple[float, str]] = {}  # writing or reading: until when, and why
+        self._warned: set[str] = set()
         if path is not None:
             self._use(path)
         _DATABASES.add(self)
@@ -103,34 +68,67 @@ class Database:
 
     def is_absent(self) -> bool:
         """Whether nobody has written yet, here or anywhere."""
-        if self._memory is not None:
-            return False
-        return not (self._readable and self.path is not None and os.access(self.path, os.F_OK))
+        return self._memory is None and (self.path is None or not os.access(self.path, os.F_OK))
 
     def read(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows that a question finds on disk and in memory; none where the file cannot be read."""
         found: list[tuple[Any, ...]] = []
-        if self._readable:
-            found = self._try(lambda link: link.get().execute(statement, parameters).fetchall(), writing=False) or []
+        if self.path is not None and not (self._rests and self._resting(writing=False)):
+            found = self._ask(statement, parameters)
         if self._memory is not None:
             with self._memory_lock:
-                found = found + self._memory.execute(statement, parameters).fetchall()
+                if self._memory is not None:
+                    found = found + self._memory.execute(statement, parameters).fetchall()
         return found
 
-    def write(self, change: Callable[[sqlite3.Connection], None]) -> None:
-        """Commit a change, all of it or nothing; in memory where the file cannot be written."""
+    def _ask(self, statement: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        link = self._reader
+        assert link is not None
+        if not self._rests:
+            with link.lock:
+                try:  # nearly always: the rest is for what goes wrong
+                    return link.get().execute(statement, parameters).fetchall()
+                except Exception:  # noqa: BLE001, S110  # it is raised again below
+                    pass
+        return self._try(lambda link: _ask(link.get(), statement, parameters), writing=False) or []
 
-        def commit(link: Link) -> bool:
-            _transaction(link.get(), change)
-            return True
+    def change(self, act: Callable[[sqlite3.Connection], Result]) -> Result | None:
+        """Do something with a connection that can write; None, and told, where the file cannot be written."""
+        if self.path is None or (self._rests and self._resting(writing=True)):
+            return None
+        return self._try(lambda link: act(link.get()), writing=True)
 
-        if self._writable and self._try(commit, writing=True):
-            return
+    def remember(self, act: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Do something with what only this process knows."""
         with self._memory_lock:
             if self._memory is None:
-                self._memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-                migrations.migrate(self._memory)
-            _transaction(self._memory, change)
+                memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+                migrations.migrate(memory)
+                self._memory = memory
+            return act(self._memory)
+
+    def write(self, change: Callable[[sqlite3.Connection], None]) -> bool:
+        """Commit a change to the file and to what only this process knows; whether that was all there is."""
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            in_transaction(connection, change)
+            return True
+
+        done = self.path is None or bool(self.change(commit))
+        if self.path is None or self._memory is not None:
+            self.remember(commit)
+        return done
+
+    def has_memory(self) -> bool:
+        """Whether there is anything that only this process knows."""
+        return self._memory is not None
+
+    def forget(self) -> None:
+        """Let go of what only this process knows: the file has it."""
+        with self._memory_lock:
+            if self._memory is not None:
+                memory, self._memory = self._memory, None
+                memory.close()
 
     def _try(self, act: Callable[[Link], Result], *, writing: bool) -> Result | None:
         """Do something with the file, again where it had to be replaced first; None where that does not help."""
@@ -139,35 +137,62 @@ class Database:
             assert link is not None
             with link.lock:
                 try:
-                    return act(link)
+                    done = act(link)
                 except (FileNotFoundError, NotADirectoryError) as error:
                     if writing:
-                        self._give_up(error, writing=True)
+                        self._rest(error, writing=True)
                     return None  # to read: nobody has written yet
-                except (sqlite3.Error, OSError, ForeignError, NewerError) as error:
+                except Exception as error:  # noqa: BLE001  # a damaged file makes SQLite's driver raise anything
                     link.close()
                     if not self._recovered(error, writing=writing):
                         return None
+                except BaseException:  # an interrupt, maybe amid a transaction
+                    link.close()
+                    raise
+                else:
+                    if self._rests:
+                        self._rests.pop(writing, None)
+                    return done
         return None
 
     # what goes wrong
 
+    def doubt(self, error: Exception) -> None:
+        """Take note that what was read made no sense; a file that is not sound is set aside."""
+        link = self._reader
+        if link is None:
+            self.tell(f"times in memory: {type(error).__name__}: {error}")
+            return
+        with link.lock:
+            link.close()
+            self._look_into(error, writing=False)
+
     def _recovered(self, error: Exception, *, writing: bool) -> bool:
         """Whether there is something to try again after an error: a fresh file, or another one."""
         assert self.path is not None
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        code = code_of(error)
         if isinstance(error, NewerError):
             path = self.path.with_name(f"{self.path.stem}.schema-{migrations.LATEST}{self.path.suffix}")
-            self._tell(f"{self.path}: {error}; it is left alone, and this version keeps its times in {path}")
+            self.tell(f"{self.path}: {error}; it is left alone, and this version keeps its times in {path}")
             self._use(path)
             return True
-        if (isinstance(error, ForeignError) or code in _DAMAGED) and self._set_aside(error):
+        if isinstance(error, ForeignError) or code in _DAMAGED:
+            if self._set_aside(error):
+                return True
+        elif code in PASSING or isinstance(error, TimeoutError):
+            self.tell(f"{self.path}: other processes kept it busy for too long; a {'write' if writing else 'read'} "
+                      "went on without it")  # fmt: skip
+            return False
+        elif code not in _ELSEWHERE and not isinstance(error, OSError):
+            return self._look_into(error, writing=writing)
+        self._rest(error, writing=writing)
+        return False
+
+    def _look_into(self, error: Exception, *, writing: bool) -> bool:
+        """After what no sound file makes happen: whether this one was replaced, or can be used all the same."""
+        if not self._sound() and self._set_aside(error):
             return True
-        if code in _PASSING:
-            self._tell(f"{self.path}: other processes kept it busy for too long; a {'write' if writing else 'read'} "
-                       "went on without it")  # fmt: skip
-        else:
-            self._give_up(error, writing=writing)
+        self._rest(error, writing=writing)
         return False
 
     def _set_aside(self, error: Exception) -> bool:
@@ -178,103 +203,90 @@ class Database:
                 if self._sound():  # another process has moved it already
                     return True
                 moved = places.move_aside(self.path)
-        except OSError:  # a folder that cannot be written: the caller gives up
+        except OSError:  # a folder that cannot be written, or a process that is paused: the caller gives up
             return False
-        self._tell(f"{self.path}: {error}; it counts for nothing and was set aside as {moved.name}")
+        self.aside.append(moved)
+        self.tell(f"{self.path}: {what_of(error)}; it was set aside as {moved.name}", warn=True)
         return True
 
     def _sound(self) -> bool:
         """Whether the file that now has the name is one of ours and whole, or absent."""
         assert self.path is not None
-        if not self.path.exists():
-            return True
         connection = None
         try:
-            connection = _open(self.path, "rw", READ_WAIT_S)
-            _check(connection)
+            if connections.plain_identity(self.path) is None:
+                return True
+            connection = connections.open_file(self.path, "rw", connections.READ_WAIT_S)
+            connections.check(connection)
             return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
-        except (sqlite3.Error, ForeignError):
-            return False
         except NewerError:
             return True
+        except Exception as error:  # noqa: BLE001  # whatever reading it raises
+            return code_of(error) in (*PASSING, *_ELSEWHERE)
         finally:
             if connection is not None:
                 connection.close()
 
-    def _give_up(self, error: Exception, *, writing: bool) -> None:
-        """Go on without the file, and say so once."""
-        if writing:
-            self._writable = False
-        else:
-            self._readable = False
-        done = "written: measured times end with this process" if writing else "read: its times do not count"
-        text = f"{self.path} cannot be {done} ({error})"
-        if text not in self._notes:
-            self._tell(text)
+    def _resting(self, *, writing: bool) -> bool:
+        """Whether it is too early to try again."""
+        return writing in self._rests and time.monotonic() < self._rests[writing][0]
+
+    def _rest(self, error: Exception, *, writing: bool) -> None:
+        """Go on without the file for a while, and say so; what was measured waits in journals meanwhile."""
+        self._rests[writing] = (time.monotonic() + RETRY_S, what_of(error))
+        if not writing:
+            self.tell_once("read", self._cannot(writing=False))
+
+    def _cannot(self, *, writing: bool) -> str:
+        done = "written now: measured times wait" if writing else "read: its times do not count"
+        return f"{self.path} cannot be {done} ({self._rests[writing][1]})"
+
+    def tell_once(self, kind: str, text: str) -> None:
+        """Warn of a place that does not serve, once for each kind of it."""
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(
                 f"{text}. Set LAYERZERO_CACHE_DIR or perfdb.path to a place that can be written",
                 LayerZeroWarning,
                 stacklevel=2,
             )
 
-    def _tell(self, note: str) -> None:
+    def tell(self, note: str, *, warn: bool = False) -> None:
+        """Take a note for doctor; the first that is a warning is one, too."""
+        known = note in self._notes
         self._notes[note] = None
+        if warn and not known and "damage" not in self._warned:
+            self._warned.add("damage")
+            more = "`layerzero doctor` and `layerzero perfdb check` tell more"
+            warnings.warn(f"{note}. {more}", LayerZeroWarning, stacklevel=2)
 
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the file, and what was set aside by this process or another."""
         if self.path is None:
-            return ()
+            return tuple(self._notes)
         self.read("SELECT 1")  # opens it
+        resting = [self._cannot(writing=writing) for writing in sorted(self._rests)]
         told = " ".join(self._notes)
         untold = [name for name in places.set_aside(self.path) if name not in told]
         named = [f"{self.path}: files were set aside and count for nothing: {', '.join(untold)}"] if untold else []
-        return (*self._notes, *named)
+        return (*self._notes, *resting, *named)
 
     # connections
 
     def _connect_writer(self, path: Path) -> sqlite3.Connection:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        network = places.network_type(path.parent)
-        with places.turn(path):
-            connection = _open(path, "rwc", WRITE_WAIT_S)
-            try:
-                _check(connection)
-                migrations.migrate(connection)
-                wanted = "delete" if network else "wal"
-                mode = connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0]
-            except BaseException:
-                connection.close()
-                raise
-        connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+        connection, mode, network = connections.writing(path)
+        connection.text_factory = _text
         if network:
-            self._tell(
+            self.tell(
                 f"{path} lies on a network file system ({network}), which cannot share a write-ahead log: writes are "
                 "slower, and safe only as far as its locks are; LAYERZERO_CACHE_DIR names a local folder"
             )
         elif mode != "wal":
-            self._tell(f"{path}: this file system keeps no write-ahead log (journal: {mode}); writes are slower")
+            self.tell(f"{path}: this file system keeps no write-ahead log (journal: {mode}); writes are slower")
         return connection
 
     def _connect_reader(self, path: Path) -> sqlite3.Connection:
-        if not path.exists():
-            raise FileNotFoundError(path)
-        failures: list[sqlite3.OperationalError] = []
-        for mode in ("rw", "ro", "ro&immutable=1"):  # first as one who may recover the log of a process that died
-            connection = _open(path, mode, READ_WAIT_S)
-            try:
-                _ready(connection)
-                if migrations.version(connection) < migrations.LATEST:
-                    self._upgrade()
-                connection.execute("PRAGMA query_only = 1")
-            except sqlite3.OperationalError as error:
-                connection.close()
-                failures.append(error)
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                return connection
-        raise failures[0]
+        return connections.reading(path, self._upgrade)
 
     def _upgrade(self) -> None:
         """Migrate a file that an older version wrote."""
@@ -296,54 +308,34 @@ class Database:
     def end(self) -> None:
         """Let go of the file, and of what only this process knows."""
         self.close()
-        with self._memory_lock:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
+        self.forget()
 
     def locks(self) -> list[Any]:
         """What a fork has to hold, so that no thread is amid a question; in the order in which they are taken."""
         return [*(link.lock for link in (self._reader, self._writer) if link is not None), self._memory_lock]
 
 
-def _open(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
-    name = f"file:{quote(str(path))}?mode={mode}"
-    connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
+def what_of(error: Exception) -> str:
+    """An error's words, without the name of a file that is another one each time."""
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _ask(connection: sqlite3.Connection, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    """All that a question finds; damaged text is read as far as it can be, and its checksum tells."""
     try:
-        connection.execute("PRAGMA trusted_schema = 0")  # a file from elsewhere runs no functions of ours
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _check(connection: sqlite3.Connection) -> bool:
-    """Whether a file is a database of times; an empty one is not yet. Raises: ForeignError, NewerError."""
-    found = connection.execute("PRAGMA application_id").fetchone()[0]
-    if found == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-        return False
-    if found != migrations.APPLICATION_ID:
-        raise ForeignError(f"it is another program's database (application_id {found:#x})")
-    version = migrations.version(connection)
-    if version > migrations.LATEST:
-        raise NewerError(f"a newer version wrote it (schema {version}, known are 1 to {migrations.LATEST})")
-    return True
-
-
-def _ready(connection: sqlite3.Connection) -> None:
-    if not _check(connection):
-        raise FileNotFoundError  # a process is making it
-
-
-def _transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], None]) -> None:
-    connection.execute("BEGIN IMMEDIATE")
+        return connection.execute(statement, parameters).fetchall()
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    connection.text_factory = _text
     try:
-        change(connection)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # an error of the disk has rolled back already
-            connection.execute("ROLLBACK")
-        raise
+        return connection.execute(statement, parameters).fetchall()
+    finally:
+        connection.text_factory = str
 
 
 _DATABASES: weakref.WeakSet[Database] = weakref.WeakSet()

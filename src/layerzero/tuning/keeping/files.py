@@ -1,5 +1,7 @@
 """A ledger in files: markers, suspects, verdicts and failures, shared by many processes and kept between them.
 
+What lies on disk and what this process could not write hold alike, and reading asks for no permission to write.
+
 A marker is locked for as long as its process lives. The operating system gives the lock back however the process ends,
 so a marker that nobody holds was left behind by the dead, in whatever container and after whatever restart.
 Records hold for one version of the library and of torch, and one kind of device. Times are kept in memory only.
@@ -11,7 +13,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,7 +79,7 @@ class Marker:
 
 
 class FileLedger(MemoryLedger):
-    """Memory for this process, and records in ``folder`` for every other one."""
+    """Records in ``folder`` for every process, and memory for what cannot be written there."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -86,6 +89,8 @@ class FileLedger(MemoryLedger):
         self._opened = False
         self._look_at = 0.0
         self._wrong: dict[str, list[Record]] = {}
+        self._wrong_at = 0
+        _LEDGERS.add(self)
         forking.when_torn(self._list_anew)
 
     def _list_anew(self) -> None:
@@ -96,36 +101,48 @@ class FileLedger(MemoryLedger):
 
     def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
         """What was found in this process or another one, at these versions."""
-        if not self.files.writable:
-            return super().judgement(kernel, facts)
         self._refresh()
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, VERDICT):
             return None
         versions = _versions(kernel, facts)
         own = self.files.load(Name(slug, records.key_of(kernel.id, class_text(facts), versions), VERDICT))
+        found = self._wrong_of(slug)
+        elsewhere = next((each for each in found if each.kernel == kernel.id and each.versions == versions), None)
+        return deciding(_judgement(own), _judgement(elsewhere))
+
+    def _wrong_of(self, slug: str) -> list[Record]:
+        """Wrong results of a kernel, at whatever versions; every verdict about it was read then."""
+        if self._wrong_at != self.files.decided:
+            self._wrong, self._wrong_at = {}, self.files.decided
         wrong = self._wrong.get(slug)
         if wrong is None:
             known = self.files.of(slug, VERDICT)
             wrong = self._wrong[slug] = [each for each in known if each.verdict is Verdict.WRONG]
-        elsewhere = next((each for each in wrong if each.kernel == kernel.id and each.versions == versions), None)
-        return deciding(_judgement(own), _judgement(elsewhere))
+            if self._wrong_at != self.files.decided:  # one is damaged: plans of its other classes must go as well
+                ENGINE.bump()
+        return wrong
 
     def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
         """Those that any process wrote a verdict or a suspicion about, at whatever versions."""
-        if not self.files.writable:
-            return super().on_record(kernels)
         self._refresh()
-        slugs = self.files.slugs(VERDICT, SUSPECT)
+        slugs = self.files.slugs()
         return [each.id for each in kernels if records.slug_of(each.id) in slugs] if slugs else ()
 
     def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
-        """Why this kernel and class are suspected, at these versions."""
-        if not self.files.writable:
-            return super().suspicion(kernel, facts)
+        """Why this kernel and class are suspected, at these versions; or what was damaged that may have been a ban."""
         self._refresh()
         record = self._recorded(kernel, facts, SUSPECT)
-        return None if record is None else record.text
+        if record is not None:
+            return record.text
+        slug = records.slug_of(kernel.id)
+        if self.files.has(slug, VERDICT):
+            self._wrong_of(slug)
+        doubts = self.files.doubts(slug)
+        if not doubts:
+            return None
+        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        return next((f"{name.file()}: {why}" for name, why in doubts.items() if _may_ban(name, key)), None)
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
@@ -172,9 +189,7 @@ class FileLedger(MemoryLedger):
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
         """Remember a verdict here and for later processes."""
-        super().record_verdict(kernel, facts, verdict, detail)
         self.files.put(self._about(kernel, facts, text=detail, verdict=verdict), VERDICT)
-        self._wrong.clear()
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
         """Remember an error here and, for doctor, for later processes."""
@@ -186,12 +201,10 @@ class FileLedger(MemoryLedger):
 
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
         """Suspect a kernel and class, here and in later processes."""
-        super().suspect(kernel, facts, why)
         self.files.put(self._about(kernel, facts, text=why), SUSPECT)
 
     def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
         """Replace a suspect by what a child found; one that passed counts as proved."""
-        super().settle(suspect, verdict, detail)
         passed = verdict is Verdict.PASSED
         for name, record in list(self.files.all(SUSPECT, VERDICT)):
             if (record.kernel, record.what) != (suspect.kernel_id, suspect.call_class) or not _holds_here(record):
@@ -201,14 +214,13 @@ class FileLedger(MemoryLedger):
             self.files.put(found, kind)
             if name.kind != kind:
                 self.files.remove(name)
-        self._wrong.clear()
 
     # what doctor asks
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """Suspects and the banned, of this process and of every other one so far."""
+        """Suspects and the banned, of this process and of every other one so far: what holds, not what was meant."""
         self._open(anew=True)
-        found = {(each.kernel_id, each.call_class): each for each in super().suspects()}
+        found: dict[tuple[str, str], Suspect] = {}
         for _, record in self.files.all(SUSPECT, VERDICT):
             if record.call is None or record.verdict is Verdict.PASSED or not _holds_here(record):
                 continue
@@ -229,14 +241,23 @@ class FileLedger(MemoryLedger):
         self._open(anew=True)
         for _ in self.files.all(SUSPECT, VERDICT, PROVED, FAILURES):
             pass
-        aside = self.files.aside()
-        notes = []
+        notes = [f"{self.files.path / name.file()}: {_lifting(name, why)}" for name, why in self._doubts()]
+        told = {name for name, _ in self._doubts()}
+        aside = [file for file in self.files.aside() if records.name_of(file) not in told]
         if aside:
             names = ", ".join(aside)
             notes.append(f"{self.files.path}: damaged or foreign files were set aside and count for nothing: {names}")
-        if not self.files.writable:
-            notes.append(f"{self.files.path} cannot be written: what is learnt about kernels ends with the process")
+        files = self.files.files
+        if files.refused:
+            notes.append(f"{files.refused}: it is not used, and what is learnt about kernels ends with this process")
+        elif files.problem:
+            waiting = f"; {self.files.waits()} records wait in memory" if self.files.waits() else ""
+            end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"
+            notes.append(f"{self.files.path} cannot be written: {end}")
         return tuple(notes)
+
+    def _doubts(self) -> list[tuple[Name, str]]:
+        return sorted(self.files.all_doubts().items(), key=lambda each: each[0].file())
 
     # records
 
@@ -247,7 +268,6 @@ class FileLedger(MemoryLedger):
                 return
             self._opened = True
             self._look_at = time.monotonic() + LOOK_EVERY_S
-            self._wrong.clear()
             for path, record in self.files.scan():
                 date = _date(record.at_unix_s)
                 why = f"process {record.process} ended during its first run of it ({date})"
@@ -255,18 +275,31 @@ class FileLedger(MemoryLedger):
                 self.files.move(path, None)
 
     def _refresh(self) -> None:
-        """See what other processes wrote; what they suspected, banned or cleared makes every plan be chosen anew."""
+        """See what other processes wrote, unless a thread does."""
         if not self._opened:
             self._open()
-            return
-        if time.monotonic() < self._look_at:
-            return
+        elif (self.watched is None or not self.watched()) and time.monotonic() >= self._look_at:
+            self.look()
+
+    watched: Callable[[], bool] | None = None
+    """Whether a thread looks at the folder once a second."""
+
+    def look(self) -> None:
+        """See what other processes wrote; what they suspected, banned or cleared makes every plan be chosen anew."""
         self._look_at = time.monotonic() + LOOK_EVERY_S
-        if self.files.changed():
-            before = self.files.names(SUSPECT, VERDICT)
+        self.files.retry()
+        if not self._opened or self.files.changed():
+            before = self.files.decided
             self._open(anew=True)
-            if self.files.names(SUSPECT, VERDICT) != before:
+            if self.files.decided != before:
                 ENGINE.bump()
+
+    def after_fork(self) -> None:
+        """In a child: another thread of the parent may have held a lock, or been amid a list."""
+        self._opening = forking.rlock()
+        self._lock = forking.lock()
+        self._opened = False
+        self.files.after_fork()
 
     def _recorded(self, kernel: Kernel, facts: Facts, kind: str) -> Record | None:
         """What is on disk about a class; quick where nothing of this kind is known about the kernel."""
@@ -285,6 +318,22 @@ class FileLedger(MemoryLedger):
         record = self._record(kernel, facts, class_text(facts))
         call, module = CallRecipe.of(facts), home_of(kernel)
         return msgspec.structs.replace(record, call=call, module=module, text=text, verdict=verdict)
+
+
+def _may_ban(name: Name, key: str) -> bool:
+    """Whether a record that cannot be read may be why a kernel must not run a class, which ``key`` is of.
+
+    A verdict may have been a wrong result, which counts for every class; a suspicion is about its own.
+    """
+    return name.kind == VERDICT or name.key == key
+
+
+def _lifting(name: Name, why: str) -> str:
+    """What a record that cannot be read means, and what lifts it."""
+    kernel = records.kernel_of(name)
+    calls = "every call" if name.kind == VERDICT else "calls of its class"
+    out = f"`layerzero vet --kernel {kernel} --again` for the same class, or removing that file"
+    return f"{why}; {kernel} is refused for {calls} until {out}"
 
 
 def _judgement(record: Record | None) -> Judgement | None:
@@ -313,3 +362,15 @@ def _holds_here(record: Record) -> bool:
     except KeyError:
         return True
     return _library(kernel, Device.detect("cpu")) == record.versions.library
+
+
+_LEDGERS: weakref.WeakSet[FileLedger] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a child: locks that no thread of the parent holds, and a folder that is listed anew."""
+    for ledger in list(_LEDGERS):
+        ledger.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

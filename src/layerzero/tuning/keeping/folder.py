@@ -1,15 +1,13 @@
-"""A folder of records that many processes read and write at once.
+"""What this process knows of a folder of records: what lies on disk, and what it could not write or has seen go.
 
-A record is written beside its place and moved into it, so that nobody reads half of one. What cannot be read is set
-aside; what cannot be written is said once, and the folder is left alone from then on.
+Reading does not depend on writing. A verdict or a suspicion that this process knows holds until another record says
+otherwise: neither a disk that is full nor a folder that vanishes lifts a ban. One that is damaged leaves its kernel in
+doubt, which the name of the file tells.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
-import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +16,24 @@ import msgspec
 
 from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.engine import ending
+from layerzero.core.ledger import Verdict
 from layerzero.tuning.keeping import records
-from layerzero.tuning.keeping.records import RUNNING, Name, Record
+from layerzero.tuning.keeping.record_files import ASIDE, DamagedError, RecordFiles
+from layerzero.tuning.keeping.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record
 
-_ASIDE = "set-aside"
-_UNSETTLED_NS = 100_000_000
-"""A folder that changed so shortly before it was listed may change again under the same time stamp."""
+JUDGED = (SUSPECT, VERDICT)
+"""Kinds that decide whether a kernel may run."""
+
+_DOUBTFUL = (SUSPECT, VERDICT, RUNNING)
+"""Kinds that may have been the reason why a kernel must not run, if they cannot be read."""
 
 _MAX_SCANS = 8
 """How often a folder is listed whose markers keep going; the last list is then good enough."""
+
+_MAX_FOREIGN = 64
+"""Foreign files that are set aside at once: a folder full of them must not hold up a call."""
+
+Identity = tuple[int, int, int]
 
 
 class RecordFolder:
@@ -35,43 +41,110 @@ class RecordFolder:
 
     Attributes:
         path: the folder.
-        writable: whether writing has worked so far.
+        files: what lies there.
+        decided: changes with what decides about kernels: verdicts, suspicions, and what cannot be read of them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.writable = True
+        self.files = RecordFiles(path)
         self._lock = forking.rlock()
         self._names: dict[str, dict[str, set[Name]]] = {}  # by kind, then by the slug of the kernel
+        self._parsed: dict[str, Name] = {}  # files of the last list, but markers
         self._read: dict[Name, Record] = {}
+        self._identity: dict[Name, Identity | None] = {}
+        self._unwritten: dict[Name, Record] = {}
+        self._lifted: dict[Name, Identity | None] = {}  # settled here, but their files could not be removed
+        self._gone: set[Name] = set()  # bans whose files vanished
+        self._doubted: dict[str, dict[Name, str]] = {}  # by slug: what cannot be read, and why
         self._seen_ns = -1
+        self._warned = False
+        self.decided = 0
+
+    @property
+    def writable(self) -> bool:
+        """Whether writing may work, as far as is known."""
+        return self.files.writable
 
     def has(self, slug: str, kind: str) -> bool:
         """Whether a kernel has any record of a kind: the quick answer, since most have none."""
         return bool(self._of(kind).get(slug))
 
-    def slugs(self, *kinds: str) -> set[str]:
-        """Kernels that may have a record of one of these kinds."""
+    def slugs(self) -> set[str]:
+        """Kernels that may have a verdict or a suspicion, or of which nobody can tell any more."""
         with self._lock:
-            return {slug for kind in kinds for slug in self._of(kind)}
+            return {slug for kind in JUDGED for slug, names in self._of(kind).items() if names} | {*self._doubted}
+
+    def doubts(self, slug: str) -> dict[Name, str]:
+        """Records of a kernel that cannot be read, and may have been bans; with what is wrong with them."""
+        return dict(self._doubted.get(slug, {}))
+
+    def all_doubts(self) -> dict[Name, str]:
+        """The same of every kernel."""
+        with self._lock:
+            return {name: why for doubts in self._doubted.values() for name, why in doubts.items()}
 
     def _of(self, kind: str) -> dict[str, set[Name]]:
         return self._names.get(kind, {})
 
     def load(self, name: Name) -> Record | None:
         """Read a record once; None if there is none, or none that can be trusted."""
+        found = self._read.get(name)
+        if found is not None:
+            return found
         with self._lock:
-            names = self._of(name.kind).get(name.slug, set())
-            if name not in self._read and name in names:
-                try:
-                    record = self._trusted(self.path / name.file(), name)
-                except FileNotFoundError:  # another process settled it
-                    record = None
-                if record is None:
-                    names.discard(name)
-                else:
-                    self._read[name] = record
-            return self._read.get(name)
+            if name not in self._of(name.kind).get(name.slug, ()):
+                return None
+            try:
+                record = self.files.read(self.path / name.file(), name)
+            except FileNotFoundError:  # another process settled it
+                self._forget(name)
+                return None
+            except DamagedError as error:
+                self._damaged(name, name.file(), str(error))
+                return None
+            except OSError as error:  # no more files may be opened, say: it is asked again
+                self._doubt(name, f"it cannot be read: {error.strerror}")
+                return None
+            self._read[name] = record
+            self._trust(name)
+            return record
+
+    def _damaged(self, name: Name, file: str, why: str) -> None:
+        place = self.path / file
+        if self.files.set_aside(file):
+            self._forget(name)
+            self._parsed.pop(file, None)
+            place = self.path / ASIDE / file
+        self._doubt(name, f"it is damaged ({why}), and lies in {place}")
+
+    def _doubt(self, name: Name, why: str) -> None:
+        if name.kind not in _DOUBTFUL:
+            return
+        doubts = self._doubted.setdefault(name.slug, {})
+        self.decided += name not in doubts
+        doubts[name] = why
+        if not self._warned:
+            self._warned = True
+            text = f"{self.path / name.file()}: {why}; it may have been a ban, so {records.kernel_of(name)} is refused"
+            warnings.warn(f"{text}. `layerzero doctor` tells what lifts it", LayerZeroWarning, stacklevel=2)
+
+    def _trust(self, name: Name) -> None:
+        doubts = self._doubted.get(name.slug)
+        if doubts and doubts.pop(name, None) is not None:
+            self.decided += 1
+            if not doubts:
+                del self._doubted[name.slug]
+
+    def _forget(self, name: Name) -> None:
+        known = self._of(name.kind)
+        self.decided += name.kind in JUDGED and name in known.get(name.slug, ())
+        known.get(name.slug, set()).discard(name)
+        if not known.get(name.slug, True):
+            del known[name.slug]
+        self._read.pop(name, None)
+        self._identity.pop(name, None)
+        self._gone.discard(name)
 
     def all(self, *kinds: str) -> Iterator[tuple[Name, Record]]:
         """Every record of these kinds."""
@@ -82,23 +155,17 @@ class RecordFolder:
             if record is not None:
                 yield name, record
 
-    def changed(self) -> bool:
-        """Whether anybody, this process included, may have written since the folder was listed."""
-        try:
-            return self.path.stat().st_mtime_ns != self._seen_ns
-        except OSError:  # not there yet, or no more
-            return self._seen_ns != -1
-
     def of(self, slug: str, kind: str) -> list[Record]:
         """Every record of a kernel and kind."""
         with self._lock:
-            names = sorted(self._of(kind).get(slug, ()), key=Name.file)
+            names = list(self._of(kind).get(slug, ()))
         return [record for name in names if (record := self.load(name)) is not None]
 
-    def names(self, *kinds: str) -> frozenset[Name]:
-        """What is known to be there of these kinds."""
-        with self._lock:
-            return frozenset(name for kind in kinds for each in self._of(kind).values() for name in each)
+    # listing
+
+    def changed(self) -> bool:
+        """Whether anybody, this process included, may have written since the folder was listed."""
+        return self.files.changed_ns() != self._seen_ns
 
     def scan(self) -> list[tuple[Path, Record]]:
         """List the folder anew; return the markers that dead processes left, and what they say.
@@ -107,199 +174,183 @@ class RecordFolder:
         once more, since what took its place may not have been in the list.
         """
         with self._lock:
-            self._seen_ns = self._stamp_ns()
+            left: list[tuple[Path, Record]] = []
+            self._seen_ns = self.files.stamp_ns()
             for _ in range(_MAX_SCANS):
-                left, complete = self._scan()
+                files = self.files.listed()
+                if files is None:  # what was known stays so
+                    self._seen_ns = -1
+                    break
+                left, complete = self._scan(files)
                 if complete:
                     break
             return left
 
-    def _stamp_ns(self) -> int:
-        """When the folder last changed, -1 if that is too fresh to tell later changes from it."""
-        try:
-            stamp = self.path.stat().st_mtime_ns
-        except OSError:
-            return -1
-        return stamp if time.time_ns() - stamp > _UNSETTLED_NS else -1
-
-    def _scan(self) -> tuple[list[tuple[Path, Record]], bool]:
-        """List the folder; also tell whether every marker was still there when it was looked at."""
-        self._names, self._read = {}, {}
-        left, complete = [], True
-        for entry in self._entries():
-            name = records.name_of(entry.name)
-            if name is not None and name.kind != RUNNING:
+    def _scan(self, files: set[str]) -> tuple[list[tuple[Path, Record]], bool]:
+        """Take in a list; also tell whether every marker was still there when it was looked at."""
+        left: list[tuple[Path, Record]] = []
+        complete, foreign = True, 0
+        self._doubt_aside(files)
+        for file in sorted(files - self._parsed.keys()):
+            name = records.name_of(file)
+            if name is None:
+                foreign += self._foreign(file, foreign)
+            elif name.kind != RUNNING:
+                self._parsed[file] = name
                 self._names.setdefault(name.kind, {}).setdefault(name.slug, set()).add(name)
-            elif name is not None:
+                self._gone.discard(name)
+            else:
                 try:
-                    record = self._left_behind(entry, name)
+                    record = self._left_behind(file, name)
                 except FileNotFoundError:
                     record, complete = None, False
-                left += [(entry, record)] if record is not None else []
-            elif entry.suffix == ".tmp":
-                self._sweep(entry)
-            elif entry.name != _ASIDE:
-                self._set_aside(entry)
+                left += [(self.path / file, record)] if record is not None else []
+        vanished = [self._parsed.pop(file) for file in self._parsed.keys() - files]
+        for name in {*vanished, *self._gone}:
+            self._vanished(name)
+        for name in [name for name in self._read if name.kind == FAILURES]:
+            del self._read[name]
+        for name in [name for kind in JUDGED for each in self._of(kind).values() for name in each]:
+            self._look_at(name)
         return left, complete
 
-    def _entries(self) -> list[Path]:
-        try:
-            return sorted(self.path.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self._give_up(error)
-            return []
+    def _look_at(self, name: Name) -> None:
+        """Read a verdict or a suspicion again if its file is another one than it was."""
+        identity = self.files.identity(name)
+        if name in self._lifted and identity == self._lifted[name]:
+            self._forget(name)
+        elif identity != self._identity.get(name) and name not in self._gone and name not in self._unwritten:
+            self._read.pop(name, None)
+            self._identity[name] = identity
+            self.decided += 1
 
-    def _left_behind(self, path: Path, name: Name) -> Record | None:
-        """The record of a marker that no process holds. Raises: FileNotFoundError if it is there no more.
+    def _vanished(self, name: Name) -> None:
+        """Forget a record whose file is there no more, unless it is a ban and nothing says that it was lifted."""
+        record = self._read.get(name)
+        bad = name.kind in JUDGED and record is not None and record.verdict is not Verdict.PASSED
+        if bad and name not in self._unwritten and not self._settled(name):
+            self._gone.add(name)
+        elif name not in self._unwritten:
+            self._forget(name)
 
-        The lock that looks is shared: those that look at once do not take each other for its owner.
-        """
+    def _settled(self, name: Name) -> bool:
+        kinds = (PROVED, VERDICT) if name.kind == SUSPECT else (PROVED,)
+        others = [msgspec.structs.replace(name, kind=kind) for kind in kinds]
+        return any(each in self._of(each.kind).get(name.slug, ()) and each not in self._gone for each in others)
+
+    def _doubt_aside(self, files: set[str]) -> None:
+        """Doubt what was set aside because it was damaged, whoever did that; trust what is there no more."""
+        aside = {records.name_of(file): file for file in (self.files.aside() if ASIDE in files else [])}
+        for name in [name for name in self.all_doubts() if name not in aside and name.file() not in files]:
+            self._trust(name)
+        for judged, file in aside.items():
+            if judged is not None and judged not in self._doubted.get(judged.slug, {}):
+                self._doubt(judged, f"it is damaged, and lies in {self.path / ASIDE / file}")
+
+    def _foreign(self, file: str, before: int) -> bool:
+        """Get a file out of the way that is no record; whether that took any work."""
+        if file.endswith(".tmp"):
+            self.files.sweep(file)
+        elif file != ASIDE and before < _MAX_FOREIGN:
+            return self.files.set_aside(file)
+        return False
+
+    def _left_behind(self, file: str, name: Name) -> Record | None:
+        """The record of a marker that no process holds. Raises: FileNotFoundError if it is there no more."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except PermissionError:  # another user's: theirs to judge
-            return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if ending.from_outside(path):  # a signal ended it, which is no kernel's doing
-                path.unlink(missing_ok=True)
+            if self.files.is_held(self.path / file):
                 return None
-            return self._trusted(path, name)
-        except BlockingIOError:  # held: that process lives
-            return None
-        finally:
-            os.close(file)
-
-    def _trusted(self, path: Path, name: Name) -> Record | None:
-        """Read a record; set it aside if it is damaged. Raises: FileNotFoundError."""
-        try:
-            return records.read(path, name)
+            return self.files.read(self.path / file, name)
+        except DamagedError as error:
+            self._damaged(name, file, str(error))
         except FileNotFoundError:
             raise
-        except PermissionError:  # another user's, not a damaged one
-            return None
-        except (OSError, ValueError):
-            self._set_aside(path)
-            return None
-
-    def _set_aside(self, path: Path) -> None:
-        try:
-            aside = self.path / _ASIDE
-            aside.mkdir(exist_ok=True)
-            path.replace(aside / path.name)
-        except FileNotFoundError:  # another process was faster
-            return
         except OSError as error:
-            self._give_up(error)
-
-    def _sweep(self, path: Path) -> None:
-        """Remove a file that was being written when its writer died: one that lives holds its lock."""
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # renamed or swept meanwhile; another user's
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except OSError:  # its writer lives
-            return
-        finally:
-            os.close(file)
+            self._doubt(name, f"it cannot be read: {error.strerror}")
+        return None
 
     def aside(self) -> list[str]:
         """What was set aside, by this process or another."""
-        try:
-            return sorted(entry.name for entry in (self.path / _ASIDE).iterdir())
-        except OSError:
-            return []
+        return self.files.aside()
+
+    # writing
 
     def put(self, record: Record, kind: str) -> None:
         """Write a record in place of what it was before; where nothing can be written, this process still knows."""
         name = Name(records.slug_of(record.kernel), record.key, kind)
         with self._lock:
-            file = self.write(self.path / name.file(), record)
-            if file is not None:
-                os.close(file)
+            self._unwritten[name] = record
+            self._lifted.pop(name, None)
             self.known(name, record)
+            self._write(name, record)
+            if kind in (VERDICT, PROVED):
+                self._clear(name)
+
+    def write(self, path: Path, record: Record) -> int | None:
+        """Commit a record to disk, see :meth:`RecordFiles.write`."""
+        return self.files.write(path, record)
+
+    def move(self, path: Path, target: Path | None) -> bool:
+        """Rename a file, or remove it; whether that worked."""
+        return self.files.move(path, target)
+
+    def _write(self, name: Name, record: Record) -> None:
+        file = self.write(self.path / name.file(), record)
+        if file is None:
+            return
+        found = os.fstat(file)
+        os.close(file)
+        del self._unwritten[name]
+        self._parsed[name.file()] = name
+        self._identity[name] = (found.st_ino, found.st_mtime_ns, found.st_size)
+
+    def _clear(self, name: Name) -> None:
+        """A kernel was asked again about a class: what was damaged about it is of no interest any more."""
+        for file in self.files.aside():
+            other = records.name_of(file)
+            if other is None or (other.slug, other.key) != (name.slug, name.key):
+                continue
+            decided = name.kind == VERDICT or other.kind != VERDICT
+            if decided and self.files.move(self.path / ASIDE / file, None):
+                self._trust(other)
+
+    def retry(self) -> None:
+        """Write what could not be written, unless another process knows better by now."""
+        with self._lock:
+            for name, record in list(self._unwritten.items() if self.writable else ()):
+                try:
+                    newer = self.files.read(self.path / name.file(), name).at_unix_s > record.at_unix_s
+                except (OSError, DamagedError):
+                    newer = False
+                if newer:
+                    del self._unwritten[name]
+                    self._read.pop(name, None)
+                else:
+                    self._write(name, record)
 
     def known(self, name: Name, record: Record | None = None) -> None:
         """Take note of a record that was written."""
         with self._lock:
             self._names.setdefault(name.kind, {}).setdefault(name.slug, set()).add(name)
+            self._gone.discard(name)
             self._read.pop(name, None)
+            self.decided += name.kind in JUDGED
             if record is not None:
                 self._read[name] = record
 
     def remove(self, name: Name) -> None:
-        """Remove a record."""
+        """Remove a record; where that cannot be, this process still knows that it holds no more."""
         with self._lock:
-            self._of(name.kind).get(name.slug, set()).discard(name)
-            self._read.pop(name, None)
-            self.move(self.path / name.file(), None)
+            if not self.files.move(self.path / name.file(), None):
+                self._lifted[name] = self.files.identity(name)
+            self._parsed.pop(name.file(), None)
+            self._unwritten.pop(name, None)
+            self._forget(name)
 
-    def write(self, path: Path, record: Record) -> int | None:
-        """Commit a record to disk; return its open file, locked, or None where nothing can be written.
+    def waits(self) -> int:
+        """How many records could not be written so far."""
+        return len(self._unwritten)
 
-        The lock is held from before the file has its name until the file is closed, by whatever end of the process.
-        """
-        if not self.writable:
-            return None
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary, file = self._locked()
-            try:
-                os.write(file, msgspec.json.encode(record))
-                os.fsync(file)
-                temporary.replace(path)
-                _sync_folder(self.path)
-            except OSError:
-                os.close(file)
-                temporary.unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            self._give_up(error)
-            return None
-        return file
-
-    def _locked(self) -> tuple[Path, int]:
-        """A new file to write, locked, and still in the folder: one swept before it was locked is made again."""
-        while True:
-            temporary = self.path / f"{uuid.uuid4().hex}.tmp"
-            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file).st_nlink:
-                return temporary, file
-            os.close(file)
-
-    def move(self, path: Path, target: Path | None) -> None:
-        """Rename a file, or remove it."""
-        try:
-            if target is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.replace(target)
-        except FileNotFoundError:  # somebody emptied the folder: nothing is left to rename
-            return
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """Say once that nothing will be kept."""
-        if self.writable:
-            self.writable = False
-            warnings.warn(
-                f"{self.path}: {error.strerror or error}; what is learnt about kernels ends with this process. Set "
-                "LAYERZERO_CACHE_DIR to a folder that can be written, or to nothing to keep no files.",
-                LayerZeroWarning,
-                stacklevel=2,
-            )
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename survive a power cut as well."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    def after_fork(self) -> None:
+        """In a child: a lock that no thread of the parent holds."""
+        self._lock = forking.rlock()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
+
+from layerzero.tuning.keeping import sums
 
 APPLICATION_ID = 0x4C5A5044
 """``LZPD``: tells this database from any other one."""
@@ -37,6 +40,18 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE times ADD COLUMN device_us REAL CHECK (device_us IS NULL OR device_us > 0)",
         "ALTER TABLE times ADD COLUMN host_us REAL CHECK (host_us IS NULL OR host_us > 0)",
     ),
+    (
+        "ALTER TABLE times ADD COLUMN crc INTEGER",
+        "ALTER TABLE models ADD COLUMN crc INTEGER",
+        """UPDATE times SET crc = time_crc(work, graph, kernel, environment, condition, origin, source, adapts,
+            median_us, variance_us2, samples, noise, device_us, host_us, written_at, p95_us, first_call_us,
+            device_uuid, layerzero)""",
+        "UPDATE models SET crc = model_crc(family, graph, kernel, environment, adapts, format, model)",
+        """CREATE TABLE stale (
+            family BLOB NOT NULL, graph INTEGER NOT NULL, kernel TEXT NOT NULL, environment BLOB NOT NULL,
+            adapts TEXT NOT NULL, serial INTEGER NOT NULL,
+            PRIMARY KEY (family, graph, kernel, environment, adapts)) WITHOUT ROWID""",
+    ),
 )
 """``STEPS[n]`` leads from version n to version n + 1; version 0 is an empty file. A step that shipped never changes."""
 
@@ -48,18 +63,49 @@ def version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def migrate(connection: sqlite3.Connection) -> None:
+def migrate(connection: sqlite3.Connection, to: int = LATEST) -> None:
     """Bring a database to the latest schema, all steps or none; other processes wait."""
-    if version(connection) == LATEST:
+    if version(connection) == to:
         return
-    connection.execute("BEGIN IMMEDIATE")
+    sums.add_functions(connection)
     try:
-        for number in range(version(connection), LATEST):  # read again: another process may have been here first
+        connection.execute("BEGIN IMMEDIATE")
+        for number in range(version(connection), to):  # read again: another process may have been here first
             for statement in STEPS[number]:
                 connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {LATEST}")
+        connection.execute(f"PRAGMA user_version = {to}")
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
         raise
+
+
+def difference(connection: sqlite3.Connection) -> str:
+    """How a database's tables differ from what its version says, or what beside them changes rows; empty if nothing."""
+    got = _statements(connection)
+    for name, wanted in _made_by(version(connection)).items():
+        if name not in got:
+            return f"wanted {name}, got none"
+        if got[name] != wanted:
+            return f"{name} is not as it was made"
+    triggers = connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall()
+    return f"wanted no trigger, got {triggers[0][0]}" if triggers else ""
+
+
+def _statements(connection: sqlite3.Connection) -> dict[str, str]:
+    """What made each table and index, without spaces."""
+    found = connection.execute("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {str(name): "".join(str(sql).split()) for name, sql in found}
+
+
+@functools.cache
+def _made_by(number: int) -> dict[str, str]:
+    """The same of a database that was made at a version."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        migrate(connection, number)
+        return _statements(connection)
+    finally:
+        connection.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+
+from layerzero.core import disk
 
 NETWORK = frozenset(
     {
@@ -38,15 +42,60 @@ def network_type(folder: Path) -> str:
     return kind if kind in NETWORK else ""
 
 
+def check_folder(folder: Path) -> None:
+    """Raises: PermissionError for a folder that others may write to."""
+    why = disk.distrust(folder)
+    if why:
+        raise PermissionError(errno.EPERM, f"{why}: name a folder of your own")
+
+
+TURN_WAIT_S = 1.0
+"""How long a process waits for another one's turn; one that is paused amid its turn must hold up nobody."""
+
+_PAUSE_S = 0.005
+
+_HELD: set[int] = set()
+"""Locks that threads of this process hold; a forked child lets go of what it inherits of them."""
+
+
 @contextmanager
-def turn(path: Path) -> Iterator[None]:
-    """Hold the lock of those who make, upgrade or replace a file. Raises: OSError where there can be no lock file."""
-    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def turn(path: Path, *, of: str = "lock", wait_s: float = TURN_WAIT_S) -> Iterator[None]:
+    """Hold the lock of those who make, upgrade or replace a file, or of another group that takes turns beside it.
+
+    Raises: TimeoutError where another process keeps it, OSError where there can be no lock file.
+    """
+    name = path.with_name(f"{path.name}.{of}")
+    check_folder(path.parent)
+    lock = disk.open_plain(name, os.O_RDWR | os.O_CREAT)
+    _HELD.add(lock)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take(lock, name, wait_s)
         yield
     finally:
+        _HELD.discard(lock)
         os.close(lock)
+
+
+def _take(lock: int, name: Path, wait_s: float) -> None:
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held {name} for {wait_s:g} s") from None
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _let_go() -> None:
+    """In a forked child: the lock hangs on the open file, which it shares with its parent."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def move_aside(path: Path) -> Path:
@@ -55,7 +104,7 @@ def move_aside(path: Path) -> Path:
     target = path.with_name(f"{path.name}{_ASIDE}{date}-{os.getpid()}")
     for suffix in ("-wal", "-shm", "-journal", ""):
         journal = path.with_name(path.name + suffix)
-        if journal.exists():
+        if os.path.lexists(journal):
             journal.replace(target.with_name(target.name + suffix))
     return target
 

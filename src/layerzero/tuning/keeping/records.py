@@ -7,15 +7,20 @@ import hashlib
 import re
 import sys
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
+from zlib import crc32
 
 import msgspec
 
+from layerzero.core import disk
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict
 from layerzero.core.recipe import CallRecipe
 
 FORMAT = 1
+
+MAX_BYTES = 1 << 20
+"""No record is larger."""
 
 PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
 
@@ -43,6 +48,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: why it is a suspect, or what a child said.
         verdict: what a child found.
         errors: what the kernel raised, oldest first.
+        check: checksum of the rest; empty in what an earlier version wrote.
     """
 
     format: int
@@ -56,6 +62,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
     verdict: Verdict | None = None
     errors: list[str] = []
+    check: str = ""
+
+    def sealed(self) -> bytes:
+        """What is written: the record as JSON, its checksum last."""
+        data = msgspec.json.encode(msgspec.structs.replace(self, check=""))
+        return data[:-2] + b'%08x"}' % crc32(data)
 
     @property
     def key(self) -> str:
@@ -89,6 +101,11 @@ def slug_of(kernel_id: str) -> str:
     return quote(kernel_id, safe="")[:120]
 
 
+def kernel_of(name: Name) -> str:
+    """The id of the kernel that a file is about, as far as its name holds it."""
+    return unquote(name.slug)
+
+
 def key_of(kernel_id: str, what: str, versions: Versions) -> str:
     """The identity of a record."""
     return hashlib.sha256(msgspec.json.encode([kernel_id, what, versions])).hexdigest()[:24]
@@ -107,9 +124,12 @@ def source_of(module: str) -> str:
 def read(path: Path, name: Name) -> Record:
     """Read a record. Raises: ValueError if it is damaged, of another format, or not what its name says; OSError."""
     try:
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        data = disk.read_plain(path, MAX_BYTES)
+        record = msgspec.json.decode(data, type=Record)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
+    if record.check and record.check != f"{crc32(data[:-10] + data[-2:]):08x}":
+        raise ValueError("its content is not what was written")
     if record.format != FORMAT or slug_of(record.kernel) != name.slug or record.key != name.key:
         raise ValueError("its content is not what its name says")
     return record

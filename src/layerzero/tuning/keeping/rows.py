@@ -6,7 +6,8 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.environment import Environment
+from layerzero.tuning.keeping.sums import COLUMNS, NUMBERS
 
 
 @functools.cache
@@ -131,6 +133,23 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         """The work that it is about."""
         return Work(tuple(sorted(self.facts.items())))
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the database holds of it behind work and graph, as it is read back."""
+        return tuple([
+            self.environment.key if name == "environment" else _stored(name, getattr(self, name)) for name in COLUMNS
+        ])  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A float of the language where a library's was measured: only those are written down."""
+    return float(value) if isinstance(value, float) else value
+
+
+def _stored(name: str, value: Any) -> Any:
+    """A value as SQLite gives it back: numbers as floats, and no negative zero."""
+    return value if value is None or name == "samples" or name not in NUMBERS else float(value) + 0.0
+
 
 def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: Measurement, adapts: str = "") -> Row:
     """Write down a measurement that was just made."""
@@ -140,7 +159,7 @@ def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: 
         kernel=kernel_id,
         facts=dict(call_work(facts)),
         environment=environment,
-        **{name: getattr(measurement, name) for name in Measurement.__slots__},
+        **{name: _plain(getattr(measurement, name)) for name in Measurement.__slots__},
         adapts=adapts,
         device_uuid=facts.device.uuid,
         layerzero=__version__,
@@ -153,19 +172,45 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+MAX_SAMPLES = 2**53
+"""More than anybody takes; what is above does not fit the database's integers at some point."""
+
+
 def check(row: Row) -> None:
     """Refuse numbers that are no times. Raises: ValueError."""
-    numbers = {
-        "median_us": row.median_us > 0,
-        "p95_us": row.p95_us >= 0,
-        "variance_us2": row.variance_us2 >= 0,
-        "samples": row.samples >= 1,
-        "noise": row.noise >= 0,
-        "first_call_us": row.first_call_us is None or row.first_call_us >= 0,
-        "device_us": row.device_us is None or row.device_us > 0,
-        "host_us": row.host_us is None or row.host_us > 0,
-    }
-    for name, fine in numbers.items():
-        value = getattr(row, name)
-        if not fine or (value is not None and not math.isfinite(value)):
-            raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
+    wrong = problem({name: getattr(row, name) for name in NUMBERS})
+    if wrong:
+        name, value = wrong
+        raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
+
+
+def problem(numbers: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first of a row's numbers that is none, with its value; None if all are fine. For reading as for writing."""
+    for name, value in numbers.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        whole = name == "samples"
+        if not isinstance(value, int if whole else (float, int)) or not math.isfinite(value):
+            return name, value
+        if value < 0 or (value == 0 and name in _POSITIVE) or (whole and value > MAX_SAMPLES):
+            return name, value
+    return None
+
+
+_OPTIONAL = frozenset({"first_call_us", "device_us", "host_us"})
+_POSITIVE = frozenset({"median_us", "samples", "device_us", "host_us"})
+
+
+def is_to_come(written_at: str) -> bool:
+    """Whether a time says that it was written in the future: some clock was wrong then, or is wrong now."""
+    here = now()
+    if written_at <= here:
+        return False
+    try:
+        return datetime.fromisoformat(written_at) - datetime.fromisoformat(here) > SKEW
+    except (ValueError, TypeError):  # no date, which sorts behind every date
+        return True
+
+
+SKEW = timedelta(minutes=1)
+"""What the clocks of machines that share a folder may be apart."""

@@ -5,9 +5,13 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from layerzero.core import forking
 from layerzero.core.evidence import Evidence, Measurement, Provenance
@@ -18,26 +22,32 @@ from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
+from layerzero.tuning.keeping import merging, sums
+from layerzero.tuning.keeping import rows as rows_of_times
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import surroundings
-from layerzero.tuning.keeping.files import cache_folder
-from layerzero.tuning.keeping.rows import Row, check, in_other_layout, row_of, work_of
+from layerzero.tuning.keeping.files import FileLedger, cache_folder
+from layerzero.tuning.keeping.rows import Row, check, in_other_layout, is_to_come, row_of, work_of
+from layerzero.tuning.keeping.spool import Spool
+from layerzero.tuning.keeping.watching import WATCH
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.prediction import predict
 from layerzero.tuning.predicting.prior import priors_of, problems
 from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, weighed
 
-_ASK = """SELECT kernel, environment, condition, source, median_us, noise, samples, variance_us2, written_at, adapts,
-    device_us, host_us FROM times WHERE work = ? AND graph = ?"""
+_ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
+
+
+_TIME = operator.itemgetter(*(sums.DECIDING.index(name) for name in Time.__struct_fields__))
 
 
 def times_path(policy: Policy) -> Path | None:
     """The file of the measured times; None where they are kept in memory only."""
     if not policy["perfdb.enabled"]:
         return None
-    if policy["perfdb.path"]:
-        return Path(policy["perfdb.path"]).expanduser().absolute()
+    if policy["perfdb.path"]:  # where a link leads that the user names, but none in the folder that is ours
+        return Path(os.path.realpath(Path(policy["perfdb.path"]).expanduser()))
     folder = cache_folder()
     return None if folder is None else folder / "perfdb.sqlite"
 
@@ -48,46 +58,58 @@ class TimeStore:
     def __init__(self) -> None:
         self._lock = forking.lock()
         self._policy: Policy | None = None
-        self._database = Database(None)
+        self._spool = Spool(Database(None))
+        self._past = ""
 
     @property
-    def database(self) -> Database:
-        """The database that the process-wide settings name."""
+    def spool(self) -> Spool:
+        """The way into the database that the process-wide settings name."""
         policy = CONFIGURATION.policy
         if policy is not self._policy:
             with self._lock:
                 path = times_path(policy)
-                if path != self._database.named:
-                    self._database = Database(path)
+                if path != self._spool.database.named:
+                    self._spool.close()
+                    self._spool = Spool(Database(path))
+                    self._spool.adopt()
                 self._policy = policy
-        return self._database
+        return self._spool
+
+    @property
+    def database(self) -> Database:
+        """The database that the process-wide settings name."""
+        return self.spool.database
 
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What is known of these kernels: measured for this work and environment, predicted, or shipped."""
-        found = self._own(kernels, facts)
+        spool = self.spool
+        try:
+            spool.refresh()
+            found = self._own(spool.database, kernels, facts)
+        except Exception as error:  # noqa: BLE001  # no call fails because of what lies on a disk
+            spool.database.doubt(error)
+            found = {}
         if not found:
             priors = priors_of(facts.device.name)
             found = priors.evidence(kernels, facts) if priors else found
         return settled(found) if found else found
 
-    def _own(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
+    def _own(self, database: Database, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What this user's database says."""
-        database = self.database
         if database.is_absent():
             return {}
         work, graph = work_of(facts), bool(facts["capturing"])
-        rows = database.read(_ASK, (work.key, graph))
-        times = [Time(*row) for row in rows]
+        times = self._times(database, work.key, graph)
         known: list[tuple[Any, ...]] = []
         worth = 1.0
         waits = any(time.waits for time in times)
-        if waits or len({row[0] for row in rows}) < len(kernels):
-            known = self._models(work.family, graph)
-        if not rows and not known:
+        if waits or len({time.kernel for time in times}) < len(kernels):
+            known = self._models(database, work.family, graph)
+        if not times and not known:
             other = in_other_layout(work)
-            known = known if other is None else self._models(other.family, graph)
+            known = known if other is None else self._models(database, other.family, graph)
             worth = OTHER_LAYOUT
-        if not rows and not known:
+        if not times and not known:
             return {}
         here = surroundings(facts.device)
         wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
@@ -111,14 +133,36 @@ class TimeStore:
                     found[kernel_id] = Evidence(estimate.time_us, Provenance.PREDICTED, confidence, estimate.noise)
         return found
 
-    def _models(self, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
-        """What is known about a family; what an earlier version learnt about it is learnt anew first."""
-        database = self.database
+    def _times(self, database: Database, key: bytes, graph: bool) -> list[Time]:
+        """What was measured of a work; what is not as it was written counts for nothing, and is told."""
+        found = database.read(_ASK, (key, graph))
+        if not found:
+            return []
+        start = sums.start_of(key, int(graph))
+        sound = sums.sound(start, found)
+        if len(sound) < len(found):
+            database.tell(f"{database.path}: damaged times count for nothing", warn=True)
+        times = [Time(*_TIME(row)) for row in sound]
+        newest = max([time.written_at for time in times], default="")
+        if newest <= self._past:
+            return times
+        self._past = rows_of_times.now()
+        if is_to_come(newest):
+            times = [
+                msgspec.structs.replace(time, written_at="") if is_to_come(time.written_at) else time for time in times
+            ]
+        return times
+
+    def _models(self, database: Database, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
+        """What is known about a family; what is stale, damaged, or learnt by an earlier version is learnt first."""
         found = database.read(learning.MODELS, (family, graph))
-        if any(row[4] < learning.MODEL_FORMAT for row in found):
-            database.write(lambda connection: learning.relearn(connection, family))
+        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not sums.model_holds(row)]
+        if damaged:
+            database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
+        if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
+            merging.learn_family(database, family, damaged)
             found = database.read(learning.MODELS, (family, graph))
-        return [row[:4] for row in found if row[4] == learning.MODEL_FORMAT]
+        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and sums.model_holds(row)]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""
@@ -130,12 +174,24 @@ class TimeStore:
         rows = list(rows)
         for row in rows:
             check(row)
+        self.spool.add(rows)
 
-        self.database.write(lambda connection: learning.write(connection, rows))
+    def is_absent(self) -> bool:
+        """Whether nobody has written a time yet, here or anywhere."""
+        return self.database.is_absent()
+
+    def look(self) -> None:
+        """Write and merge what waits; for a thread that looks once in a while."""
+        self._spool.refresh()
+
+    def settle(self) -> None:
+        """Merge what any process measured, and learn from all of it; for commands, however long it takes."""
+        self.spool.settle()
 
     def notes(self) -> tuple[str, ...]:
-        """What is wrong with the file, and with tables that ship."""
-        return (*self.database.notes(), *problems())
+        """What is wrong with the file, what is not in it yet, and what is wrong with tables that ship."""
+        spool = self.spool
+        return (*spool.notes(), *spool.database.notes(), *problems())
 
 
 def adapted(kernel: Kernel, facts: Facts) -> str:
@@ -161,13 +217,26 @@ class StoreLedger:
         self.suspicion, self.suspect = markers.suspicion, markers.suspect
         self.suspects, self.settle = markers.suspects, markers.settle
 
+    def watched(self) -> StoreLedger:
+        """The same, with a thread that looks what other processes wrote: for the ledger of a process."""
+        WATCH.add(self)
+        if isinstance(self.markers, FileLedger):
+            self.markers.watched = WATCH.running
+        return self
+
+    def look(self) -> None:
+        """See what other processes decided, and write what could not be written before."""
+        if isinstance(self.markers, FileLedger):
+            self.markers.look()
+        self.times.look()
+
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
         """Times of these kernels for a call, by kernel id."""
         return self.times.evidence(kernels, facts)
 
     def untimed(self, facts: Facts) -> bool:
         """Whether nobody has written a time, and none ships for this device."""
-        return self.times.database.is_absent() and not priors_of(facts.device.name)
+        return self.times.is_absent() and not priors_of(facts.device.name)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time for this and every later process."""

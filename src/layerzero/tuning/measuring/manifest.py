@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 import warnings
 from collections import defaultdict
 from pathlib import Path
 
 import msgspec
 
+from layerzero.core.disk import write_whole
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case
@@ -85,11 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return manifest
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the manifest in place of what was there, whole or not at all."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-        temporary.replace(target)
+        """Write the manifest in place of what was there, whole or not at all. Raises: OSError."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1))
 
 
 def jobs_of(manifest: Manifest, device: str) -> list[Job]:

@@ -1,15 +1,21 @@
-"""Rows into the database, and what is learnt from them beside them: in one transaction, so that both always agree.
+"""Rows into the database, and what is learnt from them: marked as stale in the rows' transaction, learnt after it.
 
-Whoever writes a time pays for learning from it; whoever asks reads what was learnt.
+Fitting takes up to a tenth of a second, and nobody may wait for a lock so long. A mark outlives whoever made it, so
+models agree with their rows sooner or later, whatever ends a process: the next who writes, or asks, learns.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from layerzero.tuning.keeping import rows as keeping
+from layerzero.tuning.keeping import sums
+from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.rows import Row, Work
 from layerzero.tuning.predicting import fitting
 from layerzero.tuning.predicting.prediction import Model, Point
@@ -23,28 +29,52 @@ MAX_READ = 512
 MAX_NOISE = 0.5
 """A median whose halves differ by more says nothing about its neighbours, unless the device's time is known apart."""
 
-_WORK = "INSERT OR IGNORE INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?)"
-_ENVIRONMENT = "INSERT OR IGNORE INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)"
-_KNOWN = """SELECT median_us, adapts, written_at, noise, device_us, host_us FROM times
-    WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND origin = ? AND source = ?"""
-_TIME = """INSERT OR REPLACE INTO times (work, graph, kernel, environment, condition, origin, source, median_us,
-    p95_us, variance_us2, samples, noise, first_call_us, device_us, host_us, adapts, device_uuid, layerzero, written_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_FORGET = """DELETE FROM times WHERE work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ?
-    AND origin = ? AND source = ?"""
-_POINTS = """SELECT works.key, works.facts, median_us, device_us, host_us, written_at
-    FROM works CROSS JOIN times ON times.work = works.key
+_WORK = """INSERT INTO works (key, family, operation, dtype, facts) VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE
+    SET family = excluded.family, operation = excluded.operation, dtype = excluded.dtype, facts = excluded.facts
+    WHERE family <> excluded.family OR facts <> excluded.facts"""
+_ENVIRONMENT = """INSERT INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)
+    ON CONFLICT (key) DO UPDATE SET facts = excluded.facts WHERE facts <> excluded.facts"""
+_IDENTITY = "work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND origin = ? AND source = ?"
+_SELECTED = ", ".join(f"times.{name}" for name in (*sums.DECIDING, "crc"))
+_KNOWN = f"SELECT {sums.SELECTED} FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
+_TIME = f"""INSERT OR REPLACE INTO times (work, graph, {", ".join(sums.COLUMNS)}, crc)
+    VALUES ({", ".join("?" * (len(sums.COLUMNS) + 3))})"""  # noqa: S608  # names of ours
+_FORGET = f"DELETE FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
+_POINTS = f"""SELECT works.key, works.facts, {_SELECTED} FROM works CROSS JOIN times ON times.work = works.key
     WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?
-    AND (noise <= ? OR device_us IS NOT NULL) LIMIT ?"""
-_MODEL = """INSERT OR REPLACE INTO models (family, graph, kernel, environment, adapts, format, model)
-    VALUES (?, ?, ?, ?, ?, ?, ?)"""
-_UNLEARN = "DELETE FROM models WHERE family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
-_OLD = "SELECT family, graph, kernel, environment, adapts FROM models WHERE family = ? AND format < ?"
+    AND (noise <= ? OR device_us IS NOT NULL) LIMIT ?"""  # noqa: S608  # names of ours
+_MODEL = f"INSERT OR REPLACE INTO models ({sums.MODEL_COLUMNS}, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+_SUBJECT = "family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
+_UNLEARN = f"DELETE FROM models WHERE {_SUBJECT}"  # noqa: S608  # names of ours
+_MARK = "INSERT OR REPLACE INTO stale (family, graph, kernel, environment, adapts, serial) VALUES (?, ?, ?, ?, ?, ?)"
+_UNMARK = f"DELETE FROM stale WHERE {_SUBJECT} AND serial = ?"  # noqa: S608  # names of ours
+_SERIAL = f"SELECT serial FROM stale WHERE {_SUBJECT}"  # noqa: S608  # names of ours
+_STALE = "SELECT family, graph, kernel, environment, adapts FROM stale LIMIT ?"
+_STALE_OF = """SELECT family, graph, kernel, environment, adapts FROM stale WHERE family = ?1 UNION
+    SELECT family, graph, kernel, environment, adapts FROM models WHERE family = ?1 AND format < ?2"""
 _FAMILIES = """SELECT DISTINCT works.family, graph, kernel, environment, adapts FROM times
     JOIN works ON works.key = times.work"""
 
+_MEDIAN, _NOISE, _DEVICE, _HOST, _ADAPTS, _WRITTEN = (
+    sums.DECIDING.index(name) for name in ("median_us", "noise", "device_us", "host_us", "adapts", "written_at")
+)
+
 Subject = tuple[bytes, bool, str, bytes, str]
 """What one model is about: family, whether graphs, kernel, environment, adaptations."""
+
+
+class Kept(NamedTuple):
+    """What became of rows: what they teach, by subject, and how many were odd.
+
+    Attributes:
+        lessons: the new rows of each model that has to be learnt anew.
+        dated: rows written under a clock that was ahead, theirs or those that they replaced.
+        damaged: rows in the database that were not as they had been written, and were replaced.
+    """
+
+    lessons: Mapping[Subject, list[Row]]
+    dated: int = 0
+    damaged: int = 0
 
 
 def _identity(row: Row) -> tuple[object, ...]:
@@ -56,23 +86,39 @@ def subject_of(row: Row) -> Subject:
     return row.work.family, row.graph, row.kernel, row.environment.key, row.adapts
 
 
-def write(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
-    """Insert rows, unless the same thing was measured later, and learn from what is new about them."""
-    touched: dict[Subject, list[Row]] = {}
+def insert(connection: sqlite3.Connection, rows: Iterable[Row]) -> Kept:
+    """Insert rows, unless the same thing was measured later, and mark what they teach; inside a transaction."""
+    lessons: dict[Subject, list[Row]] = {}
+    dated = damaged = 0
     for row in rows:
-        identity = _identity(row)
-        known = connection.execute(_KNOWN, identity).fetchone()
-        if known is not None and known[2] > row.written_at:
+        if keeping.is_to_come(row.written_at):
+            row = msgspec.structs.replace(row, written_at=keeping.now())  # noqa: PLW2901  # the same, dated
+            dated += 1
+        work, values = row.work, row.values
+        key, graph = work.key, int(row.graph)
+        start = sums.start_of(key, graph)
+        known = connection.execute(_KNOWN, (key, graph, *values[:5])).fetchone()
+        if known is not None and not sums.holds(start, known):
+            known, damaged = None, damaged + 1
+        if known is not None and known[_WRITTEN] > row.written_at:
+            if not keeping.is_to_come(known[_WRITTEN]):
+                continue
+            dated += 1
+        _insert(connection, row, work, (key, graph, *values, sums.crc_of(start, values)))
+        subject = work.family, row.graph, row.kernel, values[1], row.adapts
+        learnt = known is not None and known[_ADAPTS] == row.adapts and _teaches(known[_NOISE], known[_DEVICE])
+        if learnt and _teaches(row.noise, row.device_us) and _says_the_same(row, known):
             continue
-        _insert(connection, row, identity)
-        learnt = known is not None and known[1] == row.adapts and _teaches(known[3], known[4])
-        if learnt and _teaches(row.noise, row.device_us) and _says_the_same(row, known[0], *known[4:]):
-            continue
-        touched.setdefault(subject_of(row), []).append(row)
-        if known is not None and known[1] != row.adapts:
-            touched.setdefault((*subject_of(row)[:4], known[1]), [])
-    for subject, new in touched.items():
-        learn(connection, subject, new)
+        lessons.setdefault(subject, []).append(row)
+        if known is not None and known[_ADAPTS] != row.adapts:
+            lessons.setdefault((*subject[:4], known[_ADAPTS]), [])
+    _mark(connection, lessons)
+    return Kept(lessons, dated, damaged)
+
+
+def _mark(connection: sqlite3.Connection, subjects: Iterable[Subject]) -> None:
+    serial = time.time_ns()
+    connection.executemany(_MARK, [(*subject, serial) for subject in subjects])
 
 
 def _teaches(noise: float, device_us: float | None) -> bool:
@@ -80,46 +126,62 @@ def _teaches(noise: float, device_us: float | None) -> bool:
     return noise <= MAX_NOISE or device_us is not None
 
 
-def _says_the_same(row: Row, *known: float | None) -> bool:
+def _says_the_same(row: Row, known: Sequence[Any]) -> bool:
     """Whether median, device's and host's time are within the noise of what was learnt."""
-    pairs = zip((row.median_us, row.device_us, row.host_us), known, strict=True)
-    return all(new == old if new is None or old is None else abs(new / old - 1) <= row.noise for new, old in pairs)
+    old = (known[_MEDIAN], known[_DEVICE], known[_HOST])
+    pairs = zip((row.median_us, row.device_us, row.host_us), old, strict=True)
+    return all(new == was if new is None or was is None else abs(new / was - 1) <= row.noise for new, was in pairs)
 
 
-def _insert(connection: sqlite3.Connection, row: Row, identity: tuple[object, ...]) -> None:
-    work, environment = row.work, row.environment
-    facts = row.facts
+def _insert(connection: sqlite3.Connection, row: Row, work: Work, values: Sequence[Any]) -> None:
+    facts, environment = row.facts, row.environment
     text = msgspec.json.encode(facts).decode()
-    connection.execute(_WORK, (work.key, work.family, facts.get("operation", ""), facts.get("dtype", ""), text))
-    about = (environment.key, environment.device, environment.torch, environment.library)
+    connection.execute(_WORK, (values[0], work.family, facts.get("operation", ""), facts.get("dtype", ""), text))
+    about = (values[3], environment.device, environment.torch, environment.library)
     connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
-    numbers = (row.median_us, row.p95_us, row.variance_us2, row.samples, row.noise, row.first_call_us)
-    parts = (row.device_us, row.host_us)
-    connection.execute(_TIME, (*identity, *numbers, *parts, row.adapts, row.device_uuid, row.layerzero, row.written_at))
+    connection.execute(_TIME, values)
 
 
-def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> Kept:
     """Delete rows, what was learnt from them, and works and environments that no row speaks of any more."""
     connection.executemany(_FORGET, [_identity(row) for row in rows])
-    for subject in {subject_of(row) for row in rows}:
-        learn(connection, subject)
+    subjects = {subject_of(row) for row in rows}
+    connection.executemany(_UNLEARN, list(subjects))
+    _mark(connection, subjects)
     connection.execute("DELETE FROM works WHERE key NOT IN (SELECT work FROM times)")
     connection.execute("DELETE FROM environments WHERE key NOT IN (SELECT environment FROM times)")
+    return Kept({subject: [] for subject in subjects})
+
+
+def stale(connection: sqlite3.Connection, most: int) -> list[Subject]:
+    """Models whose rows have changed since they were learnt."""
+    return connection.execute(_STALE, (most,)).fetchall()
+
+
+def stale_of(connection: sqlite3.Connection, family: bytes) -> list[Subject]:
+    """The same of one family, with models that an earlier version learnt in its own way."""
+    return connection.execute(_STALE_OF, (family, MODEL_FORMAT)).fetchall()
 
 
 def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] = ()) -> None:
-    """Fit one model anew; ``new`` are rows that count even where a family has more than are looked at."""
+    """Fit one model anew; ``new`` are rows that count even where a family has more than are looked at.
+
+    Outside of transactions: what is read, fitted and written holds for the mark that was there before, and a mark made
+    meanwhile stays.
+    """
+    mark = connection.execute(_SERIAL, subject).fetchone()
     model = fitting.fit(list(_points(connection, subject, new)))
-    if model is None:
-        connection.execute(_UNLEARN, subject)
-    else:
-        connection.execute(_MODEL, (*subject, MODEL_FORMAT, msgspec.json.encode(model)))
 
+    def keep(connection: sqlite3.Connection) -> None:
+        if model is None:
+            connection.execute(_UNLEARN, subject)
+        else:
+            values = (*subject[:1], int(subject[1]), *subject[2:], MODEL_FORMAT, msgspec.json.encode(model))
+            connection.execute(_MODEL, (*values, sums.model_crc(*values)))
+        if mark is not None:
+            connection.execute(_UNMARK, (*subject, mark[0]))
 
-def relearn(connection: sqlite3.Connection, family: bytes) -> None:
-    """Learn anew what an earlier version learnt about a family in its own way."""
-    for subject in connection.execute(_OLD, (family, MODEL_FORMAT)).fetchall():
-        learn(connection, subject)
+    in_transaction(connection, keep)
 
 
 def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]) -> Iterator[Point]:
@@ -129,12 +191,23 @@ def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]
     for row in told[-fitting.MAX_POINTS // 2 :]:
         point = Point(row.work.sizes, row.median_us, row.device_us, row.host_us)
         latest[row.work.key] = (row.device_us is not None, row.written_at), point
-    for key, facts, *times, written_at in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
-        rank = (times[1] is not None, written_at)
+    for key, facts, *found in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
+        work = _work(key, facts)
+        if work is None or not sums.holds(sums.start_of(key, int(subject[1])), tuple(found)):
+            continue  # damaged: checking the database tells
+        rank = (found[_DEVICE] is not None, found[_WRITTEN])
         if key not in latest or latest[key][0] < rank:
-            work = Work(tuple(msgspec.json.decode(facts, type=dict[str, str]).items()))
-            latest[key] = rank, Point(work.sizes, *times)
+            latest[key] = rank, Point(work.sizes, found[_MEDIAN], found[_DEVICE], found[_HOST])
     return (point for _, point in latest.values())
+
+
+def _work(key: bytes, facts: str) -> Work | None:
+    """The work that a key is the hash of; None where the two do not fit any more."""
+    try:
+        work = Work(tuple(sorted(msgspec.json.decode(facts, type=dict[str, str]).items())))
+    except (msgspec.MsgspecError, UnicodeError, TypeError):
+        return None
+    return work if work.key == key else None
 
 
 def groups(connection: sqlite3.Connection) -> list[list[Point]]:
@@ -143,8 +216,10 @@ def groups(connection: sqlite3.Connection) -> list[list[Point]]:
     return [list(_points(connection, subject, ())) for subject in subjects]
 
 
-MODELS = "SELECT kernel, environment, adapts, model, format FROM models WHERE family = ? AND graph = ?"
-"""What is known about a family."""
+MODELS = f"""SELECT {sums.MODEL_COLUMNS}, crc FROM models WHERE family = ?1 AND graph = ?2
+    UNION ALL SELECT family, graph, kernel, environment, adapts, -1, NULL, 0 FROM stale
+    WHERE family = ?1 AND graph = ?2"""  # noqa: S608  # names of ours
+"""What is known about a family; of models that are stale, one more row of format -1."""
 
 decode = msgspec.json.Decoder(Model).decode
 

@@ -64,24 +64,17 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     takes as a rule for a kernel with its adaptations over its family: by that, the host's pace just then is told, and
     taken out.
     """
-    kernels: dict[str, set[str]] = {}
-    latest: dict[str, str] = {}
-    for time in times:
-        kernels.setdefault(time.condition, set()).add(time.kernel)
-        latest[time.condition] = max(latest.get(time.condition, ""), time.written_at)
-    shared = max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]), default="")
-
-    def rank(time: Time) -> tuple[object, ...]:
-        return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
+    shared = _shared(times)
 
     best: dict[str, Time] = {}
     for time in times:
-        if time.kernel not in best or rank(time) > rank(best[time.kernel]):
+        other = best.get(time.kernel)
+        if other is None or _rank(time, shared) > _rank(other, shared):
             best[time.kernel] = time
     apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
     margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
-    for run in _runs(time for time in best.values() if time.waits):
+    for run in _runs([time for time in best.values() if time.device_us is not None and time.waits]):
         paces |= dict.fromkeys([time.kernel for time in run], _pace(run, hosts or {}))
     return {
         kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
@@ -89,7 +82,23 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     }
 
 
-def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:
+def _rank(time: Time, shared: str) -> tuple[object, ...]:
+    return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
+
+
+def _shared(times: Sequence[Time]) -> str:
+    """The condition that most kernels have times of, the latest of several."""
+    kernels: dict[str, set[str]] = {time.condition: set() for time in times}
+    if len(kernels) < 2:
+        return next(iter(kernels), "")
+    latest: dict[str, str] = {}
+    for time in times:
+        kernels[time.condition].add(time.kernel)
+        latest[time.condition] = max(latest.get(time.condition, ""), time.written_at)
+    return max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]))
+
+
+def _runs(times: Sequence[Time]) -> Iterator[list[Time]]:
     """Times that were measured side by side: of one contest, written one after another."""
     run: list[Time] = []
     for time in sorted(times, key=lambda each: (each.source, each.written_at)):
@@ -124,8 +133,12 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
 
 def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidence:
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
-    confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
-    provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
+    if not alike:
+        confidence *= OTHER_CONDITION
+    provenance = Provenance.MEASURED
+    if time.source:
+        confidence *= FROM_ELSEWHERE
+        provenance = Provenance.IMPORTED
     return Evidence(_expected_us(time, pace, margin), provenance, confidence, time.noise, time.median_us)
 
 

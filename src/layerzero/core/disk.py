@@ -1,0 +1,137 @@
+"""Files that outlive a process: opened only where they are plain files, private, written whole or not at all.
+
+What lies in a folder may be a pipe that nobody writes to, a link to a device without end, or another user's file; none
+of it may hang or mislead who opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from pathlib import Path
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+
+_PLAINLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class NotPlainError(OSError):
+    """A link, pipe, device or folder where a plain file was wanted."""
+
+
+def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a plain file, following no link at its end and waiting for nobody; one that is made is private.
+
+    Raises: NotPlainError for anything else, OSError.
+    """
+    try:
+        file = os.open(path, flags | _PLAINLY, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise NotPlainError(error.errno, _wanted(error.strerror), str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise NotPlainError(errno.EINVAL, _wanted("a pipe, a device or a folder"), str(path))
+    return file
+
+
+def _wanted(got: str | None) -> str:
+    return f"wanted a plain file, got: {got}"
+
+
+def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """All that a plain file holds. Raises: OSError, also for one that is larger than ``most_bytes``."""
+    file = open_plain(path)
+    try:
+        return read_open(file, most_bytes)
+    finally:
+        os.close(file)
+
+
+def read_open(file: int, most_bytes: int) -> bytes:
+    """All that an open file holds. Raises: OSError, also if that is more than ``most_bytes``."""
+    size = os.fstat(file).st_size
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"wanted at most {most_bytes} bytes, got {size}")
+    parts = []
+    at = 0
+    while part := os.pread(file, most_bytes + 1 - at, at):
+        parts.append(part)
+        at += len(part)
+        if at > most_bytes:
+            raise OSError(errno.EFBIG, f"wanted at most {most_bytes} bytes, got more")
+    return b"".join(parts)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write every byte: one call may take a part only. Raises: OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Put data in place of what a file held: all of it, also after a power cut, or nothing. Raises: OSError.
+
+    The last file of a chain of links is replaced. What is no plain file (``/dev/stdout``, a pipe) is written to.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # links are followed, as they are by open
+            Path(path).write_bytes(data)
+            return
+        mode = stat.S_IMODE(os.stat(path).st_mode)  # noqa: PTH116
+    except FileNotFoundError:
+        mode = None
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666)
+    try:
+        try:
+            if mode is not None:
+                os.fchmod(file, mode)
+            write_all(file, data)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename in a folder survive a power cut as well. Raises: OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and those above it that are missing, for this user alone. Raises: OSError."""
+    if not folder.is_dir():
+        if not folder.parent.is_dir():
+            make_private(folder.parent)
+        folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
+
+
+def distrust(folder: Path) -> str:
+    """Why a folder is not to be trusted with what this process believes; empty if it is, or where there is none.
+
+    It must belong to this user or to root, who may do anything anyway, and not be writable by all: another user could
+    lift a ban there, or name a module that is imported. Links to the folder itself are followed: their owner chose.
+    """
+    try:
+        found = os.stat(folder)  # noqa: PTH116  # asked on each look: half the time of Path.stat
+    except OSError:  # opening it tells
+        return ""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{folder} belongs to user {found.st_uid}, not to user {os.geteuid()} who asks"
+    if found.st_mode & stat.S_IWOTH:
+        return f"{folder} can be written by every user (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""

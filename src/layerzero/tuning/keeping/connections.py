@@ -1,0 +1,205 @@
+"""Connections to the database of times: what a file must be before it is believed, and transactions on it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from layerzero.core import disk, forking
+from layerzero.tuning.keeping import migrations, places
+
+Result = TypeVar("Result")
+
+WRITE_WAIT_S = 0.25
+"""How long a write waits for other programs; this library's own writers take turns before they come here."""
+
+READ_WAIT_S = 0.25
+"""How long a read waits; it waits at all only where there is no write-ahead log."""
+
+
+PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+"""SQLite's codes for what another process does just now."""
+
+
+def code_of(error: Exception) -> int:
+    """SQLite's code for an error, 0 for one of somebody else."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+class ForeignError(Exception):
+    """The file is no database of times, or none that can be one any more."""
+
+
+class NewerError(Exception):
+    """The file has a schema that this version does not know."""
+
+
+COPY_S = 5.0
+"""How long a copy in memory serves in place of a file that could not be upgraded."""
+
+
+class Link:
+    """One connection to a file that others may replace, and the lock of the threads that share it."""
+
+    def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
+        self.path = path
+        self.lock = forking.rlock()
+        self._connect = connect
+        self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+        self._until = math.inf
+
+    def get(self) -> sqlite3.Connection:
+        """The connection to what now has this name. Raises: FileNotFoundError, sqlite3.Error, and what opening does."""
+        identity = plain_identity(self.path)
+        same = identity == self._identity and identity is not None
+        if self._connection is not None and same and (self._until is math.inf or time.monotonic() < self._until):
+            return self._connection
+        self.close()
+        self._connection = self._connect(self.path)
+        self._identity = plain_identity(self.path)
+        copied = not self._connection.execute("PRAGMA database_list").fetchone()[2]
+        self._until = time.monotonic() + COPY_S if copied else math.inf
+        return self._connection
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.close()
+
+
+def plain_identity(path: Path) -> tuple[int, int] | None:
+    """Device and number of a plain file; None where there is none. Raises: ForeignError for a link, pipe or folder."""
+    try:
+        found = os.lstat(path)  # on every miss: a third of the time of Path.lstat
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise ForeignError("wanted a plain file, got a link, a pipe, a device or a folder")
+    return found.st_dev, found.st_ino
+
+
+def open_file(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
+    """Open a database by SQLite's words for how. Raises: sqlite3.Error."""
+    name = f"file:{quote(str(path))}?mode={mode}"
+    connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA trusted_schema = 0")  # a file from elsewhere runs no functions of ours
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def check(connection: sqlite3.Connection) -> bool:
+    """Whether a file is a database of times; an empty one is not yet. Raises: ForeignError, NewerError."""
+    found = connection.execute("PRAGMA application_id").fetchone()[0]
+    if found == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        return False
+    if found != migrations.APPLICATION_ID:
+        raise ForeignError(f"it is another program's database (application_id {found:#x})")
+    version = migrations.version(connection)
+    if version > migrations.LATEST:
+        raise NewerError(f"a newer version wrote it (schema {version}, known are 1 to {migrations.LATEST})")
+    if version < 1:
+        raise ForeignError(f"wanted schema 1 to {migrations.LATEST}, got {version}")
+    difference = migrations.difference(connection)
+    if difference:
+        raise ForeignError(difference)
+    return True
+
+
+def writing(path: Path) -> tuple[sqlite3.Connection, str, str]:
+    """Open a file to write, make it where there is none, and bring it to the latest schema.
+
+    Returns: the connection, the journal that it keeps, and the type of the network file system that it lies on.
+    Raises: ForeignError, NewerError, OSError, sqlite3.Error.
+    """
+    disk.make_private(path.parent)
+    places.check_folder(path.parent)
+    network = places.network_type(path.parent)
+    with places.turn(path):
+        if plain_identity(path) is None:  # SQLite would let others read it
+            os.close(disk.open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        connection = open_file(path, "rw", WRITE_WAIT_S)
+        try:
+            check(connection)
+            migrations.migrate(connection)
+            wanted = "delete" if network else "wal"
+            mode = connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0]
+        except BaseException:
+            connection.close()
+            raise
+    connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+    return connection, mode, network
+
+
+def reading(path: Path, upgrade: Callable[[], None]) -> sqlite3.Connection:
+    """Open a file to read; ``upgrade`` migrates one that an older version wrote, or a copy in memory is migrated.
+
+    Raises: FileNotFoundError while there is none, ForeignError, NewerError, OSError, sqlite3.Error.
+    """
+    places.check_folder(path.parent)
+    if plain_identity(path) is None:
+        raise FileNotFoundError(path)
+    failures: list[sqlite3.OperationalError] = []
+    for mode in ("rw", "ro", "ro&immutable=1"):  # first as one who may recover the log of a process that died
+        connection = open_file(path, mode, READ_WAIT_S)
+        try:
+            _check_made(connection, path)
+            if migrations.version(connection) < migrations.LATEST:
+                connection = _upgraded(connection, upgrade)
+            connection.execute("PRAGMA query_only = 1")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            failures.append(error)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failures[0]
+
+
+def _check_made(connection: sqlite3.Connection, path: Path) -> None:
+    if not check(connection):
+        raise FileNotFoundError(path)  # a process is making it
+
+
+def _upgraded(connection: sqlite3.Connection, upgrade: Callable[[], None]) -> sqlite3.Connection:
+    try:
+        upgrade()
+    except (sqlite3.OperationalError, OSError) as error:
+        if isinstance(error, TimeoutError) or code_of(error) in PASSING:
+            raise
+        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        try:
+            connection.backup(copy)
+            migrations.migrate(copy)
+        except BaseException:
+            copy.close()
+            raise
+        connection.close()
+        return copy
+    return connection
+
+
+def in_transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], Result]) -> Result:
+    """Commit a change, all of it or nothing, whatever interrupts it."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        done = change(connection)
+        connection.execute("COMMIT")
+    except BaseException:  # an interrupt too, which may come as BEGIN returns
+        if connection.in_transaction:  # an error of the disk has rolled back already
+            connection.execute("ROLLBACK")
+        raise
+    return done

@@ -1,0 +1,166 @@
+"""Journals into the database, and models from its rows: done by whoever has the turn, for everybody."""
+
+from __future__ import annotations
+
+import functools
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from layerzero.tuning.keeping import journal, places
+from layerzero.tuning.keeping.connections import in_transaction
+from layerzero.tuning.keeping.database import Database
+from layerzero.tuning.keeping.journal import Piece
+from layerzero.tuning.keeping.rows import Row
+from layerzero.tuning.predicting import learning
+from layerzero.tuning.predicting.learning import Kept, Subject
+
+MERGE_S = 0.1
+"""How long who writes merges and learns, for others too; what is left is done by the next who writes, or who asks."""
+
+LEARN_S = 0.2
+"""How long who asks learns, at least one model; what was learnt before serves for the rest."""
+
+MAX_ROWS = 1000
+"""Rows of one transaction, unless one addition has more."""
+
+_MAX_STALE = 256
+
+Lessons = Mapping[Subject, Sequence[Row]]
+
+
+def merge(database: Database, *, own: Path | None = None, for_s: float = MERGE_S, wait_s: float = 0.0) -> bool:
+    """Merge journals and learn from them; False where the file cannot be written now.
+
+    Args:
+        own: the journal of a process that does this by the way, as it writes: it learns only where it writes alone.
+        for_s: how long; some rows are merged in any case, and the rest is left to the next who writes.
+        wait_s: how long to wait for the turn.
+    Raises: TimeoutError where another process has the turn, OSError where there can be none.
+    """
+    if database.path is None:
+        return True
+    until = time.monotonic() + for_s
+    folder = journal.folder_of(database.path)
+    with places.turn(database.path, of="turn", wait_s=wait_s):
+        lessons: dict[Subject, list[Row]] = {}
+        others = _merge(database, folder, until, lessons)
+        if others is None:
+            return False
+        if own is None or others <= {own}:
+            _learn(database, lessons, until)
+        journal.sweep(folder)
+    return True
+
+
+def _merge(database: Database, folder: Path, until: float, lessons: dict[Subject, list[Row]]) -> set[Path] | None:
+    """Merge piece after piece, while there is time and journals have more; whose it was, None where it did not work."""
+    whose: set[Path] = set()
+    while pieces := _some(journal.waiting(folder)):
+        rows = [row for piece in pieces for row in piece.rows]
+        kept = database.change(functools.partial(_keep, rows=rows, database=database))
+        if kept is None:
+            return None
+        for piece in pieces:
+            piece.place.settle()
+        _tell(database, kept, sum(piece.damaged for piece in pieces))
+        for subject, new in kept.lessons.items():
+            lessons.setdefault(subject, []).extend(new)
+        whose |= {piece.place.path for piece in pieces}
+        if time.monotonic() >= until:
+            break
+    return whose
+
+
+def _some(waiting: Iterable[Piece]) -> list[Piece]:
+    pieces, count = [], 0
+    for piece in waiting:
+        pieces.append(piece)
+        count += len(piece.rows)
+        if count >= MAX_ROWS:
+            break
+    return pieces
+
+
+def _keep(connection: sqlite3.Connection, rows: Sequence[Row], database: Database) -> Kept:
+    """Insert rows so that a power cut does not undo it, since their journals go; one that is refused is told."""
+    connection.execute("PRAGMA synchronous = FULL")
+    try:
+        return in_transaction(connection, lambda inside: learning.insert(inside, rows))
+    except (sqlite3.IntegrityError, OverflowError, UnicodeError, TypeError, ValueError) as error:
+        if len(rows) == 1:
+            database.tell(f"{database.path}: a time of {rows[0].kernel} was refused: {error}", warn=True)
+            return Kept({})
+    finally:
+        connection.execute("PRAGMA synchronous = NORMAL")
+    each = [_keep(connection, [row], database) for row in rows]
+    lessons: dict[Subject, list[Row]] = {}
+    for kept in each:
+        for subject, new in kept.lessons.items():
+            lessons.setdefault(subject, []).extend(new)
+    return Kept(lessons, sum(kept.dated for kept in each), sum(kept.damaged for kept in each))
+
+
+def _tell(database: Database, kept: Kept, unreadable: int) -> None:
+    path = database.path
+    if kept.dated:
+        database.tell(f"{path}: times dated in the future were replaced or dated anew: a clock was ahead", warn=True)
+    if kept.damaged:
+        database.tell(f"{path}: damaged times were replaced by new ones")
+    if unreadable:
+        database.tell(f"{path}: {unreadable} lines of journals were torn or damaged, and count for nothing")
+
+
+def _learn(database: Database, lessons: Lessons, until: float) -> None:
+    """Learn what is stale while there is time, what was just written first."""
+    done: set[Subject] = set()
+    todo = list(lessons)
+    while time.monotonic() < until:
+        for subject in todo:
+            database.change(functools.partial(learning.learn, subject=subject, new=lessons.get(subject, ())))
+            done.add(subject)
+            if time.monotonic() >= until:
+                return
+        left = database.change(functools.partial(learning.stale, most=len(done) + _MAX_STALE)) or []
+        todo = [subject for subject in left if subject not in done]
+        if not todo:
+            return
+
+
+def learn_family(database: Database, family: bytes, damaged: Sequence[Subject] = ()) -> None:
+    """Learn what is stale of one family, in the file and in what only this process knows; and what is damaged."""
+
+    def learn(connection: sqlite3.Connection) -> None:
+        until = time.monotonic() + LEARN_S
+        for subject in dict.fromkeys([*learning.stale_of(connection, family), *damaged]):
+            learning.learn(connection, subject)
+            if time.monotonic() >= until:
+                return
+
+    if database.has_memory():
+        database.remember(learn)
+    if database.path is None:
+        return
+    try:
+        with places.turn(database.path, of="turn", wait_s=0.0):
+            database.change(learn)
+    except OSError:  # another one learns, or nothing can be written: what was learnt before serves
+        return
+
+
+def forget(database: Database, rows: Sequence[Row], wait_s: float = 5.0) -> bool:
+    """Remove rows and what was learnt from them; False where the file cannot be written. Raises: OSError."""
+    lessons: list[Kept] = []
+
+    def remove(connection: sqlite3.Connection) -> None:
+        lessons.append(learning.remove(connection, rows))
+
+    if database.path is None:
+        return database.write(remove)
+    merge(database, wait_s=wait_s)
+    with places.turn(database.path, of="turn", wait_s=wait_s):
+        done = database.write(remove)
+        if done:
+            _learn(database, {subject: () for kept in lessons for subject in kept.lessons}, time.monotonic() + wait_s)
+    return done

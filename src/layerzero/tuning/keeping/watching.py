@@ -1,0 +1,114 @@
+"""A thread that looks once a second what other processes wrote, so that who only makes hits hears of a ban.
+
+A hit reads no clock and asks nobody; the thread bumps the epoch where something was decided. It does not keep the
+process alive, stands still while the process forks, and goes on in parent and child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from typing import Protocol
+
+from layerzero.core import forking
+
+log = logging.getLogger("layerzero")
+
+EVERY_S = 1.0
+"""How often it looks: with the time that a list takes, a ban is heard of within two seconds."""
+
+_STOP_S = 1.0
+"""How long a fork, or the end of the process, waits for a look that is under way."""
+
+
+class Target(Protocol):
+    """What can be looked at."""
+
+    def look(self) -> None:
+        """See what changed."""
+
+
+class Watch:
+    """The thread, and what it looks at for as long as somebody else holds it."""
+
+    def __init__(self) -> None:
+        self._targets: weakref.WeakSet[Target] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._lock = forking.lock()
+
+    def add(self, target: Target) -> None:
+        """Look at something from now on."""
+        self._targets.add(target)
+        self.start()
+
+    def running(self) -> bool:
+        """Whether the thread looks; where no thread can be started, who asks has to look."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def start(self) -> None:
+        """Have a thread if there is something to look at."""
+        with self._lock:
+            if self._thread is None and len(self._targets):
+                self._stop = threading.Event()
+                thread = threading.Thread(target=self._work, args=(self._stop,), name="layerzero-watch", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more threads, or the interpreter ends
+                    log.debug("nobody looks what other processes write but who misses: %s", error)
+                    return
+                self._thread = thread
+
+    def stop(self) -> bool:
+        """Have no thread; whether there was one."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stop.set()
+        if thread is None or thread is threading.current_thread():
+            return False
+        thread.join(_STOP_S)
+        return True
+
+    def _work(self, stop: threading.Event) -> None:
+        while not stop.wait(EVERY_S):
+            if not self._look():
+                with self._lock:
+                    if self._stop is stop and not len(self._targets):
+                        self._thread = None
+                        return
+
+    def _look(self) -> bool:
+        """Look at everything; whether there was anything."""
+        targets = list(self._targets)
+        for target in targets:
+            try:
+                target.look()
+            except Exception:
+                log.exception("what other processes wrote could not be looked at")
+        return bool(targets)
+
+    def before_fork(self) -> None:
+        """Stand still: a lock that the thread holds would stay locked in the child."""
+        self._lock.acquire()  # held across the fork, so that nobody starts one
+        thread = self._thread
+        self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_S)
+
+    def after_fork(self) -> None:
+        """Go on, in parent and child."""
+        was, self._thread = self._thread, None
+        self._lock.release()
+        if was is not None:
+            self.start()
+
+
+WATCH = Watch()
+"""The one of this process."""
+
+atexit.register(WATCH.stop)
+os.register_at_fork(before=WATCH.before_fork, after_in_parent=WATCH.after_fork, after_in_child=WATCH.after_fork)

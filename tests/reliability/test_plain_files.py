@@ -1,0 +1,266 @@
+"""A cache folder may hold anything: pipes, links, devices, another user's files; nothing of it hangs or misleads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.asking.freeze import Frost
+from layerzero.core import disk
+from layerzero.core.evidence import Measurement
+from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import archive, journal, places
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest
+
+TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
+X, W = torch.randn(4, 64), torch.randn(64)
+
+
+@pytest.fixture(autouse=True)
+def hangs_end_the_run():
+    """Far more than anything here takes: what hangs ends in a traceback, not in a person's evening."""
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    return tmp_path
+
+
+@pytest.fixture
+def kernel():
+    lz.register_kernel("norm.rms", "mine.rms_norm", priority=100)(right)
+    return REGISTRY.kernel("mine.rms_norm")
+
+
+def right(input, weight, *, eps=1e-6):
+    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+
+def facts(rows=4):
+    return lz.facts("rms_norm", torch.empty(rows, 64), W)
+
+
+STRANGE = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("/nonexistent/x"),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("kind", ["verdict", "suspect", "proved", "failures"])
+def test_a_record_that_is_no_plain_file(folder, kernel, what, kind):
+    ledger = FileLedger(folder)
+    ledger.record_verdict(kernel, facts(), Verdict.WRONG)
+    (path,) = (folder / "ledger-1").glob("*.verdict.json")
+    path = path.rename(path.with_name(path.name.replace("verdict", kind)))
+    path.unlink()
+    STRANGE[what](path)
+    fresh = FileLedger(folder)
+    if kind in ("verdict", "suspect"):
+        with pytest.warns(lz.LayerZeroWarning, match="may have been a ban"):
+            assert fresh.suspicion(kernel, facts()) is not None
+    else:
+        assert fresh.suspicion(kernel, facts()) is None
+        assert fresh.begin(kernel, facts()) is not None
+    assert len(fresh.notes()) == 1
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("name", ["mine.rms_norm@{key}.running-{nonce}.json", "some.tmp", "notes.txt"])
+def test_a_marker_or_other_file_that_is_no_plain_file(folder, kernel, what, name):
+    (folder / "ledger-1").mkdir(mode=0o700)
+    STRANGE[what](folder / "ledger-1" / name.format(key="0" * 24, nonce="0" * 32))
+    with pytest.warns(lz.LayerZeroWarning, match="a ban") if "running" in name else contextlib.nullcontext():
+        ledger = FileLedger(folder)
+        assert ledger.suspicion(kernel, facts()) is None, "of another class"
+        ledger.record_verdict(kernel, facts(), Verdict.WRONG)
+        assert FileLedger(folder).verdict(kernel, facts()) is Verdict.WRONG
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize(
+    "where", ["perfdb.sqlite", "perfdb.sqlite.lock", "perfdb.sqlite.turn", "perfdb.sqlite-journal"]
+)
+def test_a_database_or_lock_that_is_no_plain_file(folder, kernel, what, where):
+    STRANGE[what](folder / where)
+    store = TimeStore()
+    with pytest.MonkeyPatch.context() as patch:
+        told = []
+        patch.setattr("warnings.warn", lambda text, *_, **__: told.append(text))
+        store.record(kernel, facts(), TIME)
+        assert store.evidence([kernel], facts())["mine.rms_norm"].time_us == 10.0
+    assert store.notes() or where == "perfdb.sqlite-journal"
+    assert len(told) <= 2
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_journals_that_are_none(folder, kernel, what):
+    rows = journal.folder_of(folder / "perfdb.sqlite")
+    rows.mkdir(mode=0o700)
+    STRANGE[what](rows / "1-0.rows")
+    STRANGE[what](rows / "1-0.at")
+    store = TimeStore()
+    store.record(kernel, facts(), TIME)
+    assert TimeStore().evidence([kernel], facts())["mine.rms_norm"].time_us == 10.0
+
+
+def test_files_and_folders_are_private(tmp_path, monkeypatch, kernel):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    lz.configure()
+    before = os.umask(0)
+    try:
+        ledger = StoreLedger(FileLedger(tmp_path / "new" / "cache"))
+        ledger.record_verdict(kernel, facts(), Verdict.WRONG)
+        ledger.record_time(kernel, facts(), TIME)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert {path.name for path in made} >= {"cache", "ledger-1", "perfdb.sqlite", "perfdb.sqlite.turn"}
+    assert {oct(stat.S_IMODE(path.lstat().st_mode)) for path in made if path.is_dir()} == {"0o700"}
+    assert {oct(stat.S_IMODE(path.lstat().st_mode)) for path in made if path.is_file()} == {"0o600"}
+
+
+def anybodys(folder):
+    folder.chmod(0o777)
+
+
+def anothers(folder):
+    os.chown(folder, 12345, 12345)
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+
+
+@pytest.mark.parametrize("open_to", [anybodys, pytest.param(anothers, marks=AS_ROOT)])
+def test_a_folder_that_others_may_write_is_refused_with_a_word(tmp_path, monkeypatch, kernel, open_to):
+    FileLedger(tmp_path / "cache").record_verdict(kernel, facts(), Verdict.PASSED)
+    open_to(tmp_path / "cache")
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
+    lz.configure()
+    before = sorted((tmp_path / "cache").rglob("*"))
+    with pytest.warns(lz.LayerZeroWarning, match=r"belongs to user 12345|can be written by every user .mode 777"):
+        ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "cache"))
+        assert ENGINE.ledger.verdict(kernel, facts()) is None
+        ENGINE.ledger.record_verdict(kernel, facts(), Verdict.WRONG)
+        ENGINE.ledger.record_time(kernel, facts(), TIME)
+    assert ENGINE.ledger.verdict(kernel, facts()) is Verdict.WRONG, "in this process"
+    assert ENGINE.ledger.evidence([kernel], facts())["mine.rms_norm"].time_us == 10.0
+    assert sorted((tmp_path / "cache").rglob("*")) == before
+    assert sum(str(tmp_path / "cache") in issue for issue in lz.doctor().issues) >= 2
+
+
+def test_a_folder_of_ones_own_may_be_a_link(tmp_path, kernel):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "real")
+    FileLedger(tmp_path / "cache").record_verdict(kernel, facts(), Verdict.WRONG)
+    assert FileLedger(tmp_path / "real").verdict(kernel, facts()) is Verdict.WRONG
+
+
+# documents
+
+
+def documents():
+    yield "frozen choices", Frost(1, "", "", "", "", {}).sealed().write
+    yield "a manifest", Manifest(FORMAT, 0.0, "", []).save
+    yield "times", lambda path: archive.export([], path)
+    yield "priors", lambda path: archive.export_prior(archive.Table(1, "", "", "", "", {}, "", "", []), path)
+
+
+@pytest.mark.parametrize(("what", "write"), list(documents()), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_document_is_written_whole_or_not_at_all(tmp_path, monkeypatch, what, write, error):
+    path = tmp_path / "document"
+    path.write_text("before")
+    real = disk.write_all
+
+    def write_all(file, data):
+        real(file, data[: len(data) // 2])
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(disk, "write_all", write_all)
+        write(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["document"]
+    assert path.read_text() == "before"
+    write(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["document"]
+    assert path.read_text() != "before"
+
+
+def test_a_document_survives_a_power_cut(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "write"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (done.append(name), real(*given))[1])
+    real = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda *given: (done.append("rename"), real(*given))[1])
+    disk.write_whole(tmp_path / "document", b"text")
+    assert done == ["write", "fsync", "rename", "fsync"], "the content before its name, then the name"
+
+
+def test_a_document_goes_through_links_and_into_pipes(tmp_path):
+    (tmp_path / "real").write_text("before")
+    (tmp_path / "real").chmod(0o640)
+    (tmp_path / "link").symlink_to("real")
+    disk.write_whole(tmp_path / "link", b"after")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "after"
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o640
+    disk.write_whole("/dev/null", b"text")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_one_call_may_write_a_part_only(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:3]))
+    disk.write_whole(tmp_path / "document", b"0123456789")
+    assert (tmp_path / "document").read_bytes() == b"0123456789"
+
+
+def test_what_is_too_large_is_no_record(tmp_path):
+    (tmp_path / "large").write_bytes(b"x" * 100)
+    with pytest.raises(OSError, match="wanted at most 99 bytes"):
+        disk.read_plain(tmp_path / "large", 99)
+
+
+def test_a_setting_may_name_a_link_to_a_database(folder, kernel):
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "times.sqlite").symlink_to(folder / "real" / "times.sqlite")
+    lz.configure(perfdb={"path": str(folder / "times.sqlite")})
+    TimeStore().record(kernel, facts(), TIME)
+    assert (folder / "real" / "times.sqlite").is_file()
+    assert places.set_aside(folder / "times.sqlite") == []
+
+
+def test_a_whole_cache_that_is_a_file(tmp_path, monkeypatch, kernel):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
+    lz.configure()
+    (tmp_path / "cache").write_text("x")
+    with pytest.warns(lz.LayerZeroWarning):
+        ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "cache"))
+        ENGINE.ledger.record_verdict(kernel, facts(), Verdict.WRONG)
+        ENGINE.ledger.record_time(kernel, facts(), TIME)
+    assert lz.which("rms_norm", X, W)["kernel_id"] != "mine.rms_norm"
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    ENGINE.ledger = MemoryLedger()

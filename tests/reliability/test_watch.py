@@ -1,0 +1,137 @@
+"""A process that only makes hits hears of a ban, through a thread that costs a hit nothing and keeps nobody alive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.ledger import Verdict
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import watching
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.watching import Watch
+
+SERVER = """
+import os, signal, sys, threading, torch
+import layerzero as lz
+signal.alarm(240)  # far more than it takes
+x, w = torch.randn(4, 64), torch.randn(64)
+lz.configure(allow=["torch", "user"], vet_in_background=False)
+ran = threading.Event()
+
+@lz.register_kernel("norm.rms", "mine.rms_norm", priority=100)
+def mine(input, weight, *, eps=1e-6):
+    ran.set()
+    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+lz.configure(prefer=["mine.rms_norm"])
+if "ban" in sys.argv:
+    from layerzero.core.ledger import Verdict
+    from layerzero.engine.dispatch import ENGINE
+    facts = lz.facts("rms_norm", torch.empty(500, 64), w)
+    ENGINE.ledger.record_verdict(lz.list_kernels("norm.rms")[0], facts, Verdict.WRONG, "planted")
+    sys.exit(0)
+
+def serve(name):
+    print(name, "serves", flush=True)
+    while True:  # nothing but hits
+        ran.clear()
+        lz.rms_norm(x, w)
+        if not ran.is_set():
+            print(name, "heard", flush=True)
+            return
+
+lz.rms_norm(x, w)
+lz.rms_norm(x, w)
+if "fork" in sys.argv and os.fork() == 0:
+    serve("child")
+    os._exit(0)
+serve("parent")
+if "fork" in sys.argv:
+    os.wait()
+"""
+
+
+def right(input, weight, *, eps=1e-6):
+    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_server_that_makes_hits_only_hears_of_a_ban(tmp_path, monkeypatch, how):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    variables = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(script), how]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+    wanted = {"parent"} if how == "alone" else {"parent", "child"}
+    assert {server.stdout.readline().split()[0] for _ in wanted} == wanted
+    subprocess.run([sys.executable, str(script), "ban"], check=True, env=variables)
+    said = server.communicate()[0].split("\n")
+    assert {line.split()[0] for line in said if "heard" in line} == wanted
+    assert server.returncode == 0
+
+
+class Target:
+    def __init__(self):
+        self.looked = threading.Event()
+
+    def look(self):
+        self.looked.set()
+
+
+def test_the_thread_ends_with_what_it_looks_at(monkeypatch):
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    watch, target = Watch(), Target()
+    watch.add(target)
+    assert target.looked.wait(60)
+    thread = watch._thread
+    assert thread.daemon, "it keeps no process alive"
+    del target
+    thread.join(60)
+    assert not watch.running()
+    again = Target()
+    watch.add(again)
+    assert again.looked.wait(60)
+    watch.stop()
+    assert not watch.running()
+
+
+def test_what_a_look_raises_is_logged_and_the_thread_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    looks = []
+    more = threading.Event()
+
+    class Bad:
+        def look(self):
+            looks.append(1)
+            if len(looks) > 2:
+                more.set()
+            raise RuntimeError("planted")
+
+    watch, bad = Watch(), Bad()
+    watch.add(bad)
+    assert more.wait(60)
+    watch.stop()
+    assert "could not be looked at" in caplog.text
+
+
+def test_where_no_thread_can_be_started_misses_look(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start")))
+    watch = Watch()
+    watch.add(Target())
+    assert not watch.running()
+    lz.register_kernel("norm.rms", "mine.rms_norm", priority=100)(right)
+    kernel = REGISTRY.kernel("mine.rms_norm")
+    facts = lz.facts("rms_norm", torch.empty(4, 64), torch.empty(64))
+    mine, other = FileLedger(tmp_path), FileLedger(tmp_path)
+    mine.watched = watch.running
+    assert mine.verdict(kernel, facts) is None
+    other.record_verdict(kernel, facts, Verdict.WRONG)
+    mine._look_at = 0.0
+    assert mine.verdict(kernel, facts) is Verdict.WRONG
