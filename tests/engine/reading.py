@@ -13,7 +13,8 @@ from layerzero.core import limits
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.registry import REGISTRY, USER_BACKEND
+from layerzero.engine.of_functions import USER_BACKEND
+from layerzero.engine.registry import REGISTRY
 
 WHOLE = (
     lambda facts: sorted(facts.sizes().items()),

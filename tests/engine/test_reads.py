@@ -18,7 +18,8 @@ from layerzero.engine import dispatch, reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.engine.registry import REGISTRY, USER_BACKEND
+from layerzero.engine.of_functions import USER_BACKEND
+from layerzero.engine.registry import REGISTRY
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 

@@ -48,7 +48,6 @@ def codes(kernel, rows=8, inputs=4096, outputs=4096, dtype=BF16, device="H200", 
         ({"device": "A100"}, {ReasonCode.SM_TOO_OLD}),
         ({"device": "MI300X"}, {ReasonCode.PLATFORM_MISMATCH}),
     ],
-    ids=str,
 )
 def test_flashinfers_small_product(sizes, refused):
     assert codes("flashinfer.tinygemm", **sizes) - {ReasonCode.NOT_INSTALLED} == refused
@@ -69,7 +68,6 @@ def test_flashinfers_small_product(sizes, refused):
         ("torch.linear", {}, set()),
         ("torch.onednn_linear", {"dtype": F32}, {ReasonCode.PLATFORM_MISMATCH}),
     ],
-    ids=str,
 )
 def test_torchs_products_on_a_gpu(kernel, arguments, refused):
     assert codes(kernel, **arguments) == refused

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts, plain
 
@@ -19,8 +21,7 @@ class Provenance(StrEnum):
     PRIOR = "prior"
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """A time for one kernel and one call.
 
     Attributes:

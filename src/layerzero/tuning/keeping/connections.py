@@ -69,6 +69,11 @@ class Link:
         self._until = time.monotonic() + COPY_S if copied else math.inf
         return self._connection
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
     def close(self) -> None:
         """Let go of the file."""
         if self._connection is not None:

@@ -70,6 +70,10 @@ class Database:
         """Whether nobody has written yet, here or anywhere."""
         return self._memory is None and (self.path is None or not os.access(self.path, os.F_OK))
 
+    def is_open(self) -> bool:
+        """Whether somebody has written, as far as the last question saw."""
+        return self._reader is not None and self._reader.is_open
+
     def read(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows that a question finds on disk and in memory; none where the file cannot be read."""
         found: list[tuple[Any, ...]] = []

@@ -5,7 +5,6 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,8 @@ from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, we
 _ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
 
-_TIME = operator.itemgetter(*(sums.DECIDING.index(name) for name in Time.__struct_fields__))
+_FIELDS = len(Time.__struct_fields__)
+assert Time.__struct_fields__ == sums.DECIDING[:_FIELDS]
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -96,7 +96,7 @@ class TimeStore:
 
     def _own(self, database: Database, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What this user's database says."""
-        if database.is_absent():
+        if not database.is_open() and database.is_absent():
             return {}
         work, graph = work_of(facts), bool(facts["capturing"])
         times = self._times(database, work.key, graph)
@@ -142,7 +142,7 @@ class TimeStore:
         sound = sums.sound(start, found)
         if len(sound) < len(found):
             database.tell(f"{database.path}: damaged times count for nothing", warn=True)
-        times = [Time(*_TIME(row)) for row in sound]
+        times = [Time(*row[:_FIELDS]) for row in sound]
         newest = max([time.written_at for time in times], default="")
         if newest <= self._past:
             return times

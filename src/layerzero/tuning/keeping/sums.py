@@ -17,10 +17,13 @@ import msgspec
 _encode = msgspec.msgpack.Encoder().encode
 
 DECIDING = (
-    *("kernel", "environment", "condition", "origin", "source", "adapts", "median_us", "variance_us2", "samples"),
-    *("noise", "device_us", "host_us", "written_at"),
+    *("kernel", "environment", "condition", "source", "median_us", "noise", "samples", "variance_us2", "written_at"),
+    *("adapts", "device_us", "host_us", "origin"),
 )
-"""Columns of a time behind its work and graph that decide what it is worth, in the order in which they are summed."""
+"""Columns of a time behind its work and graph that decide what it is worth, in the order in which they are summed.
+
+The first are the fields of :class:`layerzero.tuning.predicting.weighing.Time`: nothing has to be sorted on a miss.
+"""
 
 COLUMNS = (*DECIDING, "p95_us", "first_call_us", "device_uuid", "layerzero")
 """All columns behind work and graph."""

@@ -34,7 +34,7 @@ _WORK = """INSERT INTO works (key, family, operation, dtype, facts) VALUES (?, ?
     WHERE family <> excluded.family OR facts <> excluded.facts"""
 _ENVIRONMENT = """INSERT INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET facts = excluded.facts WHERE facts <> excluded.facts"""
-_IDENTITY = "work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND origin = ? AND source = ?"
+_IDENTITY = "work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND source = ? AND origin = ?"
 _SELECTED = ", ".join(f"times.{name}" for name in (*sums.DECIDING, "crc"))
 _KNOWN = f"SELECT {sums.SELECTED} FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
 _TIME = f"""INSERT OR REPLACE INTO times (work, graph, {", ".join(sums.COLUMNS)}, crc)
@@ -78,7 +78,7 @@ class Kept(NamedTuple):
 
 
 def _identity(row: Row) -> tuple[object, ...]:
-    return row.work.key, row.graph, row.kernel, row.environment.key, row.condition, row.origin, row.source
+    return row.work.key, row.graph, row.kernel, row.environment.key, row.condition, row.source, row.origin
 
 
 def subject_of(row: Row) -> Subject:
@@ -97,7 +97,7 @@ def insert(connection: sqlite3.Connection, rows: Iterable[Row]) -> Kept:
         work, values = row.work, row.values
         key, graph = work.key, int(row.graph)
         start = sums.start_of(key, graph)
-        known = connection.execute(_KNOWN, (key, graph, *values[:5])).fetchone()
+        known = connection.execute(_KNOWN, (key, graph, *values[:4], row.origin)).fetchone()
         if known is not None and not sums.holds(start, known):
             known, damaged = None, damaged + 1
         if known is not None and known[_WRITTEN] > row.written_at:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 
 import msgspec
@@ -66,24 +65,23 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     """
     shared = _shared(times)
 
+    def rank(time: Time) -> tuple[object, ...]:
+        return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
+
     best: dict[str, Time] = {}
     for time in times:
         other = best.get(time.kernel)
-        if other is None or _rank(time, shared) > _rank(other, shared):
+        if other is None or rank(time) > rank(other):
             best[time.kernel] = time
     apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
     margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
-    for run in _runs([time for time in best.values() if time.device_us is not None and time.waits]):
+    for run in _runs(time for time in best.values() if time.waits):
         paces |= dict.fromkeys([time.kernel for time in run], _pace(run, hosts or {}))
     return {
         kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
         for kernel, time in best.items()
     }
-
-
-def _rank(time: Time, shared: str) -> tuple[object, ...]:
-    return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
 
 
 def _shared(times: Sequence[Time]) -> str:
@@ -98,7 +96,7 @@ def _shared(times: Sequence[Time]) -> str:
     return max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]))
 
 
-def _runs(times: Sequence[Time]) -> Iterator[list[Time]]:
+def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:
     """Times that were measured side by side: of one contest, written one after another."""
     run: list[Time] = []
     for time in sorted(times, key=lambda each: (each.source, each.written_at)):
@@ -133,12 +131,8 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
 
 def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidence:
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
-    if not alike:
-        confidence *= OTHER_CONDITION
-    provenance = Provenance.MEASURED
-    if time.source:
-        confidence *= FROM_ELSEWHERE
-        provenance = Provenance.IMPORTED
+    confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
+    provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
     return Evidence(_expected_us(time, pace, margin), provenance, confidence, time.noise, time.median_us)
 
 
@@ -177,5 +171,5 @@ def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
         confidence = max(each.confidence, best.confidence) if decided else each.confidence
         noise = 0.0 if each.provenance is Provenance.PREDICTED else each.noise
         same = confidence == each.confidence and noise == each.noise
-        weighed[kernel] = each if same else replace(each, confidence=confidence, noise=noise)
+        weighed[kernel] = each if same else msgspec.structs.replace(each, confidence=confidence, noise=noise)
     return weighed
