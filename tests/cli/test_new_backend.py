@@ -97,7 +97,20 @@ def test_what_it_writes_fails_with_the_next_step_until_it_is_filled_in(checkout,
         torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
 
 
-@pytest.mark.parametrize("operation", [*FUNCTIONS, "attention.causal", *(each.name for each in lz.list_operations())])
+def alike(function):
+    return len({tuple(tensor.name for tensor in each.schema.required) for each in function.operations}) == 1
+
+
+ASKED = [name for name, function in FUNCTIONS.items() if alike(function)]
+
+
+@pytest.mark.parametrize("function", sorted(FUNCTIONS.keys() - ASKED))
+def test_a_function_whose_operations_take_other_tensors_is_told_apart(checkout, function):
+    result = run("fastlib", "--operation", function, code=2)
+    assert f"got {', '.join(each.name for each in FUNCTIONS[function].operations)}; name one" in result.output
+
+
+@pytest.mark.parametrize("operation", [*ASKED, "attention.causal", *(each.name for each in lz.list_operations())])
 def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, operation):
     run("fastlib", "--operation", operation)
     kernels = declared(checkout / "src/layerzero/backends/fastlib.py")

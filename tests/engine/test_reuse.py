@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from reading import READINGS, evaluate, reading_kernel
 from torch.nn import Parameter
 
 import layerzero as lz
+from layerzero.core import indices
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
@@ -96,11 +98,10 @@ def resized(call, pick, dense):
             size = tensor.shape[place]
             shorter = tensor.narrow(place, 0, max((1 << size.bit_length()) // 2, size - 1 - pick % 3))
             arguments[name] = shorter.contiguous() if dense else shorter
-    if axis == "pages":  # a table must not name a page that is not there
-        arguments["block_tables"] = arguments["block_tables"] % arguments["key_cache"].shape[0]
-    if axis == "max_blocks":  # nor hold fewer pages than a sequence has
-        capacity = arguments["block_tables"].shape[1] * report.facts.size("page_size")
-        arguments["context_lens"] = arguments["context_lens"].clamp(max=capacity)
+    for rule in indices.rules_of(report.facts.operation.schema, report.facts.layout, report.facts.tensors):
+        name = rule.tensor.name  # nothing leads to what is not there any more
+        most = math.prod(arguments[of].shape[place] for of, place in rule.sizes) - bool(rule.tensor.indexes)
+        arguments[name] = arguments[name].clamp(max=most)
     return RandomCall(call.function, with_its_step(arguments), call.name)
 
 
@@ -116,8 +117,12 @@ def padded(elements):
     return change
 
 
-def asking_for_gradients(tensor):
-    return tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+def asking_for_gradients(call):
+    """Gradients of every tensor; of those that are written into, autograd wants a copy that it made itself."""
+    asked = on_tensors(call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
+    for name in CALLS[call.function].function.mutates:
+        asked.arguments[name] = asked.arguments[name] * 1
+    return asked
 
 
 def as_parameter(tensor):
@@ -130,7 +135,7 @@ CHANGES = {
     "moved by one element": lambda call: on_tensors(call, moved(None)),
     "loose strides": lambda call: on_tensors(call, loose),
     "contiguous": lambda call: on_tensors(call, lambda tensor: tensor.contiguous()),
-    "gradients": lambda call: on_tensors(call, asking_for_gradients),
+    "gradients": asking_for_gradients,
     "parameters": lambda call: on_tensors(call, as_parameter),
     "defaults spelled out": lambda call: RandomCall(
         call.function,
@@ -161,7 +166,12 @@ def table(call):
 def arguments_of(call):
     """Arguments of which a call may write into those that it writes into."""
     mutated = CALLS[call.function].function.mutates
-    return {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
+    return {name: _fresh(value) if name in mutated else value for name, value in call.arguments.items()}
+
+
+def _fresh(value):
+    """A copy to write into, which asks for gradients where the tensor does and is no leaf then, either."""
+    return value * 1 if isinstance(value, torch.Tensor) and value.requires_grad else copied(value)
 
 
 def run(call):

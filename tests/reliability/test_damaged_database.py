@@ -141,7 +141,7 @@ def test_what_was_changed_by_hand_is_not_believed_and_told(path, kernels, what):
         measured, notes = used(kernels)
     assert measured.items() <= WHOLE.items(), "nothing but what was measured"
     assert sum(issubclass(each.category, lz.LayerZeroWarning) for each in caught) <= 1
-    if " SET " in WRONG[what] and "UPDATE times" in WRONG[what]:
+    if "UPDATE times SET " in WRONG[what] and "p95_us" not in WRONG[what]:  # which decides nothing
         assert any("damaged times count for nothing" in note for note in notes)
         assert len(caught) == 1
 

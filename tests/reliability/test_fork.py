@@ -17,6 +17,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import database
+from layerzero.tuning.keeping.watching import WATCH
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -63,7 +64,7 @@ everything(3)
 """
 
 HELD = """
-ours = {id(each) for base in database._DATABASES for each in base.locks()} | {id(database._FORKING)}
+ours = {id(each) for base in database._DATABASES for each in base.locks()} | {id(database._FORKING), id(WATCH._lock)}
 held = [each for each in forking._LOCKS if id(each) not in ours]  # those are taken before a fork, by whoever forks
 taken, done = threading.Event(), threading.Event()
 def hold():

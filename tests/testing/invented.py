@@ -1,10 +1,11 @@
 """Operations that nobody has, to see how results are judged that are no numbers near others: drawn, chosen, int8.
 
-Registered when imported, as a third party does it.
+Registered as a third party does it, by the fixture below.
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import layerzero as lz
@@ -12,6 +13,9 @@ from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Elementwise, Exact, Indices, reproducible
 from layerzero.core.operation import Function, OpKind, Routed
+from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import FUNCTIONS
 
 INT64, INT8 = frozenset({torch.int64}), frozenset({torch.int8})
 ROWS = lz.Axis("rows", scales=True, live=True, apart=True)
@@ -157,11 +161,28 @@ def invented_unsaid(x: torch.Tensor) -> torch.Tensor:
     """Move."""
 
 
-for operation, signature in (
-    (DRAW, invented_draw),
-    (CHOOSE, invented_choose),
-    (PRODUCT, invented_product),
-    (UNSAID, invented_unsaid),
-):
-    lz.register_operation(operation)
-    lz.register_function(function(signature.__name__, signature, operation))
+SIGNATURES = ((DRAW, invented_draw), (CHOOSE, invented_choose), (PRODUCT, invented_product), (UNSAID, invented_unsaid))
+_calls = {}
+
+
+@pytest.fixture(scope="module")
+def invented_operations():
+    """The operations are there for the tests of one file: others count what a user has."""
+    for operation, signature in SIGNATURES:
+        lz.register_operation(operation)
+        name = signature.__name__
+        if name in _calls:  # torch keeps the operator of a function for as long as the process lives
+            FUNCTIONS[name], CALLS[name] = _calls[name]
+        else:
+            lz.register_function(function(name, signature, operation))
+            _calls[name] = FUNCTIONS[name], CALLS[name]
+    yield
+    for operation, signature in SIGNATURES:
+        FUNCTIONS.pop(signature.__name__)
+        CALLS.pop(signature.__name__)
+        with REGISTRY._change():
+            known = REGISTRY._known
+            rest = known.without(known.by_id[f"reference.{operation.name}"])
+            rest.operations.pop(operation.name)
+            rest.kernels.pop(operation.name)
+            REGISTRY._known = rest._replace(operations=dict(rest.operations))

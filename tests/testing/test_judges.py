@@ -5,12 +5,15 @@ from __future__ import annotations
 import invented
 import pytest
 import torch
+from invented import invented_operations  # noqa: F401  # a fixture
 
 import layerzero as lz
 from layerzero.core.distribution import Distribution
 from layerzero.core.judge import Elementwise, Exact, Given, Indices, Property, reproducible
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
+
+pytestmark = pytest.mark.usefixtures("invented_operations")
 
 FLOAT32 = Given(torch.float32)
 SCORES = torch.tensor([[3.0, 5.0, 5.0, 1.0], [2.0, 2.0, 0.0, 9.0]], dtype=torch.float64)

@@ -327,5 +327,5 @@ def test_a_record_survives_being_written(tmp_path, kernel):
     (name,) = files(tmp_path)
     record = records.read(tmp_path / "ledger-1" / name, records.name_of(name))
     assert record.call == CallRecipe.of(facts())
-    assert record.module == "test_files"
+    assert record.module == __name__
     assert record.text == "because"

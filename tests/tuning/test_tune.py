@@ -209,7 +209,7 @@ def test_cases_grid_and_parts_of_the_grid():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"shapes": [(2, 2, 2)]}, "wanted BxSxHxD"),
+        ({"shapes": [(2, 2, 2)]}, "wanted the shapes of query"),
         ({"samples": 2}, "samples: wanted at least 3"),
         ({"shapes": "kases"}, "wanted sizes, or 'cases'"),
         ({"shapes": "cases", "head_dim": 8}, "head_dim: they narrow the default grid"),

@@ -49,7 +49,7 @@ def _asked(operation: str) -> tuple[tuple[Operation, ...], str]:
     tensors = {tuple(tensor.name for tensor in each.schema.required) for each in found}
     if len(tensors) > 1:
         raise ValueError(
-            f"--operation {operation}: wanted operations that take the same tensors, got {', '.join(names)}"
+            f"--operation {operation}: wanted operations that take the same tensors, got {', '.join(names)}; name one"
         )
     function = function_of(names[0])
     whole = function is not None and {each.name for each in function.operations} == set(names)

@@ -6,6 +6,7 @@ made anew in the child. Where one was held, what it guards may be half changed: 
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import weakref
@@ -15,8 +16,8 @@ from typing import Any, TypeVar
 _Lock = TypeVar("_Lock")
 
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
-_IN_CHILD: list[weakref.WeakMethod[Callable[[], None]]] = []
-_WHEN_TORN: list[weakref.WeakMethod[Callable[[], None]]] = []
+_IN_CHILD: list[Callable[[], Callable[[], None] | None]] = []
+_WHEN_TORN: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def lock() -> threading.Lock:
@@ -35,7 +36,7 @@ def _known(made: _Lock) -> _Lock:
 
 
 def in_child(method: Callable[[], None]) -> None:
-    """Call a method of an object that still lives in every forked child, with all locks free."""
+    """Call a function, or a method of an object that still lives, in every forked child, with all locks free."""
     _add(_IN_CHILD, method)
 
 
@@ -44,8 +45,18 @@ def when_torn(method: Callable[[], None]) -> None:
     _add(_WHEN_TORN, method)
 
 
-def _add(methods: list[weakref.WeakMethod[Callable[[], None]]], method: Callable[[], None]) -> None:
-    methods[:] = [*(each for each in methods if each() is not None), weakref.WeakMethod(method)]
+def around(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call one before each fork, and the other behind it, in parent and child: for what must stand still meanwhile.
+
+    A lock that ``before`` takes must be reentrant: it stays held in the child, and ``after`` lets go of it there.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+
+
+def _add(methods: list[Callable[[], Callable[[], None] | None]], method: Callable[[], None]) -> None:
+    living = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
+    methods[:] = [*(each for each in methods if each() is not None), living]
 
 
 def _after_fork() -> None:

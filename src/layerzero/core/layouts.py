@@ -23,10 +23,15 @@ _warning_lock = forking.lock()
 def permutation(source: str, target: str, ndim: int = 4) -> tuple[int, ...]:
     """Say which source axis goes where: ``tensor.permute(permutation("BSHD", "BHSD"))``.
 
-    Raises: ValueError for layouts that do not have the same axes, or more than the tensor.
+    A tensor of fewer axes has the last ones of its layout: one sequence alone has those of ``SHD`` in ``BSHD``.
+
+    Raises: ValueError for layouts that do not have the same axes.
     """
-    if sorted(source) != sorted(target) or len(set(source)) != len(source) or len(source) > ndim:
-        raise ValueError(f"layout: wanted the axes of {source} in another order, got {target} of {ndim} axes")
+    if sorted(source) != sorted(target) or len(set(source)) != len(source):
+        raise ValueError(f"layout: wanted the axes of {source} in another order, got {target}")
+    if ndim < len(source):
+        source = source[len(source) - ndim :]
+        target = "".join(letter for letter in target if letter in source)
     leading = ndim - len(source)
     return (*range(leading), *(leading + source.index(letter) for letter in target))
 

@@ -166,8 +166,10 @@ class Dispatcher:
         Raises: InvalidCallError for the caller's mistakes, NoKernelFoundError or CudaGraphUnsafeError if nothing legal
         is left.
         """
-        failed, machine = set(failed), probe.this_machine()
+        failed = set(failed)
+        failing.check_in_place(self.function, arguments)
         while True:
+            machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
             report, _ = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # someone may ask why
                 report = with_every_reason(report, policy, machine)

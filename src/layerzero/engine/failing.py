@@ -20,7 +20,7 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Routed
+from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import foreign, probe
@@ -62,6 +62,22 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
+_CAPTURE_LOST = range(900, 908)
+"""CUDA's errors of a stream that is being captured (cudaErrorStreamCaptureUnsupported and those that follow it)."""
+
+_INVALIDATED = 901  # something did it before: cudaErrorStreamCaptureInvalidated
+
+
+def _lost_capture(error: Exception) -> int | None:
+    """CUDA's error code where a capture was lost; the context lives on, and everything in it."""
+    if not isinstance(error, torch.AcceleratorError):
+        return None
+    code = getattr(error, "error_code", None)  # torch 2.9 and later
+    if code is None and "captur" in str(error):
+        code = _INVALIDATED if "previous error during capture" in str(error) else _CAPTURE_LOST[0]
+    return code if code in _CAPTURE_LOST else None
+
+
 def _context_is_dead(error: Exception) -> bool:
     """Whether a device error is one that stays: the next synchronisation raises again."""
     if not isinstance(error, torch.AcceleratorError):
@@ -90,6 +106,24 @@ def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
         raise InvalidCallError(operation.name, problems)
 
 
+def check_in_place(function: Function, arguments: Mapping[str, Any]) -> None:
+    """Refuse what autograd does not let anybody change, before a kernel has written half of it.
+
+    Raises: InvalidCallError.
+    """
+    if not function.mutates or not torch.is_grad_enabled():
+        return
+    for name in function.mutates:
+        tensor = arguments[name]
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            base = tensor._base if tensor._is_view() else tensor
+            if base is not None and base.is_leaf and base.requires_grad:
+                problem = (
+                    f"{name}: wanted a tensor that autograd lets change in place, got a leaf that requires gradients"
+                )
+                raise InvalidCallError(function.name, [f"{problem}: call it under torch.no_grad(), or on a copy"])
+
+
 def check_retry(
     plan: Plan,
     error: Exception,
@@ -102,15 +136,25 @@ def check_retry(
 
     What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
     memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
-    are the caller's mistake. A device error that stays
-    leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device will
-    not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases the
-    kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
+    are the caller's mistake. A capture that is lost ends the call: nothing more can be captured, and nobody but the
+    kernel that lost it is at fault. A device error that stays leaves a dead context, and whatever was chosen last
+    becomes a suspect. A library without code for this device will not get any: it is out. A kernel that writes into its
+    arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
+    fallback, the next one runs.
     """
     foreign.let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
+    mutated = plan.report.facts.operation.schema.mutated
+    if mutated and "is being modified inplace" in str(error):  # torch's words for views that autograd cannot follow
+        raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
+    lost = _lost_capture(error)
+    if lost is not None:
+        if lost != _INVALIDATED and not kernel.is_reference:
+            engine.health.failed(kernel, operation, error, device=device)
+        why = "the CUDA graph capture is lost, since something in it must not be captured; begin a new one"
+        raise KernelExecutionError(kernel.id, operation, why) from error
     sticky = _context_is_dead(error)
     if not sticky:
         check_values(plan, arguments)
@@ -132,7 +176,6 @@ def check_retry(
     if sticky:
         suspects = engine.recent.accuse(plan, engine.ledger, error)
         raise KernelExecutionError(kernel.id, operation, _context_lost(suspects)) from error
-    mutated = plan.report.facts.operation.schema.mutated
     if mutated:
         why = f"it may have written into {', '.join(mutated)} before it failed"
         raise KernelExecutionError(kernel.id, operation, why) from error

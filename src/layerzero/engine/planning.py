@@ -176,7 +176,9 @@ def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
         rank = len(facts.tensors[each.name].shape) if each.name in facts.tensors else len(each.broadcast)
         if rank < len(each.broadcast) and each.name not in given:
             lines.append(f"{each.name} = {each.name}[{'None, ' * (len(each.broadcast) - rank)}...]")
-    lines += [f"{each.name} = {each.name}{_move(each, facts.layout, kernel.layout)}" for each in _moved(kernel, facts)]
+    lines += [
+        f"{each.name} = {each.name}{_move(each, facts, facts.layout, kernel.layout)}" for each in _moved(kernel, facts)
+    ]
     for arguments, adapter in asked:
         if adapter.moved:
             lines += adapter.write(arguments, facts, kernel.layout or facts.layout)
@@ -194,11 +196,21 @@ def _moved(kernel: Kernel, facts: Facts) -> list[TensorSchema]:
     return [schema for schema in inputs if schema.has_layout and schema.name in facts.tensors]
 
 
-def _move(schema: TensorSchema, source: str | None, target: str | None) -> str:
+def _move(schema: TensorSchema, facts: Facts, source: str | None, target: str | None) -> str:
     """The call that moves a tensor's axes from one layout to another; empty where nothing moves."""
     if not schema.has_layout or source is None or target is None:
         return ""
-    return moving(source, target, len(schema.shape_vars))
+    return moving(source, target, schema.ndim or _rank(schema, facts))
+
+
+def _rank(schema: TensorSchema, facts: Facts) -> int:
+    """How many axes a tensor with any number of leading ones has: as many of those as the call's tensors."""
+    leading = [
+        len(facts.tensors[each.name].shape) - len(each.shape_vars)
+        for each in facts.operation.schema.inputs
+        if each.name in facts.tensors and each.ndim is None
+    ]
+    return leading[0] + len(schema.shape_vars)
 
 
 def _plain(value: object) -> object:
@@ -293,8 +305,8 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     if _on_device(kernel, facts):
         lines = ["with on_device():", *(f"    {line}" for line in lines)]
     if policy.debug and facts.device.torch_type == "cuda":
-        lines.append("synchronize()")
-    moves = [_move(each, kernel.layout, facts.layout) for each in schema.results(facts)]
+        lines += ["if not capturing():", "    synchronize()"]
+    moves = [_move(each, facts, kernel.layout, facts.layout) for each in schema.results(facts)]
     if not moves:
         return lines
     if len(moves) == 1 or not any(moves):

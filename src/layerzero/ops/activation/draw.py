@@ -17,23 +17,27 @@ def _shape(draw: Draw) -> tuple[int, ...]:
     return (*((0, *rows) if draw.chance(0.02) else rows), draw.of(_FEATURES))
 
 
-def _tensor(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Unit normal, now and then as wide as activations get before they are flat or straight."""
-    return draw.laid_out(draw.normal(shape, dtype) * (draw.of((4.0, 12.0)) if draw.chance(0.3) else 1.0))
+def _width(draw: Draw) -> float:
+    """The deviation of what is activated: 1, now and then as wide as activations get before they are flat or straight.
+
+    What a gate is multiplied by stays near 1: it scales the error of the activation, which tolerances bound for that.
+    """
+    return float(draw.of((4.0, 12.0))) if draw.chance(0.3) else 1.0
 
 
 def _alone(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    arguments = {"input": _tensor(draw, _shape(draw), dtype)}
+    arguments = {"input": draw.laid_out(draw.normal(_shape(draw), dtype) * _width(draw))}
     draw.poison(arguments, ("input",))
     return arguments
 
 
 def _gated(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     shape = _shape(draw)
+    gate, up = draw.normal(shape, dtype) * _width(draw), draw.normal(shape, dtype)
     if draw.chance(0.5):
-        arguments = {"input": _tensor(draw, (*shape[:-1], 2 * shape[-1]), dtype)}
+        arguments = {"input": draw.laid_out(torch.cat((gate, up), -1))}
     else:
-        arguments = {name: _tensor(draw, shape, dtype) for name in ("input", "up")}
+        arguments = {"input": draw.laid_out(gate), "up": draw.laid_out(up)}
     draw.poison(arguments, tuple(arguments))
     return arguments
 

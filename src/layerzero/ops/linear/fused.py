@@ -41,7 +41,7 @@ WEIGHTS = ("up_weight", "down_weight", "gate_weight")
 PACKED_OF = {f"packed_{name.removesuffix('_weight')}": name for name in WEIGHTS}
 """The packed weights of a call, and what each is made of."""
 
-FEW = 16
+FEW = 64
 """Sums of fewer products are drawn as small as those of so many: one large number would decide a whole row of a gate,
 and what lies between the products would be far from 1."""
 

@@ -48,7 +48,7 @@ class Packing:
         with torch.no_grad():
             dense = weight.detach().resolve_neg().contiguous()
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
-            self.form, self.bytes = self._pack(dense.flatten().view(dense.shape))
+            self.form, self.bytes = self._pack(dense.as_strided(dense.shape, (dense.shape[1], 1)))
 
 
 class PackedWeight(Handle):

@@ -370,4 +370,4 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+forking.around(_before_fork, _after_fork)

@@ -13,7 +13,6 @@ import os
 import time
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -90,7 +89,6 @@ class FileLedger(MemoryLedger):
         self._look_at = 0.0
         self._wrong: dict[str, list[Record]] = {}
         self._wrong_at = 0
-        _LEDGERS.add(self)
         forking.when_torn(self._list_anew)
 
     def _list_anew(self) -> None:
@@ -294,13 +292,6 @@ class FileLedger(MemoryLedger):
             if self.files.decided != before:
                 ENGINE.bump()
 
-    def after_fork(self) -> None:
-        """In a child: another thread of the parent may have held a lock, or been amid a list."""
-        self._opening = forking.rlock()
-        self._lock = forking.lock()
-        self._opened = False
-        self.files.after_fork()
-
     def _recorded(self, kernel: Kernel, facts: Facts, kind: str) -> Record | None:
         """What is on disk about a class; quick where nothing of this kind is known about the kernel."""
         if not self._opened:
@@ -362,15 +353,3 @@ def _holds_here(record: Record) -> bool:
     except KeyError:
         return True
     return _library(kernel, Device.detect("cpu")) == record.versions.library
-
-
-_LEDGERS: weakref.WeakSet[FileLedger] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In a child: locks that no thread of the parent holds, and a folder that is listed anew."""
-    for ledger in list(_LEDGERS):
-        ledger.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -350,7 +350,3 @@ class RecordFolder:
     def waits(self) -> int:
         """How many records could not be written so far."""
         return len(self._unwritten)
-
-    def after_fork(self) -> None:
-        """In a child: a lock that no thread of the parent holds."""
-        self._lock = forking.rlock()

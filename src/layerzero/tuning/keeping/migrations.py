@@ -43,9 +43,9 @@ STEPS: tuple[tuple[str, ...], ...] = (
     (
         "ALTER TABLE times ADD COLUMN crc INTEGER",
         "ALTER TABLE models ADD COLUMN crc INTEGER",
-        """UPDATE times SET crc = time_crc(work, graph, kernel, environment, condition, source, median_us, noise, samples,
-            variance_us2, written_at, adapts, device_us, host_us, origin, p95_us, first_call_us, device_uuid,
-            layerzero)""",
+        """UPDATE times SET crc = time_crc(work, graph, kernel, environment, condition, source, median_us, noise,
+            samples, variance_us2, written_at, adapts, device_us, host_us, origin, p95_us, first_call_us,
+            device_uuid, layerzero)""",
         "UPDATE models SET crc = model_crc(family, graph, kernel, environment, adapts, format, model)",
         """CREATE TABLE stale (
             family BLOB NOT NULL, graph INTEGER NOT NULL, kernel TEXT NOT NULL, environment BLOB NOT NULL,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from layerzero.core import disk
+from layerzero.core import disk, forking
 
 NETWORK = frozenset(
     {
@@ -95,7 +95,7 @@ def _let_go() -> None:
         os.close(_HELD.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)
+forking.in_child(_let_go)
 
 
 def move_aside(path: Path) -> Path:

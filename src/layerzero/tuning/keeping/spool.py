@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import os
 import sqlite3
 import threading
 import time
@@ -56,6 +55,7 @@ class Spool:
         self._retry_at = self._merge_at = self._look_at = 0.0
         self._wrote = False
         _SPOOLS.add(self)
+        forking.in_child(self._after_fork)
 
     def adopt(self) -> None:
         """Merge what processes left that are gone; also settles which file this version works in."""
@@ -206,9 +206,8 @@ class Spool:
         with contextlib.suppress(OSError):  # what is in the journal waits for the next process
             merging.merge(self.database, for_s=EXIT_S, wait_s=EXIT_S)
 
-    def after_fork(self) -> None:
-        """In a child: a journal of its own, and a lock that no thread of the parent holds."""
-        self._lock = forking.rlock()
+    def _after_fork(self) -> None:
+        """In a child: a journal of its own."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -217,15 +216,9 @@ class Spool:
 _SPOOLS: weakref.WeakSet[Spool] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for spool in list(_SPOOLS):
-        spool.after_fork()
-
-
 def _at_exit() -> None:
     for spool in list(_SPOOLS):
         spool.close()
 
 
 atexit.register(_at_exit)  # before the databases close: handlers run in reverse
-os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import weakref
 from typing import Protocol
@@ -38,7 +37,7 @@ class Watch:
         self._targets: weakref.WeakSet[Target] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._lock = forking.lock()
+        self._lock = forking.rlock()
 
     def add(self, target: Target) -> None:
         """Look at something from now on."""
@@ -111,4 +110,4 @@ WATCH = Watch()
 """The one of this process."""
 
 atexit.register(WATCH.stop)
-os.register_at_fork(before=WATCH.before_fork, after_in_parent=WATCH.after_fork, after_in_child=WATCH.after_fork)
+forking.around(WATCH.before_fork, WATCH.after_fork)
