@@ -88,6 +88,8 @@ def test_a_stale_file_fails_and_is_written(tmp_path):
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "src/layerzero").mkdir(parents=True)
+    shutil.copy(ROOT / "src/layerzero/__init__.pyi", tmp_path / "src/layerzero")
     kernels = tmp_path / "docs" / "kernels.md"
     kernels.write_text(kernels.read_text() + "by hand\n")
     (tmp_path / "docs" / "reasons.md").unlink()

@@ -217,3 +217,22 @@ def test_stock_computes_the_same(name, layout, interleaved):
     got = operation.stock(query, key, cos, sin, positions, interleaved=interleaved, layout=layout)() or (query, key)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_the_table_follow_a_write_in_place():
+    query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
+    tables = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    wanted = sum(each.sum() for each in lz.rope(query, key, *tables, layout="BSHD"))
+    there = torch.autograd.grad(wanted, tables)
+    lz.rope_(query, key, *tables, layout="BSHD")
+    for one, other in zip(torch.autograd.grad(query.sum() + key.sum(), tables), there, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_view_that_autograd_cannot_follow_is_the_callers_mistake(path):
+    whole = torch.randn(1, 4, 3, 8, requires_grad=True) * 1
+    query, key = whole.split((2, 1), 2)
+    cos = torch.ones(4, 4)
+    with pytest.raises(lz.InvalidCallError, match="query or key: .* is a view and is being modified inplace"):
+        lz.rope_(query, key, cos, cos, layout="BSHD")
+    lz.rope_(whole[:, :, :2], whole[:, :, 2:], cos, cos, layout="BSHD")

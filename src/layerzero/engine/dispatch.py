@@ -167,7 +167,6 @@ class Dispatcher:
         is left.
         """
         failed = set(failed)
-        failing.check_in_place(self.function, arguments)
         while True:
             machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
             report, _ = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)

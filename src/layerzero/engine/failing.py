@@ -20,7 +20,7 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Function, Routed
+from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import foreign, probe
@@ -61,6 +61,9 @@ def out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, on whatever device; the CPU's allocator has no error type of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
+
+_NOT_CHANGEABLE = ("is being modified inplace", "is being used in an in-place operation")
+"""torch's words for what autograd does not let anybody write into: leaves, their views, one of several views."""
 
 _CAPTURE_LOST = range(900, 908)
 """CUDA's errors of a stream that is being captured (cudaErrorStreamCaptureUnsupported and those that follow it)."""
@@ -106,24 +109,6 @@ def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
         raise InvalidCallError(operation.name, problems)
 
 
-def check_in_place(function: Function, arguments: Mapping[str, Any]) -> None:
-    """Refuse what autograd does not let anybody change, before a kernel has written half of it.
-
-    Raises: InvalidCallError.
-    """
-    if not function.mutates or not torch.is_grad_enabled():
-        return
-    for name in function.mutates:
-        tensor = arguments[name]
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            base = tensor._base if tensor._is_view() else tensor
-            if base is not None and base.is_leaf and base.requires_grad:
-                problem = (
-                    f"{name}: wanted a tensor that autograd lets change in place, got a leaf that requires gradients"
-                )
-                raise InvalidCallError(function.name, [f"{problem}: call it under torch.no_grad(), or on a copy"])
-
-
 def check_retry(
     plan: Plan,
     error: Exception,
@@ -147,7 +132,7 @@ def check_retry(
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
     mutated = plan.report.facts.operation.schema.mutated
-    if mutated and "is being modified inplace" in str(error):  # torch's words for views that autograd cannot follow
+    if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
     lost = _lost_capture(error)
     if lost is not None:

@@ -143,7 +143,7 @@ def drawn(
     elif tensor.counts:
         made = torch.full(shape, tensor.most(sizes), dtype=dtype)
     elif tensor.indexes:
-        made = _places(shape, tensor.most(sizes) + 1, distinct=tensor.distinct, where=where, generator=generator)
+        made = _places(tensor, shape, tensor.most(sizes) + 1, where, generator)
     elif dtype is torch.bool:
         made = torch.rand(shape, generator=generator, device=where) < 0.9
     elif dtype.is_floating_point:
@@ -156,10 +156,16 @@ def drawn(
 
 
 def _places(
-    shape: tuple[int, ...], count: int, *, distinct: bool, where: torch.device, generator: torch.Generator | None
+    tensor: TensorSchema, shape: tuple[int, ...], count: int, where: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    if distinct and math.prod(shape) <= count:
-        return torch.randperm(count, generator=generator, device=where)[: math.prod(shape)].view(shape)
+    """Places that exist; where there are too few of them, what needs none has none."""
+    asked = math.prod(shape)
+    if tensor.holes and (count == 0 or (tensor.distinct and asked > count)):
+        places = torch.full((asked,), -1, device=where)
+        places[:count] = torch.randperm(count, generator=generator, device=where)
+        return places.view(shape)
+    if tensor.distinct and asked <= count:
+        return torch.randperm(count, generator=generator, device=where)[:asked].view(shape)
     return torch.randint(0, max(count, 1), shape, generator=generator, device=where)
 
 

@@ -67,6 +67,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 def _turning(facts: Facts) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
     width, partial = facts.size("rotary_dim"), facts.size("rotary_dim") < facts.size("head_dim")
     on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
+    bool(facts["requires_grad"])
 
     def written(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -109,6 +110,7 @@ def _halves(tensor: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tens
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
     rows, width = _rows(facts), facts.size("rotary_dim")
     on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
+    recording = bool(facts["requires_grad"])
 
     def run(
         query: Tensor,
@@ -123,9 +125,12 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
         for tensor in (query, key):
             for piece, cosines, sines in _pieces((tensor, *pair), seq_axis, on_cpu):
                 one, two = _halves(piece, width, interleaved)
-                first, second = one.to(cosines.dtype), two.to(cosines.dtype)
+                # autograd keeps what a table's gradient needs: copies, since the tensor is written into
+                first, second = (each.to(cosines.dtype, copy=recording) for each in (one, two))
                 turned = (first * cosines).addcmul(second, sines, value=-1)
                 two.copy_((second * cosines).addcmul(first, sines))
+                if recording:  # a view that is older than a write of what needs gradients may not be written into
+                    one, _ = _halves(piece, width, interleaved)
                 one.copy_(turned)
 
     return run
