@@ -233,6 +233,6 @@ def test_a_view_that_autograd_cannot_follow_is_the_callers_mistake(path):
     whole = torch.randn(1, 4, 3, 8, requires_grad=True) * 1
     query, key = whole.split((2, 1), 2)
     cos = torch.ones(4, 4)
-    with pytest.raises(lz.InvalidCallError, match="query or key: .* is a view and is being modified inplace"):
+    with pytest.raises(lz.InvalidCallError, match=r"query or key: .* is a view and is being modified inplace"):
         lz.rope_(query, key, cos, cos, layout="BSHD")
     lz.rope_(whole[:, :, :2], whole[:, :, 2:], cos, cos, layout="BSHD")
