@@ -2,7 +2,7 @@
  *
  * The exact key holds, for each tensor, dtype, device, sizes, strides and the low bits of its address; every other
  * argument by value; and the eager state. Whatever a limit reads is in it. Of the coarse key, sizes and strides are
- * classes: the bit length of a size; whether a stride is 0, 1, or else which power of two up to 16 divides it. All
+ * classes: the bit length of a size; whether a stride is 0, 1, or else which power of two up to 16 bytes divides it. All
  * calls of one coarse key have the same alignment, density of the last axis, empty axes and axes of one element.
  *
  * The negative bit is in neither: DLPack does not tell it. A plan whose kernel would misread it asks (table.c).
@@ -17,12 +17,24 @@ enum { ABSENT, NUMBER_NONE, NUMBER_BOOL, NUMBER_INT, NUMBER_FLOAT, TEXT, NUMBERS
 
 static inline int bit_length(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
 
-static inline uint64_t stride_class(int64_t stride)
+/* Zero bits of a stride that tell alignment up to 16 bytes; of int64, which holds places and counts, up to one element:
+ * a row of positions would be of another class with every second number of tokens. */
+static inline int told_bits(uint64_t header)
+{
+    int code = header >> 16 & 0xff, bytes = (int)((header >> 24 & 0xff) * (header >> 32 & 0xff) + 7) / 8, bits = 0;
+    if (code == DL_INT && bytes == 8)
+        return 0;
+    for (; bytes < 16; bytes *= 2)
+        bits++;
+    return bits;
+}
+
+static inline uint64_t stride_class(int64_t stride, int told)
 {
     if (stride == 0 || stride == 1)
         return (uint64_t)stride;
     int lowest = __builtin_ctzll((uint64_t)stride);
-    return 2 + (uint64_t)(lowest > 4 ? 4 : lowest);
+    return 2 + (uint64_t)(lowest > told ? told : lowest);
 }
 
 /* Write a tensor's words. Returns 0 for a tensor whose memory is not there (freed, functional, all zeros in theory). */
@@ -360,9 +372,10 @@ void key_make_coarse(Function *self, Key *key)
         key->coarse[count++] = words[0];
         if (ndim < 0)
             continue;
+        int told = told_bits(words[0]);
         for (int axis = 0; axis < ndim; axis++) /* 6 and 3 bits, for at most 6 axes */
             classes = classes << 9 | (uint64_t)bit_length(words[1 + axis]) << 3 |
-                      stride_class((int64_t)words[1 + ndim + axis]);
+                      stride_class((int64_t)words[1 + ndim + axis], told);
         key->coarse[count++] = classes;
     }
     key->coarse_count = count;

@@ -84,14 +84,14 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def row_alignment_bytes(self) -> int:
-        """Largest power of two up to 16 that divides the address and every stride but the last.
+        """Largest power of two up to 16 that divides the address and every stride but the last; of int64, up to 8.
 
         Strides of axes with one element count: kernels check them although they never step over them.
         """
         together = 0
         for step in self.strides[:-1]:
             together |= step
-        return min(self.alignment_bytes, _lowest_bit(together * self.dtype.itemsize))
+        return min(self.alignment_bytes, _lowest_bit(together * self.dtype.itemsize), told_bytes(self.dtype))
 
     @property
     def last_stride(self) -> int:
@@ -113,6 +113,14 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
 
 MAX_ALIGNMENT_BYTES = 16
 """Alignment beyond a vector load of 16 bytes is not told apart: it would split the plan cache for no kernel's good."""
+
+
+def told_bytes(dtype: torch.dtype) -> int:
+    """Up to which alignment rows are told apart: int64 holds places and counts, which are read one by one.
+
+    A row of positions would be of another class with every second number of tokens.
+    """
+    return dtype.itemsize if dtype is torch.int64 else MAX_ALIGNMENT_BYTES
 
 
 def alignment_bytes(tensor: torch.Tensor) -> int:

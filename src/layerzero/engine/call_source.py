@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from layerzero.core.arguments import Role
+from layerzero.core.facts import told_bytes
 from layerzero.core.operation import Function
 
 _NO_KEY = "(TypeError, RuntimeError, AttributeError)"
@@ -93,7 +94,7 @@ def _unusual_text(function: Function) -> str:
         checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
         checks += [f"_shares_memory({name}, {other})" for other in others]
     for pair in function.may_share_storage:
-        checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)))
+        checks.append(" == ".join(f"{name}.data_ptr()" for name in sorted(pair)) + " != 0")  # 0 of empty tensors
     checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
     checks += [_unpassable(function, name) for name in function.scalars]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
@@ -220,10 +221,11 @@ def coarse_key(
         shape, steps, *rest = part
         shapes.append(shape)
         strides.append(steps)
-        coarse.append((*rest, *map(int.bit_length, shape), *(_stride_class(step) for step in steps)))
+        told = max(told_bytes(rest[0]) // rest[0].itemsize, 1)
+        coarse.append((*rest, *map(int.bit_length, shape), *(_stride_class(step, told) for step in steps)))
     return (*coarse, *exact[len(order) :]), shapes, strides
 
 
-def _stride_class(step: int) -> int:
-    """0 and 1 are themselves; else which power of two up to 16 divides it."""
-    return step if step in (0, 1) else 1 + min(step & -step, 16)
+def _stride_class(step: int, told: int) -> int:
+    """0 and 1 are themselves; else which power of two, up to so many elements, divides it."""
+    return step if step in (0, 1) else 1 + min(step & -step, told)
