@@ -58,6 +58,7 @@ def kernel_data(listed: Listed) -> dict[str, Any]:
         "reason": str(reason.code) if reason else None,
         "message": reason.message if reason else None,
         "priority": kernel.priority,
+        "priority_since": {f"{major}.{minor}": each for (major, minor), each in kernel.priority_since.items()},
         "platforms": list(describe.platforms(kernel)),
         "dtypes": list(describe.dtypes(kernel)),
         "layout": kernel.layout,

@@ -160,10 +160,16 @@ def _library(backend: Backend, kernels: Sequence[Kernel]) -> str:
     return "\n\n".join([heading, " ".join(lines), *map(_kernel, kernels)])
 
 
+def _priorities(kernel: Kernel) -> str:
+    """The priority, and others with the compute capability from which they count."""
+    later = [f"{priority} from {major}.{minor} on" for (major, minor), priority in kernel.priority_since.items()]
+    return ", ".join([str(kernel.priority), *later])
+
+
 def _kernel(kernel: Kernel) -> str:
     rows: list[list[object]] = [
         ["operations", code(kernel.operations)],
-        ["priority", kernel.priority],
+        ["priority", _priorities(kernel)],
         ["platforms", ", ".join(describe.platforms(kernel))],
         ["dtypes", ", ".join(describe.dtypes(kernel)) or "any"],
         ["layout", kernel.layout or "any"],

@@ -13,6 +13,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
@@ -168,6 +169,8 @@ class Kernel:
         workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size. Set it
             where that is more than a few MB, so that a full device refuses it instead of failing.
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
+        priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
+            that knows nothing of the units that came with them.
         trust: why it may run here; leave it, the registry sets it for plugins.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
@@ -197,6 +200,7 @@ class Kernel:
     device_guard: bool = False
     workspace_bytes: Callable[[Facts], int] | None = None
     priority: int = 50
+    priority_since: Mapping[tuple[int, int], int] = field(default_factory=dict)
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
@@ -215,8 +219,10 @@ class Kernel:
             )
         for name in self.tolerance:
             dtype_named(name)  # a misspelt dtype would widen nothing, in silence
-        if not 0 <= self.priority <= 100:
-            raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {self.priority}")
+        object.__setattr__(self, "priority_since", MappingProxyType(dict(sorted(self.priority_since.items()))))
+        for priority in (self.priority, *self.priority_since.values()):
+            if not 0 <= priority <= 100:
+                raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {priority}")
         if not self.operations:
             raise RegistrationError(f"{self.id}: declares no operation")
         unknown = set(self.renames) - set(self.accepts)
@@ -245,6 +251,14 @@ class Kernel:
     def is_reference(self) -> bool:
         """Whether this is an operation's own reference."""
         return self.backend.name == REFERENCE_BACKEND.name
+
+    def priority_on(self, device: Device) -> int:
+        """What decides on a device where nothing was measured."""
+        found = self.priority
+        if self.priority_since and device.sm is not None:
+            for least, priority in self.priority_since.items():
+                found = priority if device.sm >= least else found
+        return found
 
     def workspace_for(self, facts: Facts) -> int:
         """Bytes it needs beside its results."""

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 
+from layerzero.core.device import Device
 from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Ledger
@@ -36,24 +37,25 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
     known = [each.kernel for each in legal if each.kernel.id in evidence]
-    anchor = max([kernel.priority for kernel in known], default=0)
+    device = facts.device
+    anchor = max([kernel.priority_on(device) for kernel in known], default=0)
     quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
-        found = evidence.get(candidate.kernel.id)
+        found, own = evidence.get(candidate.kernel.id), candidate.kernel.priority_on(device)
         bonus = _policy_terms(candidate, facts, policy)
         if found is not None and quickest is not None:
             best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
             slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
-            priority = min(candidate.kernel.priority, quickest.priority) if slower else candidate.kernel.priority
+            priority = min(own, quickest.priority_on(device)) if slower else own
             terms = [
                 Term(str(found.provenance), confidence * points),
                 Term("priority", (1 - confidence) * priority),
             ]
         else:
-            terms = [Term("priority", candidate.kernel.priority)]
+            terms = [Term("priority", own)]
             if evidence and not any(term.name == "prefer" for term in bonus):
                 terms.append(Term("unmeasured", -UNMEASURED_PENALTY * confidence))
             moves = sum([adaptation.moves_data for adaptation in candidate.adaptations])
@@ -63,7 +65,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     refused = sorted(
         [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)
     )
-    return _order(scored, confidence) + refused
+    return _order(scored, confidence, device) + refused
 
 
 def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
@@ -91,7 +93,7 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
     return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
-def _order(scored: list[Candidate], confidence: float) -> list[Candidate]:
+def _order(scored: list[Candidate], confidence: float, device: Device) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id among themselves.
 
     What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
@@ -107,6 +109,6 @@ def _order(scored: list[Candidate], confidence: float) -> list[Candidate]:
         tied = behind <= 0.0 or behind <= confidence * POINTS_PER_DOUBLING * math.log2(
             1.0 + max(best.noise, candidate.noise)
         )
-        return 0.0 if tied else behind, -candidate.kernel.priority, candidate.kernel.id
+        return 0.0 if tied else behind, -candidate.kernel.priority_on(device), candidate.kernel.id
 
     return [each for _, _, each in sorted(scores, key=place)]

@@ -129,13 +129,13 @@ class Standings:
             if standing.changing or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
-            elif kernel.priority < best:
+            elif kernel.priority_on(facts.device) < best:
                 left.append(standing)
                 continue
             candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)
             judged.append(candidate)
             if by_priority and not candidate.reasons and not kernel.is_reference and not _moves(candidate):
-                best = max(best, kernel.priority)
+                best = max(best, kernel.priority_on(facts.device))
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
         judged += kept.refused
@@ -148,9 +148,8 @@ class Standings:
 
 
 def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
-    found = sorted(
-        (_standing(kernel, facts, policy, machine) for kernel in kernels), key=lambda each: -each.kernel.priority
-    )
+    standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)
+    found = sorted(standings, key=lambda each: -each.kernel.priority_on(facts.device))
     refused = tuple(each.refused for each in found if each.refused is not None)
     open_ones = tuple(each for each in found if each.refused is None)
     return _Kept(refused, open_ones, (tuple(kernels), facts.device, machine))

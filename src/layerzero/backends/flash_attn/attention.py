@@ -182,6 +182,9 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=90,
+        # it knows nothing of the units of Hopper and of large Blackwell: an H200 takes 1.5 times what cuDNN takes
+        # (vLLM's build of the same code, torch 2.11, 2026-11-20); small Blackwell (12.0) has none of them
+        priority_since={(9, 0): 55, (12, 0): 90},
         aliases=("flash_attn.v2.causal",),
     ),
 )
