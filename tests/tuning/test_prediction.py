@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import layerzero as lz
+from layerzero.core.arguments import Axis
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
@@ -148,6 +149,9 @@ def test_what_runs_side_by_side_and_in_tiles_is_what_the_operation_says():
         "seq_k": 200,
     }
     assert (is_uneven(given, PREFILL), is_uneven(given, decode)) == (True, False)
+    herd = Axis("herds", beside=True, carries=("sheep",))
+    invented = meaning_of((herd, Axis("sheep", beside=True), Axis("meadows", beside=True), Axis("fence", tiled=True)))
+    assert invented == Meaning(("sheep", "meadows"), (("sheep", "herds"),), ("fence",))
     norms = meaning_of(OPERATIONS["norm.rms"].schema.axes)
     assert extents({"rows": 3, "hidden": 5}, norms, 128) == {"rows": 3, "hidden": 5}
 
