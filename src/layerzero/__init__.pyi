@@ -27,7 +27,7 @@ from layerzero.asking.control import (
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.core import judges, limits
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
@@ -104,6 +104,7 @@ __all__ = [
     "SelectionContext",
     "SelectionContextBuilder",
     "SelectionReport",
+    "SizeCodes",
     "StepMetadata",
     "TensorSchema",
     "Tolerance",

@@ -31,6 +31,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import SquareCausal
 from layerzero.testing.generate import FUNCTIONS, random_call
 
 CPU_FLASH = "torch.sdpa.cpu_flash"
@@ -495,7 +496,7 @@ def test_version_1_becomes_operations(gqa):
         limit_kinds.LastStrideOne(("query", "key", "value")),
         limit_kinds.OneOf("causal", (True,)),
         limit_kinds.Equal("value_dim", "head_dim"),
-        limit_kinds.SquareCausal(),
+        SquareCausal(),
     }
 
 
@@ -698,9 +699,16 @@ def test_limits_are_data(limit):
 
 def test_every_kind_of_limit_of_the_core_has_a_line_in_the_table():
     names = [each.name for each in pkgutil.iter_modules(layerzero.core.__path__) if each.name.startswith("limit_")]
-    values = [value for name in names for value in vars(importlib.import_module(f"layerzero.core.{name}")).values()]
+    homes = [f"layerzero.core.{name}" for name in names]
+    values = [value for home in homes for value in vars(importlib.import_module(home)).values()]
     own = {value for value in values if isinstance(value, type) and issubclass(value, Limit)}
-    assert own - {Limit, limit_kinds.Custom} == set(KINDS.values())
+    assert own - {Limit, limit_kinds.Custom} == {each for each in KINDS.values() if each.__module__ in homes}
+
+
+def test_a_familys_own_kinds_of_limits_are_data_and_public():
+    assert KINDS["square_causal"] is SquareCausal is lz.limits.SquareCausal
+    with pytest.raises(AttributeError, match="'SquareCasual'"):
+        lz.limits.SquareCasual  # noqa: B018
 
 
 @given(st.randoms(use_true_random=False))

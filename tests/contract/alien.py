@@ -10,6 +10,7 @@ from torch import Tensor
 
 import layerzero as lz
 
+C = lz.ReasonCode
 INDEX = frozenset({torch.int32, torch.int64})
 FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
@@ -59,7 +60,11 @@ BLEND = lz.Operation(
             lz.Param("tilt", float, None, lz.Role.PASSED, least=-4.0, most=4.0, example=0.75),
             lz.Param("crest", Crest, None, lz.Role.HANDLE, made_of=("bar",), make=lambda given, _: Crest(given["bar"])),
         ),
-        axes=(lz.Axis("blips", scales=True, live=True, apart=True, leading=True), lz.Axis("pool", scales=True)),
+        axes=(
+            lz.Axis("blips", scales=True, live=True, apart=True, leading=True),
+            lz.Axis("pool", scales=True, codes=lz.SizeCodes(too_large=C.SEQ_TOO_LONG)),
+            lz.Axis("qux", codes=lz.SizeCodes(C.HEAD_DIM_INVALID, uneven=C.HEAD_DIM_ALIGNMENT)),
+        ),
     ),
     summary="Blend rows with picked ones of a pool",
     reference=reference,

@@ -88,6 +88,27 @@ def test_it_is_explained_and_chosen_for():
     assert lz.validate("mine.blend", *given()) == (True, ())
 
 
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        (lz.limits.dim("pool", max=3), "SEQ_TOO_LONG"),
+        (lz.limits.dim("pool", min=6), "CONSTRAINT_FAILED"),
+        (lz.limits.dim("qux", one_of=(3, 5)), "HEAD_DIM_INVALID"),
+        (lz.limits.dim("qux", multiple=5), "HEAD_DIM_ALIGNMENT"),
+        (lz.limits.equal("qux", "pool"), "HEAD_DIM_INVALID"),
+        (lz.limits.equal("pool", "qux"), "CONSTRAINT_FAILED"),
+    ],
+    ids=str,
+)
+def test_its_sizes_say_why_they_are_refused(limit, code):
+    lz.register_kernel("zork.blend", kernel_id="mine.small", priority=1, limits=[limit])(alien.reference)
+    try:
+        valid, (reason,) = lz.validate("mine.small", *given())
+        assert (valid, reason.code) == (False, code)
+    finally:
+        lz.unregister_kernel("mine.small")
+
+
 def test_the_command_line_knows_it():
     assert "mine.blend" in cli("explain zork.blend --module alien --case tiny")
     assert "mine.blend" in cli("bench zork.blend --module alien --dtype float32")

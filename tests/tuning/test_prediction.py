@@ -14,16 +14,31 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import layerzero as lz
+from layerzero.core.arguments import Axis
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops import OPERATIONS
+from layerzero.ops.attention import declare as attention
 from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.store import TimeStore
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import fit, held_out_error
-from layerzero.tuning.predicting.prediction import HOST_MARGIN, MAX_DISTANCE, MIN_CONFIDENCE, Model, Point, predict
+from layerzero.tuning.predicting.prediction import (
+    HOST_MARGIN,
+    MAX_DISTANCE,
+    MIN_CONFIDENCE,
+    Meaning,
+    Model,
+    Point,
+    extents,
+    is_uneven,
+    meaning_of,
+    predict,
+)
 from layerzero.tuning.predicting.weighing import Time, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
+PREFILL = meaning_of(attention.STANDARD_PREFILL.schema.axes)
 POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
 WITHIN = st.integers(0, 10).map(lambda exponent: 2**exponent)
 
@@ -44,7 +59,7 @@ def sizes(batch, seq):
 
 def measured(batches=(1, 2, 4, 8, 16), sequences=(128, 256, 512, 1024, 2048, 4096, 8192), seed=0):
     noise = random.Random(seed)
-    points = [Point(sizes(b, s), roofline(b, s, noise)) for b in batches for s in sequences]
+    points = [Point(sizes(b, s), roofline(b, s, noise), meaning=PREFILL) for b in batches for s in sequences]
     noise.shuffle(points)
     return points
 
@@ -121,6 +136,26 @@ def test_sequences_and_heads_run_side_by_side():
     assert predict(model, sizes(8, 1500) | {"kv_heads": 8}) is None, "four heads on one, where each had its own"
 
 
+def test_what_runs_side_by_side_and_in_tiles_is_what_the_operation_says():
+    """Prefill alone works in tiles: one query fills none; each kv head serves its heads, wherever they are beside."""
+    assert PREFILL == Meaning(("batch", "heads"), (("heads", "kv_heads"),), ("seq_q", "seq_k"))
+    given = sizes(3, 200) | {"kv_heads": 8}
+    assert extents(given, PREFILL, 128) == {"batch*heads": 96, "heads/kv_heads": 4, "seq_q": 256, "seq_k": 256}
+    decode = meaning_of(OPERATIONS["attention.gqa.decode"].schema.axes)
+    assert extents(given | {"seq_q": 1}, decode, 128) == {
+        "batch*heads": 96,
+        "heads/kv_heads": 4,
+        "seq_q": 1,
+        "seq_k": 200,
+    }
+    assert (is_uneven(given, PREFILL), is_uneven(given, decode)) == (True, False)
+    herd = Axis("herds", beside=True, carries=("sheep",))
+    invented = meaning_of((herd, Axis("sheep", beside=True), Axis("meadows", beside=True), Axis("fence", tiled=True)))
+    assert invented == Meaning(("sheep", "meadows"), (("sheep", "herds"),), ("fence",))
+    norms = meaning_of(OPERATIONS["norm.rms"].schema.axes)
+    assert extents({"rows": 3, "hidden": 5}, norms, 128) == {"rows": 3, "hidden": 5}
+
+
 def in_tiles(tile, masking):
     """Made-up attention that works in tiles of queries and keys, and takes more where their ends are masked."""
 
@@ -136,7 +171,7 @@ def test_tiles_are_told_by_lengths_between_their_multiples(tile, masking):
     law, draw = in_tiles(tile, masking), random.Random(tile)
     asked = [(batch, seq) for batch in (1, 4, 16) for seq in (128, 512, 2048)]
     asked += [(1, 305), (4, 202), (16, 351), (1, 1219), (4, 809), (16, 1403)]
-    model = fit([Point(sizes(*each), law(*each) * math.exp(draw.gauss(0, 0.005))) for each in asked])
+    model = fit([Point(sizes(*each), law(*each) * math.exp(draw.gauss(0, 0.005)), meaning=PREFILL) for each in asked])
     assert model.tile == tile
     assert model.uneven == pytest.approx(math.log2(masking), abs=0.05)
     for batch, seq in ((2, 641), (8, 257), (6, 1000), (2, 1024)):
@@ -145,9 +180,11 @@ def test_tiles_are_told_by_lengths_between_their_multiples(tile, masking):
 
 def test_even_lengths_and_few_others_tell_no_tiles():
     even = [
-        Point(sizes(batch, seq), in_tiles(128, 1.2)(batch, seq)) for batch in (1, 4, 16) for seq in (128, 512, 2048)
+        Point(sizes(batch, seq), in_tiles(128, 1.2)(batch, seq), meaning=PREFILL)
+        for batch in (1, 4, 16)
+        for seq in (128, 512, 2048)
     ]
-    model = fit([*even, Point(sizes(1, 641), 99.0), Point(sizes(2, 641), 99.0)])
+    model = fit([*even, Point(sizes(1, 641), 99.0, meaning=PREFILL), Point(sizes(2, 641), 99.0, meaning=PREFILL)])
     assert (model.tile, model.uneven) == (1, 0.0)
 
 
@@ -247,7 +284,7 @@ def on_a_drifting_host(draw, share):
             burst_us = max(host_us * slow[batch, seq] * math.exp(abs(draw.gauss(0, 0.03))), 0.95 * device_us)
             burst_us = None if device_us > 500 else burst_us
             felt_us = max(device_us, burst_us or 0.0)
-            found[library].append(Point(sizes(batch, seq), felt_us, device_us, burst_us))
+            found[library].append(Point(sizes(batch, seq), felt_us, device_us, burst_us, PREFILL))
     return found
 
 
@@ -258,7 +295,7 @@ def chosen_on_a_drifting_host(share, apart):
         draw = random.Random(seed)
         grid = on_a_drifting_host(draw, share)
         models = {
-            library: fit(points if apart else [Point(each.sizes, each.time_us) for each in points])
+            library: fit(points if apart else [Point(each.sizes, each.time_us, meaning=PREFILL) for each in points])
             for library, points in grid.items()
         }
         for _ in range(50):

@@ -15,6 +15,7 @@ from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.sweep import Heads
 from layerzero.ops.norm.sweep import norm_case
 from layerzero.ops.paged.sweep import append_case
@@ -26,7 +27,7 @@ from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import Point, is_uneven
+from layerzero.tuning.predicting.prediction import Point, is_uneven, meaning_of
 from layerzero.tuning.proving import rehearsal
 from others import OTHERS
 
@@ -158,6 +159,9 @@ def test_shapes_find_their_operations():
     assert job.case.sizes["heads"] == 4
 
 
+PREFILL = meaning_of(OPERATIONS["attention.gqa.prefill"].schema.axes)
+
+
 def of_grid():
     return [(job.operation, job.case) for job in grid.default_grid("cuda")]
 
@@ -170,10 +174,10 @@ def test_every_kind_of_prefill_of_the_grid_tells_tiles():
             kinds[heads, case.params["causal"]].append(case.sizes)
     assert len(kinds) == 7
     for sizes in kinds.values():
-        uneven = [is_uneven(each) for each in sizes]
+        uneven = [is_uneven(each, PREFILL) for each in sizes]
         assert sum(uneven) >= 3
         assert sum(not each for each in uneven) >= 3
-        points = [Point(each, in_tiles(each["batch"], each["seq_q"])) for each in sizes]
+        points = [Point(each, in_tiles(each["batch"], each["seq_q"]), meaning=PREFILL) for each in sizes]
         assert fit(points).tile == 128
 
 

@@ -116,8 +116,8 @@ def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Rea
 
 def _wrong_operation(kernel: Kernel, report: Report) -> Reason:
     operation = report.facts.operation
-    if operation.sibling in kernel.operations:
-        return Reason(ReasonCode.GQA_UNSUPPORTED, "kv_heads", report.facts["heads"], report.facts["kv_heads"])
+    if operation.unlike_sibling is not None and operation.sibling in kernel.operations:
+        return operation.unlike_sibling(report.facts)
     return Reason(ReasonCode.CONSTRAINT_FAILED, "operation", " or ".join(kernel.operations), operation.name)
 
 

@@ -10,9 +10,10 @@ import msgspec
 from layerzero.core.descriptor import VERSION, Descriptor, Descriptor1, Entry, Entry1
 from layerzero.core.limit import Limit
 from layerzero.core.limit_data import limit_data
-from layerzero.core.limit_kinds import Equal, OneOf, SquareCausal
+from layerzero.core.limit_kinds import Equal, OneOf
 from layerzero.core.operation import Operation
 from layerzero.ops import OPERATION_ALIASES
+from layerzero.ops.attention.limits import SquareCausal
 
 _SHARED = tuple(field.name for field in msgspec.structs.fields(Entry1) if field.name in Entry.__struct_fields__)
 

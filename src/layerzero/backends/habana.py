@@ -17,6 +17,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import SameHeads, SquareCausal
 
 HABANA = Backend(
     name="habana",
@@ -59,10 +60,10 @@ KERNELS = (
         limits=(
             limit.platform("hpu"),
             limit.dtype("float32", "bfloat16"),
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),
-            limit.SameHeads(),
+            SameHeads(),
             limit.positive("scale"),
         ),
         priority=90,

@@ -20,6 +20,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import SquareCausal
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",
@@ -143,7 +144,7 @@ KERNELS = (
         folds=("causal", "attn_mask", "window", "alibi_slopes"),
         limits=(
             limit.dtype("float32"),
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.positive("scale"),  # it takes the root of it
             limit.contiguous("query", "key", "value"),

@@ -23,6 +23,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import SameHeads
 
 XFORMERS = Backend(
     name="xformers",
@@ -104,7 +105,7 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),
-            limit.SameHeads(),
+            SameHeads(),
             limit.positive("scale"),
             limit.last_stride_one(*_TENSORS),
             limit.aligned(16, *_TENSORS),

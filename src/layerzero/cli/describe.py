@@ -9,21 +9,8 @@ import torch
 from layerzero import ops
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import (
-    Aligned,
-    Contiguous,
-    Dtype,
-    LastStrideOne,
-    OneOf,
-    Platform,
-    SameHeads,
-    SdpaEnabled,
-    SquareCausal,
-)
+from layerzero.core.limit_kinds import Dtype, Platform
 from layerzero.ops import FUNCTIONS
-
-_REPAIRED = (Aligned, Contiguous, LastStrideOne, SameHeads)
 
 FLAGS = {
     "grad": "its backward pass is right",
@@ -70,15 +57,9 @@ def limits(kernel: Kernel) -> list[str]:
 
 
 def hard_limits(kernel: Kernel) -> list[str]:
-    """Limits that no adaptation satisfies: no copy, repeated head or folded mask, nor the caller's sdpa_kernel."""
-    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype, *_REPAIRED, SdpaEnabled))]
-    return [limit.describe() for limit in hard if not _foldable(kernel, limit)]
-
-
-def _foldable(kernel: Kernel, limit: Limit) -> bool:
-    if isinstance(limit, SquareCausal):
-        return "causal" in kernel.folds
-    return isinstance(limit, OneOf) and limit.foldable and bool(kernel.folds)
+    """Limits that no adaptation satisfies, nor the caller's own context."""
+    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
+    return [limit.describe() for limit in hard if not limit.gives_way(kernel.folds)]
 
 
 def flags(kernel: Kernel) -> list[str]:

@@ -134,7 +134,7 @@ def _meaning(type_: Any) -> str:
 
 
 def _kinds() -> Iterator[list[str]]:
-    for name, kind in KINDS.items():
+    for name, kind in sorted(KINDS.items()):
         if kind is Dtype:  # a field of its own
             continue
         fields = [f"{each.name}: {describe.kind(each.type)}" for each in dataclasses.fields(kind)]  # type: ignore[arg-type]

@@ -6,12 +6,29 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from layerzero.core.layouts import permutation
 from layerzero.core.reasons import ReasonCode
+
+
+class SizeCodes(NamedTuple):
+    """The reasons that a kernel which does not take a size is refused with.
+
+    Attributes:
+        invalid: it is too small, or none of those that the kernel takes, or not what another size is.
+        too_large: it is too large.
+        uneven: it is no multiple of what the kernel needs.
+    """
+
+    invalid: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+    too_large: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+    uneven: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+
+
+_NO_SIZE_CODES = SizeCodes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +39,15 @@ class Axis:
         name: as tensors or ``Operation.derived`` name it.
         scales: whether a time changes smoothly along it; sizes that do not select code (``head_dim``).
         live: whether it changes while a program runs; a frozen choice holds a power of two of it, of others the size.
-        tiled: whether kernels work through it in tiles.
-        beside: whether its entries run side by side, so that only the product with its like counts for a time.
+        tiled: whether kernels work through it in tiles, so that lengths between multiples take what the next one takes.
+        beside: whether its entries run side by side, so that only the product with its like counts for a time, and of
+            an axis that carries another, how many of the other go with each.
         apart: whether its entries are worked on apart from each other, so that a call may be cut along it.
         carries: axes that shrink and grow with it where a call is cut.
         leading: whether it stands for all leading axes of a tensor whose axes begin with ``...``.
         works: whether it changes how much there is to do.
         implied: whether it follows from other sizes, so that works which differ in it alone are of one family.
+        codes: the reasons that a kernel which does not take its size is refused with.
     """
 
     name: str
@@ -41,6 +60,7 @@ class Axis:
     leading: bool = False
     works: bool = True
     implied: bool = False
+    codes: SizeCodes = _NO_SIZE_CODES
 
 
 @dataclass(frozen=True, slots=True)

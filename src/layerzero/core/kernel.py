@@ -209,7 +209,7 @@ class Kernel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
-            raise RegistrationError(f"id: wanted a name such as 'my_library.rms_norm', got {self.id!r}")
+            raise RegistrationError(f"id: wanted a name such as 'my_library.my_kernel', got {self.id!r}")
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
         object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
         if bool(self.tolerance) != bool(self.tolerance_reason.strip()):

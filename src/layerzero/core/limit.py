@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import NamedTuple
 
 from layerzero.core.facts import Facts
@@ -39,6 +40,13 @@ class Limit(ABC):
         It follows from the facts: calls that agree in what was read of them are not asked about again. Under capture
         it may look at what earlier calls made, too.
         """
+
+    def gives_way(self, folds: Collection[str], /) -> bool:  # noqa: ARG002  # for those that read it
+        """Whether something satisfies it where a call does not: an adaptation, or the caller's own context.
+
+        ``folds`` are the arguments of the kernel that a plan may fold into another one.
+        """
+        return False
 
     def facts_named(self) -> tuple[str, ...]:
         """Names of facts and tensors in its declaration; registering refuses a kernel whose operations lack one."""

@@ -31,20 +31,11 @@ def _dim(limit: limit_kinds.Dim, call: SizedCall) -> Iterable[Condition] | None:
 
 @conditions.register
 def _equal(limit: limit_kinds.Equal, call: SizedCall) -> Iterable[Condition] | None:
-    return _same(limit.left, limit.right, call)
+    return same_sizes(limit.left, limit.right, call)
 
 
-@conditions.register
-def _same_heads(limit: limit_kinds.SameHeads, call: SizedCall) -> Iterable[Condition] | None:
-    return _same("heads", "kv_heads", call)
-
-
-@conditions.register
-def _square_causal(limit: limit_kinds.SquareCausal, call: SizedCall) -> Iterable[Condition] | None:
-    return _same("seq_q", "seq_k", call) if call.facts.get("causal") is True else ()
-
-
-def _same(left: str, right: str, call: SizedCall) -> Iterable[Condition] | None:
+def same_sizes(left: str, right: str, call: SizedCall) -> Iterable[Condition] | None:
+    """What keeps two sizes the same, for limits that demand it; None where one is derived of others."""
     if not call.varies(left) and not call.varies(right):
         return ()
     if {left, right} & set(call.facts.operation.derived):  # no operand is a derived size

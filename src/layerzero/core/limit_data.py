@@ -1,6 +1,7 @@
 """Limits as plain data and back: ``{"kind": "dim", "name": "head_dim", "max": 256}``.
 
-A new kind of limit is one line in ``KINDS``. What is not in the table is code: data can name it, not make it.
+A new kind of limit of any operation is one line in ``KINDS``; those of one family stand in its folder. What is not in
+the table is code: data can name it, not make it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,9 @@ from layerzero.core.limit_kinds import (
     Equal,
     Instruction,
     LastStrideOne,
-    LseWithoutGradient,
     OneOf,
     Platform,
     Positive,
-    SameHeads,
-    SdpaEnabled,
-    SquareCausal,
 )
 from layerzero.core.limit_launch import Generation, Grid, TensorCore
 
@@ -42,13 +39,9 @@ KINDS: dict[str, type[Limit]] = {
     "grid": Grid,
     "instruction": Instruction,
     "last_stride_one": LastStrideOne,
-    "lse_without_gradient": LseWithoutGradient,
     "one_of": OneOf,
     "platform": Platform,
     "positive": Positive,
-    "same_heads": SameHeads,
-    "sdpa_enabled": SdpaEnabled,
-    "square_causal": SquareCausal,
     "tensor_core": TensorCore,
 }
 """Name of a kind in JSON to the dataclass that holds it; its fields are the JSON's fields."""
@@ -58,6 +51,12 @@ CODE = "code"
 
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _SCALARS = (bool, int, float, str, type(None))
+
+
+def register_kinds(kinds: Mapping[str, type[Limit]]) -> None:
+    """Add a family's own kinds of limits."""
+    KINDS.update(kinds)
+    _NAMES.update({kind: name for name, kind in kinds.items()})
 
 
 def is_data(limit: Limit) -> bool:

@@ -1,8 +1,8 @@
-"""The kinds of limits: device, sizes, arguments, heads, memory."""
+"""The kinds of limits that any operation may have: device, sizes, arguments, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -109,23 +109,16 @@ class Dim(Limit):
 
     def check(self, facts: Facts) -> Findings:
         got = facts.size(self.name)
+        codes = facts.operation.schema.axis(self.name).codes
         if self.one_of and got not in self.one_of:
-            return self._fails("one of " + ", ".join(map(str, self.one_of)), got, ReasonCode.HEAD_DIM_INVALID)
+            return violated(codes.invalid, self.name, "one of " + ", ".join(map(str, self.one_of)), got)
         if self.min is not None and got < self.min:
-            return self._fails(f"at least {self.min}", got, ReasonCode.HEAD_DIM_INVALID)
+            return violated(codes.invalid, self.name, f"at least {self.min}", got)
         if self.max is not None and got > self.max:
-            return self._fails(f"at most {self.max}", got, ReasonCode.HEAD_DIM_TOO_LARGE)
+            return violated(codes.too_large, self.name, f"at most {self.max}", got)
         if self.multiple is not None and got % self.multiple:
-            return self._fails(f"a multiple of {self.multiple}", got, ReasonCode.HEAD_DIM_ALIGNMENT)
+            return violated(codes.uneven, self.name, f"a multiple of {self.multiple}", got)
         return NOTHING
-
-    def _fails(self, wanted: str, got: int, head_dim_code: ReasonCode) -> Findings:
-        code = ReasonCode.CONSTRAINT_FAILED
-        if self.name in ("head_dim", "value_dim"):
-            code = head_dim_code
-        elif self.name in ("seq_q", "seq_k") and wanted.startswith("at most"):
-            code = ReasonCode.SEQ_TOO_LONG
-        return violated(code, self.name, wanted, got)
 
     def facts_named(self) -> tuple[str, ...]:
         return (self.name,)
@@ -155,6 +148,9 @@ class OneOf(Limit):
         code = facts.operation.schema.code(self.fact)
         repair = Repair("fold", self.fact) if self.foldable else None
         return violated(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
+
+    def gives_way(self, folds: Collection[str], /) -> bool:
+        return self.foldable and bool(folds)
 
     def facts_named(self) -> tuple[str, ...]:
         return (self.fact,)
@@ -193,7 +189,7 @@ class Equal(Limit):
         left, right = facts.size(self.left), facts.size(self.right)
         if left == right:
             return NOTHING
-        code = ReasonCode.HEAD_DIM_INVALID if "dim" in self.left else ReasonCode.CONSTRAINT_FAILED
+        code = facts.operation.schema.axis(self.left).codes.invalid
         return violated(code, self.left, f"{right} like {self.right}", left)
 
     def facts_named(self) -> tuple[str, ...]:
@@ -201,40 +197,6 @@ class Equal(Limit):
 
     def describe(self) -> str:
         return f"{self.left} == {self.right}"
-
-
-@dataclass(frozen=True, slots=True)
-class SameHeads(Limit):
-    """As many kv heads as query heads; repairable by repeating kv heads."""
-
-    def check(self, facts: Facts) -> Findings:
-        heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
-        if heads == kv_heads:
-            return NOTHING
-        return violated(ReasonCode.GQA_UNSUPPORTED, "kv_heads", heads, kv_heads, Repair("expand", "key"))
-
-    def facts_named(self) -> tuple[str, ...]:
-        return ("heads", "kv_heads")
-
-    def describe(self) -> str:
-        return "kv heads are repeated"
-
-
-@dataclass(frozen=True, slots=True)
-class SquareCausal(Limit):
-    """A causal mask only where seq_q == seq_k: the kernel aligns it top-left, LayerZero bottom-right."""
-
-    def check(self, facts: Facts) -> Findings:
-        if facts.get("causal") is not True or facts["seq_q"] == facts["seq_k"]:
-            return NOTHING
-        wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
-        return violated(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
-
-    def facts_named(self) -> tuple[str, ...]:
-        return ("seq_q", "seq_k")
-
-    def describe(self) -> str:
-        return "causal: seq_q == seq_k"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +213,9 @@ class LastStrideOne(Limit):
                 if (tensor := facts.tensors.get(name)) is not None and tensor.last_stride != 1
             ]
         )
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
 
     def facts_named(self) -> tuple[str, ...]:
         return self.tensors
@@ -276,6 +241,9 @@ class Contiguous(Limit):
                 if (tensor := facts.tensors.get(name)) is not None and not tensor.contiguous
             ]
         )
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
 
     def facts_named(self) -> tuple[str, ...]:
         return self.tensors
@@ -310,44 +278,14 @@ class Aligned(Limit):
             ]
         )
 
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
     def facts_named(self) -> tuple[str, ...]:
         return self.tensors
 
     def describe(self) -> str:
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
-
-
-@dataclass(frozen=True, slots=True)
-class LseWithoutGradient(Limit):
-    """Its log-sum-exp has no gradient, although its output has: not both where gradients are recorded."""
-
-    def check(self, facts: Facts) -> Findings:
-        if not (facts["return_lse"] and facts["requires_grad"]):
-            return NOTHING
-        return violated(ReasonCode.GRAD_UNSUPPORTED, "return_lse", "False beside gradients", True)
-
-    def describe(self) -> str:
-        return "no gradient through the log-sum-exp"
-
-
-@dataclass(frozen=True, slots=True)
-class SdpaEnabled(Limit):
-    """The caller's ``torch.nn.attention.sdpa_kernel`` context allows this backend.
-
-    The aten operator behind it ignores that context, so the limit has to ask.
-    """
-
-    name: str
-
-    def check(self, facts: Facts) -> Findings:
-        if self.name not in facts["sdpa_disabled"]:  # type: ignore[operator]  # a frozenset of names
-            return NOTHING
-        return violated(
-            ReasonCode.POLICY_DENIED, "the caller's sdpa_kernel context", f"{self.name} enabled", "disabled"
-        )
-
-    def describe(self) -> str:
-        return f"sdpa_kernel allows {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """The spelling of limits that declarations use: ``limit.dtype("float16")``, ``limit.dim("head_dim", max=256)``.
 
-The same data feeds filtering, explain, the support table and boundary tests.
+The same data feeds filtering, explain, the support table and boundary tests. The limits that one family alone has stand
+in its folder (``layerzero.ops.attention.limits``); their names are found here, too.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.limit_data import KINDS
 from layerzero.core.limit_kinds import (
     Aligned,
     Arch,
@@ -17,13 +21,9 @@ from layerzero.core.limit_kinds import (
     Equal,
     Instruction,
     LastStrideOne,
-    LseWithoutGradient,
     OneOf,
     Platform,
     Positive,
-    SameHeads,
-    SdpaEnabled,
-    SquareCausal,
 )
 from layerzero.core.limit_launch import Factor, Generation, Grid, TensorCore
 from layerzero.core.reasons import ReasonCode
@@ -33,11 +33,7 @@ __all__ = [
     "Finding",
     "Findings",
     "Limit",
-    "LseWithoutGradient",
     "Repair",
-    "SameHeads",
-    "SdpaEnabled",
-    "SquareCausal",
     "absent",
     "aligned",
     "arch",
@@ -55,6 +51,16 @@ __all__ = [
     "positive",
     "tensor_core",
 ]
+
+
+if not TYPE_CHECKING:  # so that a misspelt name stays an error of types
+
+    def __getattr__(name: str) -> type[Limit]:
+        """A family's own kind of limit, by its class's name."""
+        for kind in KINDS.values():
+            if kind.__name__ == name:
+                return kind
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def platform(*names: str) -> Limit:

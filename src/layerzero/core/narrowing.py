@@ -86,6 +86,8 @@ def narrowed(
     if layout is None and len(entry.requires_layouts) == 1:
         layout = entry.requires_layouts[0]
     accepts = tuple(each for each in kernel.accepts if each in entry.accepts or each in fixed)
+    adapters = [adapter for operation in operations for adapter in operation.adapters.values()]
+    folded_into = {adapter.gives for adapter in adapters if adapter.gives}
     return dataclasses.replace(
         kernel,
         backend=_narrowed_backend(kernel.backend, descriptor),
@@ -93,7 +95,7 @@ def narrowed(
         layout=layout,
         accepts=accepts,
         renames={each: theirs for each, theirs in kernel.renames.items() if each in accepts},
-        folds=tuple(each for each in kernel.folds if each in entry.folds) if "attn_mask" in accepts else (),
+        folds=tuple(each for each in kernel.folds if each in entry.folds) if folded_into <= set(accepts) else (),
         grad=kernel.grad and entry.grad,
         deterministic=kernel.deterministic and entry.deterministic,
         graph_safe=kernel.graph_safe and entry.is_cuda_graph_safe,

@@ -16,6 +16,7 @@ from layerzero.core.dtypes import ordered
 from layerzero.core.errors import RegistrationError
 from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
+from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 
 __all__ = [
@@ -144,6 +145,7 @@ class Operation:
         kind: what it works on.
         fixed: arguments that its function has and it has not, with the values that they have in its calls.
         sibling: the operation with equal head counts that this one generalises, if any.
+        unlike_sibling: why a kernel of the sibling alone does not take a call, from the call's facts.
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
         aliases: other names under which rules and questions may name its facts.
@@ -177,6 +179,7 @@ class Operation:
     kind: OpKind = OpKind.TENSOR
     fixed: Mapping[str, object] = field(default_factory=dict)
     sibling: str = ""
+    unlike_sibling: Callable[[Any], Reason] | None = None
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -66,7 +66,7 @@ def kernel_of_function(
     operation's argument. Raises RegistrationError for anything else.
     """
     operations, implied = _operations_of(operation, known)
-    _check_declared(kernel_id, declared)
+    _check_declared(kernel_id, declared, known)
     schema = known[operations[0]].schema
     arguments = list(dict.fromkeys(name for each in operations for name in known[each].schema.arguments))
     parameters = list(inspect.signature(function).parameters.values())
@@ -116,12 +116,13 @@ def kernel_of_function(
     )
 
 
-def _check_declared(kernel_id: str, declared: dict[str, Any]) -> None:
+def _check_declared(kernel_id: str, declared: dict[str, Any], known: dict[str, Operation]) -> None:
     derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
     fields = {each.name for each in dataclasses.fields(Kernel)} - derived
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
-            raise RegistrationError(f"{kernel_id}: {name} does not exist; register for attention.gqa.* instead")
+            grouped = ", ".join(sorted(each.name for each in known.values() if each.sibling))
+            raise RegistrationError(f"{kernel_id}: {name} does not exist; register for {grouped} instead")
         if name not in fields:
             raise RegistrationError(f"{kernel_id}: a kernel has no {name!r}{nearest(name, fields)}")
 

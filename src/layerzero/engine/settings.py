@@ -20,6 +20,8 @@ _ASKING = [
 _LAYOUTS = tuple(dict.fromkeys(layout for function in _ASKING for layout in function.operations[0].layouts))
 """Layouts of the functions whose calls need not name one."""
 
+_OF_ASKING = " or ".join(function.name for function in _ASKING)
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -54,7 +56,7 @@ SETTINGS: dict[str, Setting] = {
         bool, False, "say every new choice: log it at INFO, or, where nobody listens to that, on the error stream"
     ),
     "strict_mode": Setting(bool, False, "refuse adaptations that move data, and ambiguous layouts"),
-    "allow_adaptation": Setting(bool, True, "allow copies, repeated heads and folded masks where a kernel needs them"),
+    "allow_adaptation": Setting(bool, True, "allow copies and operations' own adaptations where a kernel needs them"),
     "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
     "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
@@ -69,7 +71,7 @@ SETTINGS: dict[str, Setting] = {
         scoped=False,
     ),
     "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
-    "layout": Setting(str | None, None, "attention layout where a call names none", (None, *_LAYOUTS)),
+    "layout": Setting(str | None, None, f"layout where a call of {_OF_ASKING} names none", (None, *_LAYOUTS)),
     "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),

@@ -2,7 +2,8 @@
 
 Add an operation: write its block in its family's folder (schema, reference, fake, cases, tolerance) and name it in the
 ``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are
-such things, ``ALIASES`` (names of several operations) and ``EXPORTS`` (names that users find beside the functions).
+such things, ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find beside the functions) and
+``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
 
 OPERATIONS: dict[str, Operation] = {}
@@ -35,3 +37,4 @@ for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if ea
     FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
     OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
     EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)
+    register_kinds(getattr(_module, "LIMITS", {}))

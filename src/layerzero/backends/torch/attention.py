@@ -22,6 +22,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
 
 TORCH = Backend(
     name="torch",
@@ -136,12 +137,12 @@ KERNELS = (
             limit.dtype(*_FLOATS),
             limit.equal("value_dim", "head_dim"),
             limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("float64: a float64 mask", _readable_mask),
             limit.Custom("causal: scale > 0", _positive_scale),
-            limit.LseWithoutGradient(),
-            limit.SdpaEnabled("flash"),
+            LseWithoutGradient(),
+            SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
         ),
         grad=True,
@@ -160,9 +161,9 @@ KERNELS = (
         folds=FOLDED,
         limits=(
             limit.dtype(*_FLOATS),
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.SdpaEnabled("math"),
+            SdpaEnabled("math"),
         ),
         grad=True,
         deterministic=True,

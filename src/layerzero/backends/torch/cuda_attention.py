@@ -26,6 +26,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import LseWithoutGradient, SameHeads, SdpaEnabled, SquareCausal
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 
 
@@ -153,8 +154,8 @@ KERNELS = (
             limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _cudnn_wide_heads),
             limit.Custom("query: no expanded axis", _cudnn_expanded),
             limit.Custom("with gradients: more than one query or key", _cudnn_single_pair),
-            limit.SquareCausal(),
-            limit.SdpaEnabled("cudnn"),
+            SquareCausal(),
+            SdpaEnabled("cudnn"),
             _DENSE,
             _SCALE,
             _ALIGNED,
@@ -178,8 +179,8 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.equal("value_dim", "head_dim"),
-            limit.LseWithoutGradient(),
-            limit.SdpaEnabled("flash"),
+            LseWithoutGradient(),
+            SdpaEnabled("flash"),
             limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),
             _DENSE,
             _SCALE,
@@ -206,11 +207,11 @@ KERNELS = (
             limit.dim("head_dim", multiple=8),
             limit.dim("value_dim", multiple=8),
             limit.one_of("bias_grad", False),
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),
-            limit.SdpaEnabled("efficient"),
-            limit.SameHeads(),
+            SdpaEnabled("efficient"),
+            SameHeads(),
             limit.grid(x=(("seq_q", 64),), y=("heads",)),
             limit.Custom("dropout: batch <= 65535", _efficient_dropout),
             _DENSE,

@@ -17,6 +17,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import declare as paged
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -97,7 +98,7 @@ KERNELS = (
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), limit.SdpaEnabled("math")),
+        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math")),
         graph_safe=True,
         device_guard=True,
         workspace_bytes=_gathered_bytes,

@@ -23,6 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
 
 _ONE_AT_A_TIME = forking.lock()
@@ -110,7 +111,7 @@ KERNELS = (
             DTYPES,
             limit.equal("value_dim", "head_dim"),
             limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
-            limit.SquareCausal(),
+            SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("scale: not 0, above 0 beside causal", _scale),
             RowsApart(),

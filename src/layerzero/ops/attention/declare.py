@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.arguments import Axis, Param, SizeCodes, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
@@ -23,6 +23,7 @@ from layerzero.ops.attention import parts, stock
 from layerzero.ops.attention.adapt import ADAPTERS
 from layerzero.ops.attention.dropout import dropout_keeps_the_mean
 from layerzero.ops.attention.layout import LAYOUTS
+from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_fake, attention_reference
 from layerzero.ops.attention.sweep import sweep_of
 
@@ -41,14 +42,26 @@ RETURN_LSE = Param("return_lse", bool, False, example=True, code=ReasonCode.LSE_
 CAUSAL = Param("causal", bool, False, example=True)
 DROPOUT = Param("dropout_p", float, 0.0, example=0.5, code=ReasonCode.DROPOUT_UNSUPPORTED, random=True)
 
-AXES = (
-    Axis("batch", scales=True, live=True, beside=True, apart=True),
-    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
-    Axis("heads", scales=True, beside=True),
-    Axis("group", implied=True),
-    Axis("seq_q", scales=True, live=True, tiled=True),
-    Axis("seq_k", scales=True, live=True, tiled=True),
+HEAD_DIM = SizeCodes(
+    ReasonCode.HEAD_DIM_INVALID, too_large=ReasonCode.HEAD_DIM_TOO_LARGE, uneven=ReasonCode.HEAD_DIM_ALIGNMENT
 )
+LENGTH = SizeCodes(too_large=ReasonCode.SEQ_TOO_LONG)
+HEAD_DIMS = (Axis("head_dim", codes=HEAD_DIM), Axis("value_dim", codes=HEAD_DIM))
+"""Sizes of heads, which select code."""
+
+
+def _axes(decode: bool) -> tuple[Axis, ...]:
+    """What sizes mean; one query fills no tile, so that decode's lengths are told exactly."""
+    return (
+        Axis("batch", scales=True, live=True, beside=True, apart=True),
+        Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+        Axis("heads", scales=True, beside=True),
+        Axis("group", implied=True),
+        Axis("seq_q", scales=True, live=True, tiled=not decode, codes=LENGTH),
+        Axis("seq_k", scales=True, live=True, tiled=not decode, codes=LENGTH),
+        *HEAD_DIMS,
+    )
+
 
 ALIASES = {
     "batch_size": "batch",
@@ -89,7 +102,7 @@ def _schema(name: str) -> OperationSchema:
             TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
         ),
         params=(*(() if decode else (CAUSAL,)), SCALE, DROPOUT, WINDOW, SOFTCAP, RETURN_LSE),
-        axes=AXES,
+        axes=_axes(decode),
         layouts=LAYOUTS,
     )
 
@@ -156,6 +169,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         tolerance_reason=TOLERANCE_REASON,
         properties=(dropout_keeps_the_mean(TOLERANCE),),
         sibling=sibling,
+        unlike_sibling=grouped if sibling else None,
         aliases=ALIASES,
         derive=_derive,
         derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),

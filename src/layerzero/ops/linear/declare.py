@@ -39,9 +39,9 @@ TOLERANCE_REASON = (
 ACTIVATIONS = tuple(FORMULAS)
 
 AXES = (
-    Axis("rows", scales=True, live=True, apart=True, tiled=True, leading=True),
+    Axis("rows", scales=True, live=True, apart=True, leading=True),
     Axis("in_features", scales=True),
-    Axis("out_features", scales=True, tiled=True),
+    Axis("out_features", scales=True),
     Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
 )
 

@@ -131,7 +131,7 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
             params=(_ACTIVATION, *(packed_param(each, of) for each, of in PACKED_OF.items() if of in shapes)),
             axes=(
                 *AXES,
-                Axis("inner_features", scales=True, tiled=True),
+                Axis("inner_features", scales=True),
                 *((Axis("joined_features", scales=True, implied=True),) if joined else ()),
             ),
         ),

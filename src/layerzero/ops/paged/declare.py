@@ -19,7 +19,18 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
-from layerzero.ops.attention.declare import ALIASES, RETURN_LSE, SCALE, SOFTCAP, TOLERANCE, TOLERANCE_REASON, WINDOW
+from layerzero.ops.attention.declare import (
+    ALIASES,
+    HEAD_DIMS,
+    LENGTH,
+    RETURN_LSE,
+    SCALE,
+    SOFTCAP,
+    TOLERANCE,
+    TOLERANCE_REASON,
+    WINDOW,
+)
+from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import parts
 from layerzero.ops.paged.step import StepMetadata
@@ -35,10 +46,11 @@ AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True),
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
-    Axis("seq_q", scales=True, live=True, tiled=True),
+    Axis("seq_q", scales=True, live=True, codes=LENGTH),
     Axis("group", implied=True),
     Axis("context_bound", scales=True),
     *_PAGES,
+    *HEAD_DIMS,
 )
 
 
@@ -216,6 +228,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
         sibling=sibling,
+        unlike_sibling=grouped if sibling else None,
         aliases=ALIASES,
         derive=_derive,
         derived=("group", "context_bound"),
@@ -318,7 +331,12 @@ APPEND_PAGED = Operation(
             ),
         ),
         outputs=(),
-        axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("kv_heads", scales=True, apart=True), *_PAGES),
+        axes=(
+            Axis("tokens", scales=True, live=True, apart=True),
+            Axis("kv_heads", scales=True, apart=True),
+            *_PAGES,
+            *HEAD_DIMS,
+        ),
         layouts=CACHE_LAYOUTS,
     ),
     summary="Write new keys and values into the slots of a paged cache",

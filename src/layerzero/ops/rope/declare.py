@@ -17,6 +17,7 @@ from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.rope import stock
 from layerzero.ops.rope.cases import CASES, examples, sweep
 from layerzero.ops.rope.reference import rope_fake, rope_inplace_fake, rope_inplace_reference, rope_reference
@@ -36,10 +37,11 @@ _INTERLEAVED = Param("interleaved", bool, False, example=True)
 
 AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
-    Axis("seq", scales=True, live=True, beside=True),
+    Axis("seq", scales=True, live=True),
     Axis("heads", scales=True, beside=True),
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
     Axis("table", live=True, works=False),
+    Axis("head_dim", codes=HEAD_DIM),
 )
 QUERY, KEY = ("...", "seq", "heads", "head_dim"), ("...", "seq", "kv_heads", "head_dim")
 COS_SIN = (

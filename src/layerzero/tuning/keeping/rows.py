@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.core.arguments import Axis
 from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
@@ -29,6 +30,12 @@ def scaling_of(facts: Mapping[str, str]) -> frozenset[str]:
     """Names of the scaling sizes of a work; none of an operation that this process does not know."""
     schema = _schema(facts.get("operation", ""))
     return frozenset() if schema is None else schema.scaling
+
+
+def axes_of(facts: Mapping[str, str]) -> tuple[Axis, ...]:
+    """What sizes of a work mean; nothing of an operation that this process does not know."""
+    schema = _schema(facts.get("operation", ""))
+    return () if schema is None else schema.axes
 
 
 def implied_of(facts: Mapping[str, str]) -> frozenset[str]:

@@ -91,7 +91,7 @@ def fit(points: Sequence[Point]) -> Model | None:
     points = [each for each, _ in told] if told_apart else points
     if len(points) < 3:
         return None
-    uneven = [is_uneven(each.sizes) for each in points]
+    uneven = [is_uneven(each.sizes, each.meaning) for each in points]
     tile, more = _tiles(points, times, uneven)
     space = _space(points, tile)
     if not space.axes or len(points) < len(space.axes) + 2:
@@ -122,6 +122,7 @@ def fit(points: Sequence[Point]) -> Model | None:
         uneven=more,
         host_us=host_us,
         host_error=host_error,
+        meaning=points[0].meaning,
     )
 
 
@@ -148,7 +149,7 @@ def _floor(x: Rows, times: Sequence[float]) -> float:
 
 def _space(points: Sequence[Point], tile: int) -> _Space:
     """Lay points out along what varies among them."""
-    measured = [extents(each.sizes, tile) for each in points]
+    measured = [extents(each.sizes, each.meaning, tile) for each in points]
     axes, ties, fixed = _axes(measured)
     x = [tuple(math.log2(each[name]) for name in axes) for each in measured]
     columns = list(zip(*x, strict=True))

@@ -18,9 +18,9 @@ from layerzero.tuning.keeping import sums
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.rows import Row, Work
 from layerzero.tuning.predicting import fitting
-from layerzero.tuning.predicting.prediction import Model, Point
+from layerzero.tuning.predicting.prediction import Model, Point, meaning_of
 
-MODEL_FORMAT = 3
+MODEL_FORMAT = 4
 """Changes with the meaning of a stored model; older ones are learnt anew, newer ones are as if there were none."""
 
 MAX_READ = 512
@@ -189,16 +189,22 @@ def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]
     latest: dict[bytes, tuple[tuple[bool, str], Point]] = {}
     told = [row for row in new if _teaches(row.noise, row.device_us)]
     for row in told[-fitting.MAX_POINTS // 2 :]:
-        point = Point(row.work.sizes, row.median_us, row.device_us, row.host_us)
-        latest[row.work.key] = (row.device_us is not None, row.written_at), point
+        latest[row.work.key] = (
+            (row.device_us is not None, row.written_at),
+            _point(row.work, row.median_us, row.device_us, row.host_us),
+        )
     for key, facts, *found in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
         work = _work(key, facts)
         if work is None or not sums.holds(sums.start_of(key, int(subject[1])), tuple(found)):
             continue  # damaged: checking the database tells
         rank = (found[_DEVICE] is not None, found[_WRITTEN])
         if key not in latest or latest[key][0] < rank:
-            latest[key] = rank, Point(work.sizes, found[_MEDIAN], found[_DEVICE], found[_HOST])
+            latest[key] = rank, _point(work, found[_MEDIAN], found[_DEVICE], found[_HOST])
     return (point for _, point in latest.values())
+
+
+def _point(work: Work, median_us: float, device_us: float | None, host_us: float | None) -> Point:
+    return Point(work.sizes, median_us, device_us, host_us, meaning_of(keeping.axes_of(dict(work.facts))))
 
 
 def _work(key: bytes, facts: str) -> Work | None:

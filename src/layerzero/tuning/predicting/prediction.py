@@ -10,8 +10,9 @@ take the floor, if the data shows one, or the host's time: that is the one estim
 Each fifth of 2,769 times of an H200's device was predicted from the rest to 4.6 % in the median and to 20 % in nine of
 ten, where piecewise planes in the logarithms had been off by 16 % and 70 % (2026-11-22).
 
-Attention works in tiles of queries and keys: lengths between their multiples take what the next multiple takes, and
-often a tenth more for the ends that have to be masked. Both are told by measured lengths between multiples.
+Some sizes are worked through in tiles, as attention's queries and keys: lengths between their multiples take what the
+next multiple takes, and often a tenth more for the ends that have to be masked. Both are told by measured lengths
+between multiples. Which sizes those are, and which run side by side, the operation says (:class:`Meaning`).
 
 Where device and host were told apart, all this is about the device's time, which is clean. The host's hardly depends on
 sizes and is one number; a call takes the longer of both.
@@ -19,6 +20,7 @@ sizes and is one number; a call takes the longer of both.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nsmallest
@@ -26,6 +28,8 @@ from operator import le, mul, sub
 from typing import NamedTuple
 
 import msgspec
+
+from layerzero.core.arguments import Axis
 
 MAX_DISTANCE = 2.0
 """Doublings of all sizes together from the nearest measured point, beyond which there is no evidence."""
@@ -44,10 +48,7 @@ took 1.13 times the best one's time at a half of 0.25, 1.06 at 1 and 1.05 at 2 (
 """
 
 EVEN = 128
-"""Lengths that are no multiples have ends to mask, in most attention kernels."""
-
-TILED = ("seq_q", "seq_k")
-"""Sizes that kernels work through in tiles, if there is more than one query."""
+"""Lengths in tiles that are no multiples have ends to mask, in most kernels."""
 
 HOST_MARGIN = 1.2
 """A host's typical time counts so many times: it is slower for seconds more often than it is quicker.
@@ -59,8 +60,9 @@ Choices recomputed from an H200's stored times took 1.009 to 1.010 times the bes
 WAITS = 1.1
 """A burst that takes so many times the device's time waits for the host; gaps between two calls are less."""
 
-MAY_DIFFER = {"group": 1.0}
-"""Sizes that may differ from all measured ones, by so many doublings: then all kernels are off alike."""
+CARRIED_MAY_DIFFER = 1.0
+"""How many are carried by one may differ from all measured ones, by so many doublings: then all kernels are off alike.
+"""
 
 MIN_CONFIDENCE = 0.1
 
@@ -70,6 +72,35 @@ def waits(device_us: float | None, host_us: float | None) -> bool:
     return host_us is not None and device_us is not None and host_us > WAITS * device_us
 
 
+class Meaning(msgspec.Struct, frozen=True, array_like=True):
+    """What an operation says of its sizes (:class:`layerzero.core.arguments.Axis`).
+
+    Attributes:
+        beside: those whose entries run side by side, so that only their product counts.
+        carried: pairs of one and the one that carries it: beside that product, how many go with each counts.
+        tiled: those that are worked through in tiles.
+    """
+
+    beside: tuple[str, ...] = ()
+    carried: tuple[tuple[str, str], ...] = ()
+    tiled: tuple[str, ...] = ()
+
+
+PLAIN = Meaning()
+"""Every size counts as it is."""
+
+
+@functools.cache
+def meaning_of(axes: tuple[Axis, ...]) -> Meaning:
+    """What the axes of an operation say."""
+    beside = [axis for axis in axes if axis.beside]
+    return Meaning(
+        tuple(axis.name for axis in beside if not axis.carries),
+        tuple((name, axis.name) for axis in beside for name in axis.carries),
+        tuple(axis.name for axis in axes if axis.tiled),
+    )
+
+
 class Point(NamedTuple):
     """A measured time: sizes by name, microseconds; of device and host where they were told apart."""
 
@@ -77,6 +108,7 @@ class Point(NamedTuple):
     time_us: float
     device_us: float | None = None
     host_us: float | None = None
+    meaning: Meaning = PLAIN
 
     @property
     def waits(self) -> bool:
@@ -114,7 +146,8 @@ class Model(msgspec.Struct, frozen=True):
     Attributes:
         axes: extents (see :func:`extents`) that vary on their own, in the order of the coordinates.
         ties: extents that follow another one: (extent, the other, difference in log2).
-        fixed: extents that never varied; a call that differs in one gets no prediction, :data:`MAY_DIFFER` apart.
+        fixed: extents that never varied; a call that differs in one gets no prediction,
+            :data:`CARRIED_MAY_DIFFER` apart.
         low, high: bounds of all points, axis by axis.
         powers: of each term, the power of each axis.
         floor_us: what the smallest calls take, however small they are; 0 where the data shows none. The device's,
@@ -127,6 +160,7 @@ class Model(msgspec.Struct, frozen=True):
         uneven: what a length that is no multiple of :data:`EVEN` adds to the time, log2.
         host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
         host_error: by how much half of the points that waited for it exceed that, log2.
+        meaning: what the operation said of its sizes.
     """
 
     axes: tuple[str, ...]
@@ -145,6 +179,7 @@ class Model(msgspec.Struct, frozen=True):
     uneven: float
     host_us: float
     host_error: float
+    meaning: Meaning
 
 
 class Prediction(NamedTuple):
@@ -165,22 +200,28 @@ class Prediction(NamedTuple):
         return float(2**self.error - 1)
 
 
-def extents(sizes: Mapping[str, int], tile: int = 1) -> dict[str, float]:
-    """What the work of a call depends on: sequences and heads run side by side, so only their product counts."""
-    if not {"batch", "heads"} <= sizes.keys():
-        return dict(sizes)
-    found: dict[str, float] = {name: size for name, size in sizes.items() if name not in ("batch", "heads", "kv_heads")}
-    found["items"] = sizes["batch"] * sizes["heads"]
-    if sizes.get("kv_heads"):
-        found["group"] = sizes["heads"] / sizes["kv_heads"]
-    if tile > 1 and sizes.get("seq_q", 1) > 1:
-        found |= {name: -(-sizes[name] // tile) * tile for name in TILED if name in sizes}
+def extents(sizes: Mapping[str, int], meaning: Meaning, tile: int = 1) -> dict[str, float]:
+    """What the work of a call depends on: of what runs side by side only the product, of tiles only whole ones."""
+    beside = [name for name in meaning.beside if name in sizes]
+    carried = [pair for pair in meaning.carried if sizes.keys() >= {*pair}]
+    gone = {*beside, *(carrier for _, carrier in carried)}
+    found: dict[str, float] = {name: size for name, size in sizes.items() if name not in gone}
+    if beside:
+        found["*".join(beside)] = math.prod(sizes[name] for name in beside)
+    found |= {_share(*pair): sizes[pair[0]] / sizes[pair[1]] for pair in carried}
+    if tile > 1:
+        found |= {name: -(-sizes[name] // tile) * tile for name in meaning.tiled if name in sizes}
     return found
 
 
-def is_uneven(sizes: Mapping[str, int]) -> bool:
+def _share(carried: str, carrier: str) -> str:
+    """The name of how many go with each."""
+    return f"{carried}/{carrier}"
+
+
+def is_uneven(sizes: Mapping[str, int], meaning: Meaning) -> bool:
     """Whether tiles have ends to mask."""
-    return sizes.get("seq_q", 1) > 1 and any(sizes.get(name, 0) % EVEN for name in TILED)
+    return any(sizes.get(name, 0) % EVEN for name in meaning.tiled)
 
 
 def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
@@ -199,7 +240,7 @@ def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
             logs = [math.log2(each.time_us) for each in found_in]
             error = max(*(each.error for each in found_in), (max(logs) - min(logs)) / 2)
             best = Prediction(2 ** (sum(logs) / len(logs)), error, min(each.distance for each in found_in))
-        if model.uneven and is_uneven(sizes):
+        if model.uneven and is_uneven(sizes, model.meaning):
             best = best._replace(time_us=best.time_us * 2**model.uneven)
     elif any(all(map(le, x, point)) for point in model.at_floor):
         # Something larger takes no longer, or waits for the host all the same: how far away that is does not matter.
@@ -225,13 +266,13 @@ def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] 
     """The coordinates of a call, and the doublings by which its fixed extents differ; None where nothing is known."""
     if not sizes or min(sizes.values()) <= 0:
         return None
-    asked, away = extents(sizes, model.tile), 0.0
+    asked, away = extents(sizes, model.meaning, model.tile), 0.0
     if asked.keys() != {*model.axes, *model.fixed, *(tie[0] for tie in model.ties)}:
         return None
     for name, extent in model.fixed.items():
         if asked[name] != extent:
             differs = abs(math.log2(asked[name] / extent))
-            if differs > MAY_DIFFER.get(name, 0.0):
+            if differs > CARRIED_MAY_DIFFER or name not in [_share(*pair) for pair in model.meaning.carried]:
                 return None
             away += differs
     if any(abs(math.log2(asked[one] / asked[other]) - between) > 1e-6 for one, other, between in model.ties):

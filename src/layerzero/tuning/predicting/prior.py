@@ -22,9 +22,9 @@ from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine import probe
-from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, work_of
+from layerzero.tuning.keeping.rows import Row, Work, axes_of, implied_of, is_plain, scaling_of, work_of
 from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import Model, Point, predict
+from layerzero.tuning.predicting.prediction import Model, Point, meaning_of, predict
 from layerzero.tuning.predicting.weighing import Time, weighed
 
 FORMAT = 1
@@ -135,10 +135,11 @@ class Learnt:
     def __init__(self, family: Family) -> None:
         self.exact: dict[str, dict[tuple[tuple[str, int], ...], float]] = {}
         points: dict[str, list[Point]] = {}
+        meaning = meaning_of(axes_of(family.facts))
         for case in family.cases:
             for kernel_id, time_us in case.times_us.items():
                 self.exact.setdefault(kernel_id, {})[tuple(sorted(case.sizes.items()))] = time_us
-                points.setdefault(kernel_id, []).append(Point(case.sizes, time_us))
+                points.setdefault(kernel_id, []).append(Point(case.sizes, time_us, meaning=meaning))
         self.models: dict[str, Model | None] = {name: fit(found) for name, found in points.items()}
 
     def evidence(self, kernel_id: str, sizes: Mapping[str, int], resolution_us: float) -> Evidence | None:

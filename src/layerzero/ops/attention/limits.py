@@ -1,0 +1,110 @@
+"""Limits that speak of attention alone: its heads, its causal mask, its log-sum-exp, the caller's ``sdpa_kernel``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from layerzero.core.facts import Facts
+from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
+from layerzero.core.limit_conditions import same_sizes
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
+
+
+def grouped(facts: Facts) -> Reason:
+    """Why a kernel that takes equal head counts does not take a call with fewer kv heads."""
+    return Reason(ReasonCode.GQA_UNSUPPORTED, "kv_heads", facts["heads"], facts["kv_heads"])
+
+
+@dataclass(frozen=True, slots=True)
+class SameHeads(Limit):
+    """As many kv heads as query heads; repairable by repeating kv heads."""
+
+    def check(self, facts: Facts) -> Findings:
+        heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
+        return NOTHING if heads == kv_heads else (Finding(grouped(facts), Repair("expand", "key")),)
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
+    def facts_named(self) -> tuple[str, ...]:
+        return ("heads", "kv_heads")
+
+    def describe(self) -> str:
+        return "kv heads are repeated"
+
+
+@dataclass(frozen=True, slots=True)
+class SquareCausal(Limit):
+    """A causal mask only where seq_q == seq_k: the kernel aligns it top-left, LayerZero bottom-right."""
+
+    def check(self, facts: Facts) -> Findings:
+        if facts.get("causal") is not True or facts["seq_q"] == facts["seq_k"]:
+            return NOTHING
+        wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
+        return violated(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
+
+    def gives_way(self, folds: Collection[str], /) -> bool:
+        return "causal" in folds
+
+    def facts_named(self) -> tuple[str, ...]:
+        return ("seq_q", "seq_k")
+
+    def describe(self) -> str:
+        return "causal: seq_q == seq_k"
+
+
+@dataclass(frozen=True, slots=True)
+class LseWithoutGradient(Limit):
+    """Its log-sum-exp has no gradient, although its output has: not both where gradients are recorded."""
+
+    def check(self, facts: Facts) -> Findings:
+        if not (facts["return_lse"] and facts["requires_grad"]):
+            return NOTHING
+        return violated(ReasonCode.GRAD_UNSUPPORTED, "return_lse", "False beside gradients", True)
+
+    def describe(self) -> str:
+        return "no gradient through the log-sum-exp"
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaEnabled(Limit):
+    """The caller's ``torch.nn.attention.sdpa_kernel`` context allows this backend.
+
+    The aten operator behind it ignores that context, so the limit has to ask.
+    """
+
+    name: str
+
+    def check(self, facts: Facts) -> Findings:
+        if self.name not in facts["sdpa_disabled"]:  # type: ignore[operator]  # a frozenset of names
+            return NOTHING
+        return violated(
+            ReasonCode.POLICY_DENIED, "the caller's sdpa_kernel context", f"{self.name} enabled", "disabled"
+        )
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"sdpa_kernel allows {self.name}"
+
+
+@conditions.register
+def _same_heads(limit: SameHeads, call: SizedCall) -> Iterable[Condition] | None:
+    return same_sizes("heads", "kv_heads", call)
+
+
+@conditions.register
+def _square_causal(limit: SquareCausal, call: SizedCall) -> Iterable[Condition] | None:
+    return same_sizes("seq_q", "seq_k", call) if call.facts.get("causal") is True else ()
+
+
+KINDS: dict[str, type[Limit]] = {
+    "lse_without_gradient": LseWithoutGradient,
+    "same_heads": SameHeads,
+    "sdpa_enabled": SdpaEnabled,
+    "square_causal": SquareCausal,
+}
+"""Names that descriptors know them by."""

@@ -1,0 +1,232 @@
+"""What belongs to one operation is named in ``ops/`` and ``backends/`` alone: a new family touches its own folder.
+
+Names are those that the declared operations bring, so a new family is covered as soon as it is declared. Read are the
+strings, attributes, fields, parameters and keywords of all other code; what documents it (docstrings, comments) is
+passed over.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import layerzero
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+
+ROOT = Path(layerzero.__file__).parent
+AT_HOME = ("ops", "backends")
+
+GENERAL = {
+    "input": "every operation, command and stream has one",
+    "output": "every operation, command and stream has one",
+    "key": "of a dictionary, a cache, an order",
+    "value": "of a setting, a parameter, a dictionary",
+    "layout": "a fact that calls of all operations have",
+}
+"""Words that an operation uses and that mean something else, or something of all operations, everywhere."""
+
+WORDS = {
+    "alpha": "the chance of a false alarm in statistics",
+    "batch": "calls or sentences that are worked on together",
+    "bias": "of a module",
+    "features": "of a machine, a library, a project",
+    "group": "entry points, processes, calls that belong together",
+    "hidden": "what nobody sees",
+    "joined": "put together",
+    "k": "a letter",
+    "last": "the latest, the end of a row",
+    "limit": "what a kernel demands",
+    "m": "a letter: python -m, minutes",
+    "max_blocks": "blocks of a launch grid",
+    "n": "a letter: a count, a line break",
+    "packed": "put together",
+    "rows": "of a table, a database, a tensor",
+    "scale": "of a plot",
+    "seq": "of a message",
+    "step": "what to do next, an advance",
+    "table": "of text, of kept choices, of priors",
+    "up": "an adverb",
+    "weight": "how often something is drawn; of a font",
+}
+"""Words that mean something else within a text, or as an attribute or a parameter. A string that is such a word alone
+may name an operation's fact, so it counts."""
+
+_EXAMPLES = "help and pages that show how real calls are asked about"
+_OPTION = "an option of commands for the calls that most are asked about"
+_SPECIFIED = "a parameter that the specification gives a public function"
+_DESCRIBED = "the descriptor's format has fields for bounds of this size, and published files have them"
+_VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which are translated into its arguments"
+_CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
+_TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
+_MEMORY = "how a tensor lies in memory: dense in its rows"
+
+ALLOWED: dict[str, dict[str, str]] = {
+    "asking/bind.py": {"attention": "torch's own switches of its kernels, which any call's state has"},
+    "asking/descriptor_v1.py": dict.fromkeys(
+        ("attn_mask", "causal", "dropout_p", "head_dim", "heads", "seq_k", "seq_q", "value_dim"), _VERSION_1
+    ),
+    "cli/app.py": dict.fromkeys(
+        (
+            *("attention", "attention.gqa", "attention.gqa.decode", "attn_mask", "causal", "kv", "layer_norm"),
+            *("norm", "rms_norm", "softcap"),
+        ),
+        _EXAMPLES,
+    ),
+    "cli/calls.py": {
+        **dict.fromkeys(("attention", "attention.causal", "norm", "norm.rms"), _EXAMPLES),
+        **dict.fromkeys(("attn_mask", "return_lse", "softcap", "window"), _EXAMPLES),
+        **dict.fromkeys(("causal", "kv", "query"), _OPTION),
+    },
+    "cli/contributing.py": dict.fromkeys(("attention", "rms_norm"), _EXAMPLES),
+    "cli/demo.py": {
+        **dict.fromkeys(("attention", "eps", "layer_norm", "normalized_shape"), "a model whose layers it replaces"),
+        "tokens": "what a tokenizer makes of text",
+    },
+    "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
+    "cli/pages_descriptors.py": dict.fromkeys(
+        ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
+    ),
+    "cli/pages_usage.py": dict.fromkeys(
+        ("attention", "attention.causal", "causal", "norm", "norm.rms", "rms_norm", "seq_k"), _EXAMPLES
+    ),
+    "cli/perfdb.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
+    "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
+    "core/capability.py": dict.fromkeys(("head_dim", "seq_k", "seq_q"), _DESCRIBED),
+    "core/evidence.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
+    "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
+    "engine/cache.py": {"last": "a slot: the latest call"},
+    "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "integrations/transformers.py": dict.fromkeys(
+        (*("attention", "attn_mask", "dropout_p", "heads", "is_causal", "query", "sinks", "softcap", "window"),),
+        _TRANSFORMERS,
+    ),
+    "tuning/keeping/rows.py": {"rows": _MEMORY},
+    "tuning/measuring/asked.py": {"head_dim": _SPECIFIED},
+    "tuning/measuring/online.py": {"query": "a method of torch's events"},
+    "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},
+}
+"""By file, the names that it may use, each with its reason."""
+
+
+class Leak(NamedTuple):
+    place: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"src/layerzero/{self.place}:{self.line}: {self.name}"
+
+
+def operation_names() -> set[str]:
+    """Names of operations, of what they begin with, and of functions."""
+    found = {*OPERATIONS, *OPERATION_ALIASES, *FUNCTIONS}
+    for operation in OPERATIONS:
+        parts = operation.split(".")
+        found |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    return found
+
+
+def own_names() -> set[str]:
+    """Names of tensors, axes, parameters and facts, and what questions may call them."""
+    found: set[str] = {each.name for function in FUNCTIONS.values() for each in function.parameters}
+    for operation in OPERATIONS.values():
+        schema = operation.schema
+        for tensor in (*schema.inputs, *schema.outputs):
+            found |= {tensor.name, *tensor.shape_vars, *tensor.broadcast}
+        found |= {each.name for each in (*schema.params, *schema.axes)}
+        found |= {*operation.derived, *operation.aliases, *operation.fixed}
+    return {name for name in found if name.isidentifier()}
+
+
+NAMES = operation_names() | own_names()
+WORD = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def words_of(text: str) -> set[str]:
+    """The names in a text: the text itself, or its words. A glob of operations names what it begins with."""
+    if text in NAMES:
+        return {text}
+    found = {word.rstrip(".") for word in WORD.findall(text)}
+    parts = {part for word in found for part in word.split(".")}
+    return (found | parts) & NAMES - WORDS.keys()
+
+
+def identifier_of(node: ast.AST) -> str | None:
+    """What an attribute, a field, a parameter or a keyword is called."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    return node.arg if isinstance(node, ast.arg | ast.keyword) else None
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that an operation might have named."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    formats = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FormattedValue) and node.format_spec is not None
+        for part in ast.walk(node.format_spec)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in documentation | formats:
+                yield from ((node.lineno, name) for name in sorted(words_of(node.value)))
+        else:
+            name = identifier_of(node)
+            if name in NAMES and name not in WORDS:
+                yield node.lineno, name  # type: ignore[attr-defined]
+
+
+def leaks() -> list[Leak]:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.relative_to(ROOT)
+        if place.parts[0] not in AT_HOME:
+            told = names_in(ast.parse(path.read_text()))
+            found += [Leak(place.as_posix(), line, name) for line, name in told if name not in GENERAL]
+    return found
+
+
+LEAKS = leaks()
+
+
+def test_what_is_one_familys_stays_in_its_folder():
+    found = [leak for leak in LEAKS if leak.name not in ALLOWED.get(leak.place, {})]
+    assert not found, "wanted these names in ops/ or backends/ alone, got them in:\n" + "\n".join(map(str, found))
+
+
+def test_no_exception_outlives_what_it_excuses():
+    """A file that was mended leaves the list, so that nothing comes back under its name."""
+    had = {(leak.place, leak.name) for leak in LEAKS}
+    idle = [f"{place}: {name}" for place, names in ALLOWED.items() for name in names if (place, name) not in had]
+    assert not idle, f"ALLOWED: take out what no file has any more: {idle}"
+    strangers = [name for name in (*GENERAL, *WORDS) if name not in NAMES]
+    assert not strangers, f"GENERAL, WORDS: take out what no operation is called: {strangers}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('facts["head_dim"]', ["head_dim"]),
+        ('facts["rows"]', ["rows"]),
+        ('f"{count} rows of {query} heads"', ["heads"]),
+        ('f"{size:n}"', []),
+        ('"norm.*", "attention.gqa.*", "attention.flash"', ["attention", "attention.gqa", "norm"]),
+        ('"headset, causality"', []),
+        ("call(causal=True)", ["causal"]),
+        ("plan.window", ["window"]),
+        ("def ask(kv_heads, rows): ...", ["kv_heads"]),
+        ("class Call:\n    causal: bool = False", ["causal"]),
+        ('def ask():\n    """The query\'s heads."""', []),
+        ("window = 3  # seq_q", []),
+    ],
+)
+def test_names_are_found_where_they_are_used(source, found):
+    assert sorted({name for _, name in names_in(ast.parse(source))}) == found
