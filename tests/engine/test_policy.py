@@ -143,6 +143,9 @@ def test_the_callers_sdpa_kernel_context_is_respected(attention):
     with sdpa_kernel(SDPBackend.MATH):
         report = lz.explain("attention", *attention, layout="BSHD")
         assert [str(r.code) for r in report.reasons("torch.sdpa.cpu_flash")] == ["POLICY_DENIED"]
+        assert report.kernel_id.startswith(("torch.sdpa.math", "reference.")), (
+            "other libraries are not what was asked for"
+        )
         before = len(cached("attention"))
         lz.attention(*attention, layout="BSHD")
         assert len(cached("attention")) == before + 1

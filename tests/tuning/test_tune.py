@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.functional import rms_norm
+from typer.testing import CliRunner
 
 import layerzero as lz
 from counting import Told
 from layerzero.cli import tune as command
+from layerzero.cli.app import main
 from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
@@ -220,6 +222,7 @@ def test_cases_grid_and_parts_of_the_grid():
         ({"shapes": "cases", "manifest": "x.json"}, "manifest: wanted it alone, got shapes"),
         ({"seq_lens": [3], "manifest": "x.json"}, "got seq_lens beside it"),
         ({"manifest": "absent.json"}, "wanted a manifest that lz.record wrote"),
+        ({"model": "tiny"}, "model: wanted it beside a manifest"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, message):
@@ -234,6 +237,7 @@ def test_what_makes_no_sense_is_refused(given, message):
 CRASHES = """
 import ctypes, os, time
 from torch.nn.functional import rms_norm
+from typer.testing import CliRunner
 import layerzero as lz
 
 @lz.register_kernel("norm.rms", "risky.crashes", supported_dtypes=["float32"])
@@ -360,3 +364,14 @@ def test_warmup_measures_where_it_is_asked_to():
     lz.configure(perfdb={"auto_tune": True, "tune_samples": 4})
     lz.warmup("rms_norm", shapes=shapes)
     assert lz.explain("rms_norm", x, w).chosen.time_us > 0
+
+
+def test_a_manifest_of_another_model_is_not_used(tmp_path):
+    with lz.record(tmp_path / "calls.json", model="tiny-1"):
+        lz.rms_norm(torch.randn(2, 8), torch.ones(8))
+    wanted = r"calls.json: wanted a manifest of the model 'tiny-2', got one of 'tiny-1'"
+    with pytest.raises(ValueError, match=wanted):
+        lz.tune(manifest=tmp_path / "calls.json", model="tiny-2")
+    result = CliRunner().invoke(main, ["tune", "--manifest", str(tmp_path / "calls.json"), "--model", "tiny-2"])
+    assert result.exit_code == 2
+    assert "wanted a manifest of the model 'tiny-2'" in result.stderr

@@ -24,6 +24,10 @@ Cases = Annotated[bool, typer.Option("--cases", help="The operations' own cases;
 ManifestFile = Annotated[
     Path | None, typer.Option("--manifest", metavar="FILE", help="A workload that lz.record wrote.")
 ]
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME", help="What the manifest must have been recorded of; another is an error."),
+]
 Dtypes = Annotated[
     str | None,
     typer.Option(
@@ -55,6 +59,7 @@ def tune(
     shapes: Shapes = None,
     cases: Cases = False,
     manifest: ManifestFile = None,
+    model: Model = "",
     dtype: Dtypes = None,
     layout: Layout = None,
     device: Where = None,
@@ -85,6 +90,7 @@ def tune(
         shapes=shapes,
         cases=cases,
         manifest=manifest,
+        model=model,
         dtype=dtype,
         layout=layout,
         device=device,

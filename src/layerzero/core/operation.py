@@ -145,6 +145,8 @@ class Operation:
         kind: what it works on.
         fixed: arguments that its function has and it has not, with the values that they have in its calls.
         sibling: the operation with equal head counts that this one generalises, if any.
+        left_by_state: where the caller's eager state leaves some libraries only, what says so and their names, from the
+            call's facts; None where it leaves all. References may always run.
         unlike_sibling: why a kernel of the sibling alone does not take a call, from the call's facts.
         has_fallback: whether the reference may run as the last candidate.
         derive: further facts of a call (``group``, ``rows``) from its arguments and axis sizes.
@@ -179,6 +181,7 @@ class Operation:
     kind: OpKind = OpKind.TENSOR
     fixed: Mapping[str, object] = field(default_factory=dict)
     sibling: str = ""
+    left_by_state: Callable[[Any], tuple[str, tuple[str, ...]] | None] | None = None
     unlike_sibling: Callable[[Any], Reason] | None = None
     has_fallback: bool = True
     derive: Callable[[Mapping[str, object], Mapping[str, int]], Mapping[str, object]] | None = None

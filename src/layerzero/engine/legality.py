@@ -248,6 +248,10 @@ def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
+    asked = facts.operation.left_by_state
+    left = asked(facts) if asked is not None and not kernel.is_reference else None
+    if left is not None and kernel.source not in left[1]:
+        findings.append(Finding(_denied(left[0], " or ".join(left[1]), kernel.source)))
     return findings
 
 

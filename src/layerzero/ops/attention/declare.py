@@ -23,7 +23,7 @@ from layerzero.ops.attention import parts, stock
 from layerzero.ops.attention.adapt import ADAPTERS
 from layerzero.ops.attention.dropout import dropout_keeps_the_mean
 from layerzero.ops.attention.layout import LAYOUTS
-from layerzero.ops.attention.limits import grouped
+from layerzero.ops.attention.limits import grouped, torch_alone
 from layerzero.ops.attention.reference import attention_fake, attention_reference
 from layerzero.ops.attention.sweep import sweep_of
 
@@ -170,6 +170,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         properties=(dropout_keeps_the_mean(TOLERANCE),),
         sibling=sibling,
         unlike_sibling=grouped if sibling else None,
+        left_by_state=torch_alone,
         aliases=ALIASES,
         derive=_derive,
         derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),

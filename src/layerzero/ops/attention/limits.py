@@ -91,6 +91,15 @@ class SdpaEnabled(Limit):
         return f"sdpa_kernel allows {self.name}"
 
 
+def torch_alone(facts: Facts) -> tuple[str, tuple[str, ...]] | None:
+    """Who wants torch's plain formulas and nothing else switches off all that is fused: other libraries are, too."""
+    disabled: frozenset[str] = facts["sdpa_disabled"]  # type: ignore[assignment]
+    return ("the caller's sdpa_kernel context, which allows math alone", ("torch",)) if disabled >= _FUSED else None
+
+
+_FUSED = frozenset({"flash", "efficient", "cudnn"})
+
+
 @conditions.register
 def _same_heads(limit: SameHeads, call: SizedCall) -> Iterable[Condition] | None:
     return same_sizes("heads", "kv_heads", call)

@@ -19,6 +19,7 @@ def asked_jobs(
     device: str,
     *,
     manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
     head_dim: int | None = None,
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -30,12 +31,14 @@ def asked_jobs(
     of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
     narrowing = list(narrow)
+    if model and manifest is None:
+        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
     if manifest is not None and (shapes is not None or narrowing):
         raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'} beside it")
     if shapes is not None and narrowing:
         raise ValueError(f"{', '.join(narrowing)}: they narrow the default grid: wanted them without shapes, got both")
     if manifest is not None:
-        return [job for job in jobs_of(Manifest.load(manifest), device) if job.operation in names]
+        return [job for job in jobs_of(Manifest.load(manifest, model=model), device) if job.operation in names]
     if isinstance(shapes, str):
         if shapes != "cases":
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")

@@ -57,6 +57,7 @@ def tune(
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
     head_dim: int | None = None,
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -83,6 +84,7 @@ def tune(
         dtype: one or several; bfloat16 on a GPU, float32 and bfloat16 on a CPU.
         device: where; the current CUDA device if there is one, else the CPU.
         manifest: a file that ``lz.record`` wrote, in place of shapes; the most frequent calls come first.
+        model: what the manifest must have been recorded of; a manifest of another model is an error.
         head_dim, seq_lens, batch_sizes: of the default grid, only attention with this head dim, with these lengths and
             batches in place of the grid's.
         layout: of attention's tensors or the caches.
@@ -103,6 +105,7 @@ def tune(
         dtypes_of(dtype, target),
         target.type,
         manifest=manifest,
+        model=model,
         head_dim=head_dim,
         seq_lens=seq_lens,
         batch_sizes=batch_sizes,
