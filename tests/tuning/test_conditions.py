@@ -10,6 +10,7 @@ import torch
 from layerzero.core.evidence import Measurement
 from layerzero.tuning.measuring import machine_state as conditions
 from layerzero.tuning.measuring.machine_state import of_nvml
+from layerzero.tuning.predicting.weighing import Time, weighed
 from others import OTHERS
 
 
@@ -86,3 +87,29 @@ def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):
     times: list[Measurement] = list(found.times.values())
     assert times
     assert {each.condition for each in times} == {"planted=cpu"}
+
+
+def taken(kernel, condition, median_us):
+    return Time(kernel, b"", condition, "", median_us, 0.01, 20, 0.01, "2026-11-22T00:00:00.000Z", "")
+
+
+def test_times_of_the_present_condition_decide_where_several_kernels_have_them():
+    times = [taken("one", "load=low", 10.0), taken("two", "load=low", 30.0)]
+    times += [taken("one", "load=high", 90.0), taken("two", "load=high", 20.0), taken("three", "load=high", 25.0)]
+    low = weighed(times, present=lambda: "load=low")
+    assert (low["one"].time_us, low["two"].time_us) == (10.0, 30.0)
+    assert low["three"].confidence < low["one"].confidence, "of another condition"
+    for other in ("load=high", "load=medium", ""):
+        assert weighed(times, present=lambda state=other: state)["two"].time_us == 20.0
+    assert weighed(times[:2], present=pytest.fail)["one"].time_us == 10.0  # one condition: nobody looks
+
+
+def test_the_present_condition_is_read_at_most_twice_a_minute(monkeypatch):
+    states = iter(["load=low", "load=high"])
+    monkeypatch.setattr(conditions, "condition", lambda _: next(states))
+    monkeypatch.setattr(conditions, "_LATELY", {})
+    now = {"s": 100.0}
+    monkeypatch.setattr(conditions.time, "monotonic", lambda: now["s"])
+    assert [conditions.lately("cpu") for _ in range(3)] == ["load=low"] * 3
+    now["s"] += conditions.LATELY_S + 1
+    assert conditions.lately("cpu") == "load=high"

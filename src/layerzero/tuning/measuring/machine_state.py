@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature, memory pressure, power
 state. On a CPU: load, and the clock where the system tells it. What cannot be read is left out. Where times of one call
-were taken under several conditions, those under the condition that most kernels share count, and others count less. No
-time is multiplied by a factor for its condition: none was calibrated.
+were taken under several conditions, those under the present one count, or else those under the one that most kernels
+share, and others count less. No time is multiplied by a factor for its condition: none was calibrated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ MEDIUM_MEMORY, HIGH_MEMORY = 0.5, 0.8
 
 MEDIUM_LOAD, HIGH_LOAD = 1.0, 2.0
 """Runnable threads a core beyond which the load is medium, high; what measures is one of them."""
+
+LATELY_S = 30.0
+"""How old a state may be that a choice is made by."""
+
+_LATELY: dict[str, tuple[float, str]] = {}
 
 BOOST = 0.9
 """Share of the highest clock from which on a device boosts."""
@@ -46,6 +52,18 @@ def condition(device: torch.device) -> str:
     if device.type == "cpu":
         state = _of_cpu()
     return text(state)
+
+
+def lately(device_type: str) -> str:
+    """The state of the current device of a kind, at most half a minute old: a choice must not wait for it."""
+    now = time.monotonic()
+    found = _LATELY.get(device_type)
+    if found is None or now - found[0] > LATELY_S:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+        )
+        found = _LATELY[device_type] = now, condition(device)
+    return found[1]
 
 
 def text(state: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -56,14 +56,21 @@ class Time(msgspec.Struct, frozen=True):
         return waits(self.device_us, self.host_us)
 
 
-def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None = None) -> dict[str, Evidence]:
-    """One time for each kernel: under the condition that most have, since times are for comparing, the latest of those.
+def weighed(
+    times: Sequence[Time],
+    hosts: Mapping[tuple[str, str], float] | None = None,
+    present: Callable[[], str] = str,
+) -> dict[str, Evidence]:
+    """One time for each kernel, all under one condition as far as they go, since times are for comparing.
+
+    That is the ``present`` condition of the machine where two kernels have times of it, else the one that most have,
+    the latest of several. It is asked for only where times of several conditions are known.
 
     Of several times, those measured here come first, then enough samples, then the latest. ``hosts`` says what the host
     takes as a rule for a kernel with its adaptations over its family: by that, the host's pace just then is told, and
     taken out.
     """
-    shared = _shared(times)
+    shared = _shared(times, present)
 
     def rank(time: Time) -> tuple[object, ...]:
         return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
@@ -84,8 +91,8 @@ def weighed(times: Sequence[Time], hosts: Mapping[tuple[str, str], float] | None
     }
 
 
-def _shared(times: Sequence[Time]) -> str:
-    """The condition that most kernels have times of, the latest of several."""
+def _shared(times: Sequence[Time], present: Callable[[], str]) -> str:
+    """The condition that times are compared under."""
     kernels: dict[str, set[str]] = {time.condition: set() for time in times}
     if len(kernels) < 2:
         return next(iter(kernels), "")
@@ -93,6 +100,9 @@ def _shared(times: Sequence[Time]) -> str:
     for time in times:
         kernels[time.condition].add(time.kernel)
         latest[time.condition] = max(latest.get(time.condition, ""), time.written_at)
+    now = present()
+    if len(kernels.get(now, ())) > 1:
+        return now
     return max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]))
 
 
