@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.sampling_few import by_sums, few_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -88,17 +89,6 @@ def _threshold(kind: str) -> Callable[..., Tensor | None]:
     return ways[kind]
 
 
-def _by_sums(upto: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The place where a random number lies among sums up to each place. Shapes: (*, V) → (*).
-
-    The number stays below the last sum, so that the place has a weight: the first at which sums are above it.
-    """
-    total = upto[..., -1:]
-    mark = torch.rand(total.shape, dtype=torch.float64, generator=generator).mul_(total).to(upto.dtype)
-    mark = torch.minimum(mark, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(upto, mark, right=True).squeeze(-1)
-
-
 def _by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """The place that comes first, each at a rate of its weight. Shapes: (*, V) → (*)."""
     times = torch.empty_like(weights).exponential_(generator=generator)
@@ -107,7 +97,7 @@ def _by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _load_sample(facts: Facts) -> Callable[..., Any]:
     name, kind, logits = _kind(facts)
-    threshold, on_cpu = _threshold(kind), facts.device.platform == "cpu"
+    threshold, few, on_cpu = _threshold(kind), few_of(facts), facts.device.platform == "cpu"
 
     def run(
         tensor: Tensor,
@@ -117,22 +107,31 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
         generator: torch.Generator | None = None,
         **given: Any,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, logits=logits)
-        own = generator_of(seed, generator, tensor.device)
+        tensor = tensor.detach()
         if on_cpu:
-            _check(weights, tensor, name)
+            _check_signs(tensor, name)
+        if few is not None:
+            found = few(tensor, temperature=temperature, seed=seed, generator=generator, **given)
+            if found is not None:
+                return found
+        weights = probabilities(tensor, temperature, logits=logits)
+        own = generator_of(seed, generator, tensor.device)
         least = threshold(weights, **given)
         if least is not None:
             weights = torch.where(weights >= least, weights, 0.0)
-        return _by_sums(weights.cumsum(-1), own) if on_cpu else _by_race(weights, own)
+        if not on_cpu:
+            return _by_race(weights, own)
+        upto = weights.cumsum(-1)
+        check_drawable(upto[..., -1], tensor, name)
+        return by_sums(upto, own)
 
     return run
 
 
-def _check(weights: Tensor, tensor: Tensor, name: str) -> None:
-    """Raise where nothing can be drawn; the sum of softmax tells all, that of what a caller says to be weights not."""
-    total = weights.sum(-1)
-    check_drawable(total if not name.endswith(".probs") else total * (weights.amin(-1) >= 0), tensor, name)
+def _check_signs(tensor: Tensor, name: str) -> None:
+    """Raise where what a caller says to be probabilities is none: a sum does not tell of numbers below 0."""
+    if name.endswith(".probs"):
+        check_drawable((tensor.amin(-1) >= 0).float(), tensor, name)
 
 
 def _load_topp(facts: Facts) -> Callable[..., Any]:
@@ -147,19 +146,21 @@ def _load_topp(facts: Facts) -> Callable[..., Any]:
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, logits=logits)
+        tensor = tensor.detach()
+        _check_signs(tensor, name)
+        weights = probabilities(tensor, temperature, logits=logits)
         weights = weights.reshape(-1, weights.shape[-1])
         own = generator_of(seed, generator, tensor.device)
-        _check(weights, tensor if tensor.ndim > 1 else tensor.unsqueeze(0), name)
         upto = weights.cumsum(-1)
+        check_drawable(upto[:, -1], tensor, name)
         share = of_row(p, None if row_p is None else row_p.reshape(-1))
         bound = (upto[:, -1:] * share).clamp_(min=_TINY)
-        found = _by_sums(upto, own)
+        found = by_sums(upto, own)
         low, again = _beyond(weights, found, bound)
         rows = torch.arange(len(weights))
         while again.any():
             rows, weights, bound, low = rows[again], weights[again], bound[again], low[again]
-            drawn = _by_sums(torch.where(weights > low, weights, 0.0).cumsum(-1), own)
+            drawn = by_sums(torch.where(weights > low, weights, 0.0).cumsum(-1), own)
             found[rows] = drawn
             low, again = _beyond(weights, drawn, bound)
         return found.reshape(tensor.shape[:-1])
@@ -189,16 +190,18 @@ def _load_sorted(facts: Facts) -> Callable[..., Any]:
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, logits=logits)
-        if on_cpu:
-            _check(weights, tensor, name)
-        values, order = weights.sort(-1, descending=True)
+        tensor = tensor.detach()
+        values, order = probabilities(tensor, temperature, logits=logits).sort(-1, descending=True)
         shares = parts(values)
         if kind != "topp":
             shares = shares * (values >= nth(values, count_of(k, row_k, vocab)))
         if kind != "topk":
             shares = shares * (values >= nth(values, reach(shares, of_row(p, row_p))))
-        drawn = place(shares.cumsum(-1), generator_of(seed, generator, tensor.device))
+        upto = shares.cumsum(-1)
+        if on_cpu:
+            _check_signs(tensor, name)
+            check_drawable(upto[..., -1], tensor, name)
+        drawn = place(upto, generator_of(seed, generator, tensor.device))
         return order.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
     return run
