@@ -29,7 +29,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.sampling.checks import check_drawable
+from layerzero.ops.sampling.checks import check_drawable, check_signs
 from layerzero.ops.sampling.formulas import (
     count_of,
     generator_of,
@@ -109,7 +109,7 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         tensor = tensor.detach()
         if on_cpu:
-            _check_signs(tensor, name)
+            check_signs(tensor, name)
         if few is not None:
             found = few(tensor, temperature=temperature, seed=seed, generator=generator, **given)
             if found is not None:
@@ -128,12 +128,6 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _check_signs(tensor: Tensor, name: str) -> None:
-    """Raise where what a caller says to be probabilities is none: a sum does not tell of numbers below 0."""
-    if name.endswith(".probs"):
-        check_drawable((tensor.amin(-1) >= 0).float(), tensor, name)
-
-
 def _load_topp(facts: Facts) -> Callable[..., Any]:
     name, _, logits = _kind(facts)
 
@@ -147,7 +141,7 @@ def _load_topp(facts: Facts) -> Callable[..., Any]:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         tensor = tensor.detach()
-        _check_signs(tensor, name)
+        check_signs(tensor, name)
         weights = probabilities(tensor, temperature, logits=logits)
         weights = weights.reshape(-1, weights.shape[-1])
         own = generator_of(seed, generator, tensor.device)
@@ -199,7 +193,7 @@ def _load_sorted(facts: Facts) -> Callable[..., Any]:
             shares = shares * (values >= nth(values, reach(shares, of_row(p, row_p))))
         upto = shares.cumsum(-1)
         if on_cpu:
-            _check_signs(tensor, name)
+            check_signs(tensor, name)
             check_drawable(upto[..., -1], tensor, name)
         drawn = place(upto, generator_of(seed, generator, tensor.device))
         return order.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)

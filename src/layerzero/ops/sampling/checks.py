@@ -59,3 +59,9 @@ def check_drawable(total: Tensor, tensor: Tensor, operation: str) -> None:
         name = "probs" if operation.endswith(".probs") else "logits"
         wanted = f"{name}: wanted rows that something can be drawn of, got one whose probabilities add up to nothing"
         raise InvalidCallError(operation, undrawable(tensor, name) or [wanted])
+
+
+def check_signs(tensor: Tensor, operation: str) -> None:
+    """Raise where what a caller says to be probabilities is none; a sum would not tell. Raises: InvalidCallError."""
+    if operation.endswith(".probs"):
+        check_drawable((tensor.amin(-1) >= 0).float(), tensor, operation)

@@ -27,7 +27,7 @@ from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.sampling import stock
 from layerzero.ops.sampling.cases import cases, examples, sweep
-from layerzero.ops.sampling.checks import check_drawable, check_values
+from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values
 from layerzero.ops.sampling.formulas import Rule, drawn, generator_of, min_p, probabilities, top_k, top_p
 from layerzero.ops.sampling.judging import judge
 
@@ -110,6 +110,7 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
     ) -> Tensor:
         weights = probabilities(tensor.detach(), temperature, logits=logits)
         if tensor.device.type == "cpu":
+            check_signs(tensor, name)
             check_drawable(weights.sum(-1), tensor, name)
         weights = weights * rule(weights, **given)
         return drawn(weights, generator_of(seed, generator, tensor.device))
