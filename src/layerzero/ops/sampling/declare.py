@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ def _generator(seed: int | None, name: str) -> Callable[..., torch.Generator]:
 
 TEMPERATURE = Param("temperature", float, None, Role.PASSED, *TEMPERATURES, example=0.5)
 SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, seeds=True)
-K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=3)
-P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.4)
+K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
+P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
 ROW_K = TensorSchema("row_k", ("...",), COUNTS, required=False, same_dtype=False)
 ROW_P = TensorSchema("row_p", ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
 
@@ -191,7 +192,9 @@ _USUAL: Mapping[tuple[str, str], object] = {
 CATEGORICAL = _operation("categorical", "A place by its probability", _every, ())
 TOPK = _operation("topk", "A place of the k likeliest", top_k, (ROW_K,), K)
 TOPP = _operation("topp", "A place of the likeliest that have the share p", top_p, (ROW_P,), P)
-MINP = _operation("minp", "A place at least p times as likely as the likeliest", min_p, (ROW_P,), P)
+MINP = _operation(
+    "minp", "A place at least p times as likely as the likeliest", min_p, (ROW_P,), replace(P, example=0.1)
+)
 TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, (ROW_K, ROW_P), K, P)
 
 
