@@ -36,7 +36,7 @@ def _logits(draw: Draw) -> Tensor:
 def _source(draw: Draw, dtype: torch.dtype, name: str) -> dict[str, Any]:
     logits = _logits(draw)
     values = logits if name == "logits" else logits.softmax(-1)
-    return {name: draw.laid_out(values.to(dtype))}
+    return {name: draw.laid_out(values.to(dtype), expand=name == "logits")}  # one place so often adds up to anything
 
 
 def _shares(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
