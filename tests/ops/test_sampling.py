@@ -10,9 +10,12 @@ import torch
 import layerzero as lz
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Given
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATIONS
+from layerzero.ops.calls import arguments_of
 from layerzero.ops.sampling import formulas
 from layerzero.testing import compare, fuzz
+from layerzero.testing.battery import Battery
 from layerzero.testing.generate import RandomCall
 
 KINDS = {
@@ -322,6 +325,14 @@ def test_compiled(name):
     torch.compiler.reset()  # a lambda is compiled for each name, which are more than torch allows one
     compiled = torch.compile(lambda tensor: getattr(lz, name)(tensor, **given), fullgraph=True, backend="eager")
     assert torch.equal(compiled(tensor), getattr(lz, name)(tensor, **given))
+
+
+def test_a_generator_is_no_promise_and_does_not_advance_with_a_step():
+    operation = OPERATIONS["sampling.categorical"]
+    assert "generator" not in arguments_of(operation, operation.cases[0], torch.float32, promised=True)
+    checks = [each.name for each in Battery(REGISTRY.kernel("torch.sample"), operation, "cpu", 0, 2).checks()]
+    assert "distribution, float32" in checks
+    assert not [name for name in checks if "advances" in name]
 
 
 def test_parts_of_a_row_add_up_in_any_order():

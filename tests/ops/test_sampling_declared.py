@@ -13,7 +13,10 @@ from layerzero.backends.flashinfer import sampling as flashinfer
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.recipe import CallRecipe
 from layerzero.ops import FUNCTIONS, OPERATIONS
+from layerzero.ops.calls import arguments_of, case_of_shapes
+from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.ops.sampling import formulas
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
@@ -94,6 +97,30 @@ def test_counts_of_rows_are_read_on_a_cpu_only():
     (limit,) = (each for each in kernel_of(sampling.KERNELS, "torch.sample_topk").limits if "row_k" in each.describe())
     assert limit.check(facts_of("sampling.topk", given))
     assert not limit.check(facts_of("sampling.topk", given, device="cpu"))
+
+
+@pytest.mark.parametrize("ending", ["", "_probs"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_calls_that_were_written_down_are_made_again_of_what_can_be_drawn_of(name, ending):
+    operation = FUNCTIONS[name + ending].operations[0]
+    source = operation.schema.inputs[0].name
+    tensor = torch.randn(2, 3, 64).softmax(-1)
+    recipe = CallRecipe.of(facts_of(operation.name, {source: tensor, **GIVEN[name], "seed": 3}, device="cpu"))
+    function, arguments = arguments_of_recipe(recipe, operation)
+    assert arguments["seed"] is not None
+    assert arguments[source].shape == tensor.shape
+    if ending:
+        torch.testing.assert_close(arguments[source].sum(-1), torch.ones(2, 3))
+    assert getattr(lz, function.name)(**arguments).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", [*GIVEN, "greedy"])
+def test_the_shape_of_logits_asks_for_a_call_with_usual_numbers(name):
+    operation = FUNCTIONS[name].operations[0]
+    case = case_of_shapes(operation, [(4, 64)])
+    assert case is not None
+    made = arguments_of(operation, case, F32)
+    assert {each: made[each] for each in ("k", "p") if each in made}.keys() == GIVEN.get(name, {}).keys()
 
 
 class Library:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.operation import Case
 
@@ -21,7 +21,7 @@ _ROWS = {"cuda": (1, 4, 16, 64, 256), "cpu": (1, 4, 16)}
 _VOCAB = (32000, 128256, 151936)
 _MAX_ELEMENTS = {"cuda": 2**26, "cpu": 2**21}
 
-Examples = Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Tensor]]
+Examples = Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]]
 Sweep = Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]
 
 
@@ -48,18 +48,20 @@ def sweep(params: Mapping[str, object]) -> Sweep:
     return sizes
 
 
-def examples(name: str) -> Examples:
-    """Logits with a spread of 3, as those of models about have, or their probabilities."""
+def examples(name: str, usual: Mapping[str, object]) -> Examples:
+    """Logits with a spread of 3, as those of models about have, or their probabilities; usual numbers beside them.
 
-    def made(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    Nobody can draw without k or p: a call that is asked about by the shape of its logits alone has usual ones.
+    """
+
+    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
         shape = (case.sizes["rows"], case.sizes["vocab"])
+        beside = {each: value for each, value in usual.items() if f"row_{each}" not in case.given}
         if device.type == "meta":
-            return {name: torch.empty(shape, dtype=dtype, device=device)}
+            return {name: torch.empty(shape, dtype=dtype, device=device), **beside}
         where = device if generator is None else generator.device
         logits = torch.randn(shape, generator=generator, device=where) * 3
         values = logits if name == "logits" else logits.softmax(-1)
-        return {name: values.to(device, dtype)}
+        return {name: values.to(device, dtype), **beside}
 
     return made

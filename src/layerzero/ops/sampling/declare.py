@@ -63,7 +63,7 @@ def _generator(seed: int | None, name: str) -> Callable[..., torch.Generator]:
 
 
 TEMPERATURE = Param("temperature", float, None, Role.PASSED, *TEMPERATURES, example=0.5)
-SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, seeds=True)
+SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True)
 K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
 P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
 ROW_K = TensorSchema("row_k", ("...",), COUNTS, required=False, same_dtype=False)
@@ -174,7 +174,7 @@ def _from(
         derived=("rows",),
         derived_from={"rows": ("...",)},
         check_values=check_values,
-        examples=examples(source),
+        examples=examples(source, usual),
         work=_work,
         sweep=sweep(usual),
         stock=stock.stock(kind, logits=logits),
