@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.operation import Case, Function, Operation
+from layerzero.core.operation import Case, Function, Operation, OpKind
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read
 
@@ -56,13 +56,19 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
 
 
 def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Values that the operation draws itself; of tensors that hold places or counts."""
-    wanted = [each.name for each in operation.schema.inputs if each.is_index and each.name in recipe.tensors]
+    """Values that the operation draws itself: places, counts, and what is drawn from."""
+    schema, chance = operation.schema, operation.kind is OpKind.SAMPLING
+    wanted = [each.name for each in schema.inputs if (each.is_index or chance) and each.name in recipe.tensors]
     if operation.examples is None or not wanted or not set(operation.cases[0].sizes) <= sizes.keys():
         return {}
     # On the call's device: an H200's host took most of a minute for a large cache that is thrown away (2026-11-21).
-    made = operation.examples(Case("again", sizes), torch.bfloat16, torch.device(recipe.device), None)
-    return {name: made[name] for name in wanted if name in made}
+    dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if chance else torch.bfloat16
+    made = operation.examples(Case("again", sizes), dtype, torch.device(recipe.device), None)
+    shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
+    return {
+        name: made[name].view(shape) if made[name].numel() == math.prod(shape) else made[name]
+        for name, shape in shapes.items()
+    }
 
 
 def _tensor(

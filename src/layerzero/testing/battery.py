@@ -175,7 +175,8 @@ class Battery:
         yield Check(f"a class of sizes, {dtype}", just(sharing.serves_its_class, kernel, setting, base))
         yield Check(f"two threads, {dtype}", just(execution.threads, trial))
         yield Check(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
-        if set(self.operation.schema.handles) & set(kernel.accepts):
+        schema = self.operation.schema
+        if schema.promises.intersection(schema.handles, kernel.accepts):
             yield Check(f"a step that advances, {dtype}", just(execution.advanced, trial))
         if kernel.deterministic:
             yield Check(f"same bits, {dtype}", just(execution.repeats, trial))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import Param
 from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.operation import Operation
 from layerzero.engine.planning import PlanUnusableError
@@ -130,15 +131,14 @@ def advanced(trial: Trial) -> Outcome:
     plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     plan.run(**bound)
-    params = [trial.function.param(name) for name in trial.function.handles]
-    sources = {name for each in params if each is not None for name in each.made_of}
+    sources = {name for each in _made_of_tensors(trial) for name in each.made_of}
     for name, tensor in tensors(call).items():
         if name in sources and not tensor.is_floating_point() and tensor.ndim == 1:  # counts may shrink, not grow
             tensor.copy_((tensor + 1) // 2)
         elif name in sources:
             tensor.copy_(tensor.flip(0))
-    for name in trial.function.handles:
-        call.arguments[name].refresh()
+    for each in _made_of_tensors(trial):
+        call.arguments[each.name].refresh()
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")
@@ -216,8 +216,8 @@ def captured(trial: Trial) -> Outcome:
         def replay(**_: Any) -> Any:
             for name, tensor in tensors(second).items():
                 call.arguments[name].copy_(tensor)
-            for name in trial.function.handles:
-                call.arguments[name].refresh()
+            for each in _made_of_tensors(trial):
+                call.arguments[each.name].refresh()
             graph.replay()
             torch.cuda.synchronize()
             return result
@@ -244,9 +244,14 @@ def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) ->
 def _with_handles(trial: Trial) -> RandomCall:
     """The call in memory of its own, with the handles whose buffers a captured graph needs to stay where they are."""
     call = duplicate(trial.call)
-    params = [trial.function.param(name) for name in trial.function.handles]
-    made = {each.name: each.make(call.arguments, True) for each in params if each is not None and each.make is not None}
+    made = {each.name: each.make(call.arguments, True) for each in _made_of_tensors(trial) if each.make is not None}
     return RandomCall(call.function, {**call.arguments, **made}, call.name)
+
+
+def _made_of_tensors(trial: Trial) -> list[Param]:
+    """The handles that hold what follows from tensors, and so advance with them; a generator goes on by itself."""
+    params = [trial.function.param(name) for name in trial.function.handles]
+    return [each for each in params if each is not None and not each.changes_result]
 
 
 def _compared(

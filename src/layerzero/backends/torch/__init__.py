@@ -1,4 +1,4 @@
-"""torch's own kernels: activations, attention, products with weights, norms, paged gathers, flex, Inductor."""
+"""torch's own kernels: activations, attention, products with weights, norms, paged gathers, draws, flex, Inductor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ MODULES = (
     "attention",
     "cuda_attention",
     "flex_attention",
+    "greedy",
     "inductor",
     "linear",
     "mlp",
     "norm",
     "paged",
     "rope",
+    "sampling",
 )
 """The files that declare kernels, a family each."""

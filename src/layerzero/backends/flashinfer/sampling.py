@@ -1,0 +1,210 @@
+"""FlashInfer's draws, called as the module that it compiles with nvcc on first use: one for all of them.
+
+Read: flashinfer-python 0.7.2.post1, sampling.py, csrc/sampling.cu, csrc/renorm.cu, include/flashinfer/sampling.cuh and
+topk.cuh. Its kernels sort nothing: they draw, and draw again among likelier places where what they drew is not kept
+("count of those above < k", "sum of those above < p", as our operations say it, so ties are kept together, too).
+They take float32 that adds up to 1, as dense rows, and load vectors as wide as divide a row; where a row begins is
+computed in 32 bits. Ids may be int64, in which case counts of rows are read as int64 as well, but for the radix kernel
+of top-k before top-p, which reads int32. Logits become probabilities by torch's softmax.
+
+A draw is named by seed and offset of a Philox stream, of which each row has its own. They are two numbers of the call,
+read from the generator, which moves on; a captured graph would draw the same on each replay, so that none is captured.
+The radix kernel wants zeros to count in: one buffer a call, where FlashInfer shares one between streams. Not run here
+yet.
+Library: flashinfer-python 0.7.2, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.sampling.declare import LEAST
+from layerzero.ops.sampling.formulas import probabilities
+
+_ROUNDS = 32
+"""Random numbers a row that FlashInfer moves a generator on by, where it may have to draw again."""
+
+_RADIX_BYTES = 2**20
+_DETERMINISTIC = True
+
+Draw = Callable[..., None]
+"""Calls one of the module's functions on probabilities, ids, a flag for each row, and where to draw from."""
+
+
+def _module(facts: Facts) -> Hashable:
+    """One module holds every draw."""
+    return facts.device.sm, "sampling"
+
+
+def _prebuilt(facts: Facts) -> bool:
+    return is_shipped("sampling", facts)
+
+
+@functools.cache
+def _built() -> Any:
+    from flashinfer.jit.sampling import gen_sampling_module
+
+    return gen_sampling_module().build_and_load()
+
+
+def _shares(p: float | None, row_p: Tensor | None) -> tuple[Tensor | None, float]:
+    """A share for each row and one for all, of which FlashInfer takes the first that is there."""
+    if row_p is None:
+        return None, 1.0 if p is None else p
+    return row_p.reshape(-1).clamp(LEAST, 1.0), 1.0
+
+
+def _counts(k: int | None, row_k: Tensor | None, vocab: int, dtype: torch.dtype) -> tuple[Tensor | None, int]:
+    """The same of counts, which are read in the dtype that its kernels are compiled for."""
+    if row_k is None:
+        return None, vocab if k is None else min(k, vocab)
+    return row_k.reshape(-1).clamp(1, vocab).to(dtype), 0
+
+
+def _random(seed: int, offset: int) -> tuple[Any, ...]:
+    """How draws are to be deterministic, and their seed and offset: as a tensor, and as a number."""
+    return _DETERMINISTIC, None, seed, None, offset
+
+
+def _categorical(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...]) -> None:
+    module.sampling_from_probs(probs, ids, valid, None, *random)
+
+
+def _top_k(
+    module: Any,
+    probs: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    random: tuple[Any, ...],
+    k: int | None = None,
+    row_k: Tensor | None = None,
+) -> None:
+    counts = _counts(k, row_k, probs.shape[1], ids.dtype)
+    module.top_k_sampling_from_probs(probs, ids, valid, None, *counts, *random)
+
+
+def _top_p(
+    module: Any,
+    probs: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    random: tuple[Any, ...],
+    p: float | None = None,
+    row_p: Tensor | None = None,
+) -> None:
+    module.top_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
+
+
+def _min_p(
+    module: Any,
+    probs: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    random: tuple[Any, ...],
+    p: float | None = None,
+    row_p: Tensor | None = None,
+) -> None:
+    module.min_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
+
+
+def _top_k_top_p(
+    module: Any,
+    probs: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    random: tuple[Any, ...],
+    k: int | None = None,
+    row_k: Tensor | None = None,
+    p: float | None = None,
+    row_p: Tensor | None = None,
+) -> None:
+    kept = torch.empty_like(probs)
+    counting = torch.zeros(_RADIX_BYTES, dtype=torch.uint8, device=probs.device)
+    module.top_k_renorm_probs(probs, kept, *_counts(k, row_k, probs.shape[1], torch.int32), _DETERMINISTIC, counting)
+    _top_p(module, kept, ids, valid, random, p, row_p)
+
+
+def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Callable[..., Any]]:
+    def load(facts: Facts) -> Callable[..., Any]:
+        from flashinfer.sampling import get_seed_and_offset
+
+        module = _built()
+
+        def run(
+            tensor: Tensor,
+            *,
+            temperature: float | None = None,
+            seed: int | None = None,
+            generator: torch.Generator | None = None,
+            **given: Any,
+        ) -> Tensor:
+            probs = probabilities(tensor.detach(), temperature, logits=logits)
+            probs = probs.view(-1, probs.shape[-1])
+            rows = len(probs)
+            ids = torch.empty(rows, dtype=torch.int64, device=probs.device)
+            valid = torch.empty(rows, dtype=torch.bool, device=probs.device)
+            start = get_seed_and_offset(rows * numbers, generator, probs.device) if seed is None else (seed, 0)
+            draw(module, probs, ids, valid, _random(*start), **given)
+            return ids.view(tensor.shape[:-1])
+
+        return run
+
+    return load
+
+
+def _elements(facts: Facts) -> Reason | None:
+    got = facts.size("rows") * facts.size("vocab")
+    if got < 2**32:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "rows * vocab", "below 2^32", got)
+
+
+def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], numbers: int, priority: int) -> Kernel:
+    logits = source == "logits"
+    ending = "" if kind == "categorical" else f"_{kind}"
+    dense = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous(source))
+    given = (limit.dtype("float32"), limit.contiguous(source), limit.aligned(16, source))
+    return Kernel(
+        id=f"flashinfer.sample{ending}" if logits else f"flashinfer.sample{ending}_probs",
+        operations=(f"sampling.{kind}" if logits else f"sampling.{kind}.probs",),
+        backend=FLASHINFER,
+        load=_loader(draw, numbers, logits=logits),
+        accepts=(*accepts, *(("temperature",) if logits else ()), "seed", "generator"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            *(dense if logits else given),
+            limit.Custom("rows * vocab < 2^32", _elements),
+        ),
+        grad=True,
+        deterministic=True,
+        jit=True,
+        build_key=_module,
+        prebuilt=_prebuilt,
+        device_guard=True,
+        priority=priority,
+    )
+
+
+KERNELS = tuple(
+    _kernel(kind, source, draw, accepts, numbers, priority)
+    for kind, draw, accepts, numbers, priority in (
+        ("categorical", _categorical, (), 1, 80),
+        ("topk", _top_k, ("k", "row_k"), _ROUNDS, 80),
+        ("topp", _top_p, ("p", "row_p"), _ROUNDS, 80),
+        ("minp", _min_p, ("p", "row_p"), 1, 80),
+        ("topk_topp", _top_k_top_p, ("k", "row_k", "p", "row_p"), _ROUNDS, 80),
+    )
+    for source in ("logits", "probs")
+)

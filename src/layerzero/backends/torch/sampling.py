@@ -1,0 +1,280 @@
+"""Draws of places as torch expressions, without a sort where none is needed.
+
+``torch.sample`` finds the smallest value that is kept, by ``topk`` or by the maximum, and draws among those from it
+upwards. ``torch.sample_topp`` sorts nothing: it draws of the whole row, and again where the places that are likelier
+than what it drew have the share p already, each time among likelier places only. That is no approximation: a draw
+that is thrown away until it lies among what is kept has the probabilities of what is kept. ``torch.sample_sorted``
+sorts, as everybody does; it waits for nothing, and serves devices on which ``torch.sample_topp`` would.
+
+Where a place is drawn: on a CPU by one random number a row and sums up to each place, since a random number for each
+place costs 20 times as much (2.9 ms for 128256 of them, 0.13 for the sums); elsewhere by the largest of w / e, with e
+exponentially distributed, since torch refuses floating sums there where it has to be deterministic.
+
+A row of 128256 places, one thread of an AMD EPYC, torch 2.13.0, 2026-11-22: a sort takes 11.7 ms, ``torch.multinomial``
+3.3 ms, ``topk(50)`` 0.3 ms, a mask and its sums 0.35 ms.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.sampling_few import by_sums, few_of
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.sampling.checks import check_drawable, check_signs
+from layerzero.ops.sampling.formulas import (
+    count_of,
+    generator_of,
+    nth,
+    of_row,
+    parts,
+    place,
+    probabilities,
+    reach,
+)
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def _kind(facts: Facts) -> tuple[str, str, bool]:
+    """The operation's name, what it keeps, and whether it starts from logits."""
+    name = str(facts["operation"])
+    return name, name.split(".")[1], not name.endswith(".probs")
+
+
+def _threshold(kind: str) -> Callable[..., Tensor | None]:
+    """What finds the smallest value that is kept, None where all are. Shapes: (*, V) → (*, 1)."""
+
+    def top_k(weights: Tensor, k: int | None = None, row_k: Tensor | None = None) -> Tensor | None:
+        count = count_of(k, row_k, weights.shape[-1])
+        most = count if row_k is None else int(count.max())
+        return None if most == weights.shape[-1] and row_k is None else nth(weights.topk(most).values, count)
+
+    def min_p(weights: Tensor, p: float | None = None, row_p: Tensor | None = None) -> Tensor:
+        most = weights.amax(-1, keepdim=True)
+        return torch.minimum(most * of_row(p, row_p), most)
+
+    def top_k_top_p(
+        weights: Tensor,
+        k: int | None = None,
+        row_k: Tensor | None = None,
+        p: float | None = None,
+        row_p: Tensor | None = None,
+    ) -> Tensor:
+        count = count_of(k, row_k, weights.shape[-1])
+        values = weights.topk(count if row_k is None else int(count.max())).values
+        last = nth(values, count)
+        total = torch.where(weights >= last, weights, 0.0).sum(-1, keepdim=True)  # what ties with the last is kept, too
+        before = values.cumsum(-1) - values
+        kept = (before < of_row(p, row_p) * total) & (values >= last)
+        return nth(values, kept.sum(-1, keepdim=True).clamp_(min=1))
+
+    def none(weights: Tensor) -> None:
+        return None
+
+    ways: dict[str, Callable[..., Tensor | None]] = {
+        "categorical": none,
+        "topk": top_k,
+        "minp": min_p,
+        "topk_topp": top_k_top_p,
+    }
+    return ways[kind]
+
+
+def _by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The place that comes first, each at a rate of its weight. Shapes: (*, V) → (*)."""
+    times = torch.empty_like(weights).exponential_(generator=generator)
+    return torch.div(weights, times, out=times).argmax(-1)
+
+
+def _load_sample(facts: Facts) -> Callable[..., Any]:
+    name, kind, logits = _kind(facts)
+    threshold, few, on_cpu = _threshold(kind), few_of(facts), facts.device.platform == "cpu"
+
+    def run(
+        tensor: Tensor,
+        *,
+        temperature: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        **given: Any,
+    ) -> Tensor:
+        tensor = tensor.detach()
+        if on_cpu:
+            check_signs(tensor, name)
+        if few is not None:
+            found = few(tensor, temperature=temperature, seed=seed, generator=generator, **given)
+            if found is not None:
+                return found
+        weights = probabilities(tensor, temperature, logits=logits)
+        own = generator_of(seed, generator, tensor.device)
+        least = threshold(weights, **given)
+        if least is not None:
+            weights = torch.where(weights >= least, weights, 0.0)
+        if not on_cpu:
+            return _by_race(weights, own)
+        upto = weights.cumsum(-1)
+        check_drawable(upto[..., -1], tensor, name)
+        return by_sums(upto, own)
+
+    return run
+
+
+def _load_topp(facts: Facts) -> Callable[..., Any]:
+    name, _, logits = _kind(facts)
+
+    def run(
+        tensor: Tensor,
+        *,
+        p: float | None = None,
+        row_p: Tensor | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        tensor = tensor.detach()
+        check_signs(tensor, name)
+        weights = probabilities(tensor, temperature, logits=logits)
+        weights = weights.reshape(-1, weights.shape[-1])
+        own = generator_of(seed, generator, tensor.device)
+        upto = weights.cumsum(-1)
+        check_drawable(upto[:, -1], tensor, name)
+        share = of_row(p, None if row_p is None else row_p.reshape(-1))
+        bound = (upto[:, -1:] * share).clamp_(min=_TINY)
+        found = by_sums(upto, own)
+        low, again = _beyond(weights, found, bound)
+        rows = torch.arange(len(weights))
+        while again.any():
+            rows, weights, bound, low = rows[again], weights[again], bound[again], low[again]
+            drawn = by_sums(torch.where(weights > low, weights, 0.0).cumsum(-1), own)
+            found[rows] = drawn
+            low, again = _beyond(weights, drawn, bound)
+        return found.reshape(tensor.shape[:-1])
+
+    return run
+
+
+def _beyond(weights: Tensor, found: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of what was drawn, and where those that are likelier reach the bound, so that it is not kept."""
+    low = weights.gather(-1, found.unsqueeze(-1))
+    likelier = torch.where(weights > low, weights, 0.0).sum(-1, keepdim=True)
+    return low, (likelier >= bound).squeeze(-1)
+
+
+def _load_sorted(facts: Facts) -> Callable[..., Any]:
+    name, kind, logits = _kind(facts)
+    on_cpu, vocab = facts.device.platform == "cpu", facts.size("vocab")
+
+    def run(
+        tensor: Tensor,
+        *,
+        k: int | None = None,
+        row_k: Tensor | None = None,
+        p: float | None = None,
+        row_p: Tensor | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        tensor = tensor.detach()
+        values, order = probabilities(tensor, temperature, logits=logits).sort(-1, descending=True)
+        shares = parts(values)
+        if kind != "topp":
+            shares = shares * (values >= nth(values, count_of(k, row_k, vocab)))
+        if kind != "topk":
+            shares = shares * (values >= nth(values, reach(shares, of_row(p, row_p))))
+        upto = shares.cumsum(-1)
+        if on_cpu:
+            check_signs(tensor, name)
+            check_drawable(upto[..., -1], tensor, name)
+        drawn = place(upto, generator_of(seed, generator, tensor.device))
+        return order.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+
+    return run
+
+
+def _random_in_capture(facts: Facts) -> Reason | None:
+    """A graph draws from torch's own generator only: it knows how far to move that one on each replay."""
+    given = next((name for name in ("seed", "generator") if facts[name] != "none"), None)
+    if not facts["capturing"] or given is None:
+        return None
+    return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, given, "none inside a capture, which keeps torch's own", "given")
+
+
+def _counts_on_a_cpu(facts: Facts) -> Reason | None:
+    """How many of the largest are wanted has to be known: reading it from a device means waiting."""
+    if facts.device.platform == "cpu" or facts.get("row_k", "none") == "none":
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "row_k", "none but on a CPU", "given")
+
+
+def _of(*kinds: str) -> tuple[str, ...]:
+    return tuple(f"sampling.{kind}{ending}" for kind in kinds for ending in ("", ".probs"))
+
+
+_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
+_RANDOM = ("temperature", "seed", "generator")
+_CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
+
+
+def _sampler(
+    id: str,  # noqa: A002  # the field's name
+    kinds: tuple[str, ...],
+    load: Callable[[Facts], Callable[..., Any]],
+    accepts: tuple[str, ...],
+    limits: tuple[limit.Limit, ...],
+    priority: int,
+) -> Kernel:
+    return Kernel(
+        id=id,
+        operations=_of(*kinds),
+        backend=TORCH,
+        load=load,
+        accepts=(*accepts, *_RANDOM),
+        limits=(_FLOATS, *limits),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=priority,
+    )
+
+
+KERNELS = (
+    _sampler("torch.sample", ("categorical",), _load_sample, (), (_CAPTURE,), 45),
+    _sampler(
+        "torch.sample_topk",
+        ("topk",),
+        _load_sample,
+        ("k", "row_k"),
+        (_CAPTURE, limit.Custom("row_k on a CPU only", _counts_on_a_cpu)),
+        45,
+    ),
+    _sampler("torch.sample_minp", ("minp",), _load_sample, ("p", "row_p"), (_CAPTURE,), 45),
+    _sampler(
+        "torch.sample_topk_topp",
+        ("topk_topp",),
+        _load_sample,
+        ("k", "row_k", "p", "row_p"),
+        (_CAPTURE, limit.Custom("row_k on a CPU only", _counts_on_a_cpu)),
+        45,
+    ),
+    _sampler("torch.sample_topp", ("topp",), _load_topp, ("p", "row_p"), (limit.platform("cpu"),), 45),
+    *(
+        _sampler(f"torch.sorted_{kind}", (kind,), _load_sorted, accepts, (_CAPTURE,), 40)
+        for kind, accepts in (
+            ("topk", ("k", "row_k")),
+            ("topp", ("p", "row_p")),
+            ("topk_topp", ("k", "row_k", "p", "row_p")),
+        )
+    ),
+)

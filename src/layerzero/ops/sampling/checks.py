@@ -1,0 +1,67 @@
+"""Rows that nothing can be drawn of: who finds one on a CPU raises, while on a GPU looking would mean waiting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+
+_MAX_TOLD = 4
+"""Bad rows that an error lists."""
+
+
+def check_values(layout: str | None, **arguments: Tensor) -> list[str]:
+    """List the rows that nothing can be drawn of, and shares and temperatures of rows that are none."""
+    problems = []
+    for name in ("logits", "probs"):
+        tensor = arguments.get(name)
+        if tensor is not None:
+            problems += undrawable(tensor, name)
+    row_p = arguments.get("row_p")
+    if row_p is not None and bool(row_p.isnan().any()):
+        problems.append("row_p: wanted a number for each row, got NaN")
+    return problems
+
+
+def undrawable(tensor: Tensor, name: str) -> list[str]:
+    """List the rows that nothing can be drawn of, a few of them."""
+    if name == "logits":
+        bad = tensor.isnan().any(-1) | (tensor == torch.inf).any(-1) | (tensor == -torch.inf).all(-1)
+        wanted = "no NaN, no +inf, and a number above -inf"
+    else:
+        bad = ~(tensor.isfinite() & (tensor >= 0)).all(-1) | (tensor == 0).all(-1)
+        wanted = "finite numbers from 0 up, one of them above"
+    found = []
+    for where in bad.nonzero().tolist()[:_MAX_TOLD]:
+        row = tensor[tuple(where)]
+        at = f"[{', '.join(map(str, where))}]" if where else ""
+        found.append(f"{name}{at}: wanted {wanted}, got {_told(row, name)}")
+    return found
+
+
+def _told(row: Tensor, name: str) -> str:
+    for text, found in (("NaN", row.isnan()), ("+inf", row == torch.inf)):
+        if bool(found.any()):
+            return f"{text} at {int(found.int().argmax())}"
+    if name == "logits":
+        return "-inf everywhere"
+    negative = row < 0
+    if bool(negative.any()):
+        at = int(negative.int().argmax())
+        return f"{row[at].item():g} at {at}"
+    return "0 everywhere"
+
+
+def check_drawable(total: Tensor, tensor: Tensor, operation: str) -> None:
+    """Raise where a sum of weights says that nothing can be drawn of a row. Raises: InvalidCallError."""
+    if not bool((total.isfinite() & (total > 0)).all()):
+        name = "probs" if operation.endswith(".probs") else "logits"
+        wanted = f"{name}: wanted rows that something can be drawn of, got one whose probabilities add up to nothing"
+        raise InvalidCallError(operation, undrawable(tensor, name) or [wanted])
+
+
+def check_signs(tensor: Tensor, operation: str) -> None:
+    """Raise where what a caller says to be probabilities is none; a sum would not tell. Raises: InvalidCallError."""
+    if operation.endswith(".probs"):
+        check_drawable((tensor.amin(-1) >= 0).float(), tensor, operation)

@@ -1,0 +1,229 @@
+"""Draws of a place of each row, a token id, and the likeliest place.
+
+sampling.categorical    all places
+sampling.topk           the k likeliest
+sampling.topp           the likeliest that have the share p together
+sampling.minp           those at least p times as likely as the likeliest
+sampling.topk_topp      the k likeliest, and of their sum those that have the share p
+sampling.greedy         the largest logit, the first of equals
+
+Each of the first five draws from logits; with ``.probs`` after its name, from probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.handle import FOREIGN
+from layerzero.core.judge import Exact, reproducible
+from layerzero.core.operation import Case, Operation, OpKind, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.sampling import stock
+from layerzero.ops.sampling.cases import cases, examples, sweep
+from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values
+from layerzero.ops.sampling.formulas import Rule, drawn, generator_of, min_p, probabilities, top_k, top_p
+from layerzero.ops.sampling.judging import judge
+
+AXES = (Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("vocab", scales=True))
+IDS = frozenset({torch.int64})
+COUNTS = frozenset({torch.int32, torch.int64})
+
+LEAST = 2.0**-126
+"""The smallest share: what float32 has above 0 without losing digits."""
+
+TEMPERATURES = (1e-6, 1e6)
+MOST_SEED = 2**63 - 1
+
+
+def on_device(generator: torch.Generator, tensor: Tensor) -> bool:
+    """Whether a generator draws where a tensor lies."""
+    mine, theirs = generator.device, tensor.device
+    return theirs.type == "meta" or (mine.type == theirs.type and (mine.index or 0) == (theirs.index or 0))
+
+
+def _kind(generator: torch.Generator, tensor: Tensor) -> str:
+    return "given" if on_device(generator, tensor) else FOREIGN
+
+
+def _generator(seed: int | None, name: str) -> Callable[..., torch.Generator]:
+    """A generator on the device of a call's tensor: of this seed, or of one that goes on from call to call."""
+
+    def make(arguments: Mapping[str, Any], capturable: bool = False) -> torch.Generator:
+        return torch.Generator(arguments[name].device).manual_seed(0 if seed is None else seed)
+
+    return make
+
+
+TEMPERATURE = Param("temperature", float, None, Role.PASSED, *TEMPERATURES, example=0.5)
+SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True)
+K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
+P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
+ROW_K = TensorSchema("row_k", ("...",), COUNTS, required=False, same_dtype=False)
+ROW_P = TensorSchema("row_p", ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    tensor = arguments["logits"] if "logits" in arguments else arguments["probs"]
+    return {"rows": math.prod(tensor.shape[:-1])}
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Each number read once, an id a row written; a maximum, a difference, an exponential and a sum of each."""
+    elements = facts["rows"] * facts["vocab"]
+    return Work(4.0 * elements, float(elements * facts["dtype"].itemsize + 8 * facts["rows"]))
+
+
+def _fake(tensor: Tensor, **_: object) -> Tensor:
+    return tensor.new_empty(tensor.shape[:-1], dtype=torch.int64)
+
+
+def _every(weights: Tensor) -> Tensor:
+    return torch.ones_like(weights, dtype=torch.bool)
+
+
+def _top_k_top_p(
+    weights: Tensor,
+    k: int | None = None,
+    row_k: Tensor | None = None,
+    p: float | None = None,
+    row_p: Tensor | None = None,
+) -> Tensor:
+    first = top_k(weights, k, row_k)
+    return first & top_p(weights * first, p, row_p)
+
+
+def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
+    def reference(
+        tensor: Tensor,
+        *,
+        temperature: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        **given: Any,
+    ) -> Tensor:
+        weights = probabilities(tensor.detach(), temperature, logits=logits)
+        if tensor.device.type == "cpu":
+            check_signs(tensor, name)
+            check_drawable(weights.sum(-1), tensor, name)
+        weights = weights * rule(weights, **given)
+        return drawn(weights, generator_of(seed, generator, tensor.device))
+
+    reference.__doc__ = "A place of each row. Dtype: computes in float32 or wider, shares in 2^-52; returns int64."
+    return reference
+
+
+def _operation(
+    kind: str, summary: str, rule: Rule, inputs: tuple[TensorSchema, ...], *params: Param
+) -> list[Operation]:
+    """One that draws from logits, and one that draws from probabilities."""
+    small: dict[str, object] = {each.name: each.example for each in params}
+    usual: dict[str, object] = {each.name: _USUAL[kind, each.name] for each in params}
+    return [_from(kind, each, summary, rule, inputs, params, small, usual) for each in ("logits", "probs")]
+
+
+def _from(
+    kind: str,
+    source: str,
+    summary: str,
+    rule: Rule,
+    inputs: tuple[TensorSchema, ...],
+    params: tuple[Param, ...],
+    small: Mapping[str, object],
+    usual: Mapping[str, object],
+) -> Operation:
+    logits = source == "logits"
+    name = f"sampling.{kind}" if logits else f"sampling.{kind}.probs"
+    generator = Param(
+        "generator",
+        torch.Generator,
+        None,
+        Role.HANDLE,
+        made_of=(source,),
+        kind=_kind,
+        make=_generator(None, source),
+        changes_result=True,
+        seeds=True,
+    )
+    return Operation(
+        schema=OperationSchema(
+            operation=name,
+            inputs=(TensorSchema(source, ("...", "vocab"), FLOATING), *inputs),
+            outputs=(TensorSchema("ids", ("...",), IDS),),
+            params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
+            axes=AXES,
+        ),
+        summary=summary if logits else f"{summary}, from probabilities",
+        reference=_reference(name, rule, logits=logits),
+        fake=_fake,
+        cases=cases(small, usual),
+        judge=judge(kind, logits=logits),
+        properties=(
+            reproducible("seed", 1, 2),
+            reproducible("generator", *(_generator(each, source) for each in (1, 2))),
+        ),
+        kind=OpKind.SAMPLING,
+        derive=_derive,
+        derived=("rows",),
+        derived_from={"rows": ("...",)},
+        check_values=check_values,
+        examples=examples(source, usual),
+        work=_work,
+        sweep=sweep(usual),
+        stock=stock.stock(kind, logits=logits),
+    )
+
+
+_USUAL: Mapping[tuple[str, str], object] = {
+    ("topk", "k"): 50,
+    ("topp", "p"): 0.9,
+    ("minp", "p"): 0.1,
+    ("topk_topp", "k"): 50,
+    ("topk_topp", "p"): 0.9,
+}
+
+CATEGORICAL = _operation("categorical", "A place by its probability", _every, ())
+TOPK = _operation("topk", "A place of the k likeliest", top_k, (ROW_K,), K)
+TOPP = _operation("topp", "A place of the likeliest that have the share p", top_p, (ROW_P,), P)
+MINP = _operation(
+    "minp", "A place at least p times as likely as the likeliest", min_p, (ROW_P,), replace(P, example=0.1)
+)
+TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, (ROW_K, ROW_P), K, P)
+
+
+def _greedy_reference(logits: Tensor) -> Tensor:
+    return logits.detach().argmax(-1)
+
+
+def _greedy_work(facts: Mapping[str, Any]) -> Work:
+    return Work(_work(facts).flops / 4, _work(facts).bytes)
+
+
+GREEDY = Operation(
+    schema=OperationSchema(
+        operation="sampling.greedy",
+        inputs=(TensorSchema("logits", ("...", "vocab"), FLOATING),),
+        outputs=(TensorSchema("ids", ("...",), IDS),),
+        axes=AXES,
+    ),
+    summary="The place of the largest logit",
+    reference=_greedy_reference,
+    fake=_fake,
+    cases=tuple(Case(each.name, each.sizes) for each in cases({}, {})),
+    judge=Exact("it compares numbers and computes none; the first of equals is the one"),
+    derive=_derive,
+    derived=("rows",),
+    derived_from={"rows": ("...",)},
+    work=_greedy_work,
+    sweep=sweep({}),
+    stock=stock.greedy,
+)
+
+OPERATIONS = (*CATEGORICAL, *TOPK, *TOPP, *MINP, *TOPK_TOPP, GREEDY)

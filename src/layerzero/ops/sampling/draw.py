@@ -1,0 +1,88 @@
+"""Random calls of sampling: rows that are peaked, flat, tied or padded, shares and counts for all rows or for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.draw import Draw
+
+_VOCAB = (1, 2, 3, 7, 16, 32, 33, 64, 100, 257, 1000)
+_SHARES = (0.05, 0.3, 0.5, 0.9, 0.95, 1.0, 1)
+_COUNTS = (1, 2, 3, 5, 40, 2000)
+
+
+def _logits(draw: Draw) -> Tensor:
+    """Logits in float32."""
+    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
+    rows = (0, *rows) if draw.chance(0.02) else rows
+    shape = (*rows, draw.of(_VOCAB))
+    kind = draw.of(("usual", "peaked", "flat", "tied", "padded"), (4, 2, 1, 2, 2))
+    logits: Tensor = draw.normal(shape, torch.float32) * draw.of((1.0, 3.0))
+    if kind == "peaked":
+        logits[..., draw.stream.randrange(shape[-1])] += 20.0
+    elif kind == "flat":
+        logits.zero_()
+    elif kind == "tied":
+        logits = logits.round()
+    elif kind == "padded":
+        logits[..., shape[-1] - shape[-1] // 3 :] = -torch.inf
+    return logits
+
+
+def _source(draw: Draw, dtype: torch.dtype, name: str) -> dict[str, Any]:
+    logits = _logits(draw)
+    values = logits if name == "logits" else logits.softmax(-1)
+    return {name: draw.laid_out(values.to(dtype), expand=name == "logits")}  # one place so often adds up to anything
+
+
+def _shares(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
+    if draw.chance(0.3):
+        return {"row_p": draw.laid_out(draw.uniform(rows, torch.float32) * 1.2)}
+    return {"p": draw.of(_SHARES)}
+
+
+def _counts(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
+    if draw.chance(0.3):
+        dtype = draw.of((torch.int32, torch.int64))
+        return {"row_k": draw.laid_out(draw.integers(rows, draw.of((4, 300)), dtype) + 1)}
+    return {"k": draw.of(_COUNTS)}
+
+
+def _randomness(draw: Draw, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = (
+        {"temperature": draw.of((0.3, 1.0, 1.5, 2))} if name == "logits" and draw.chance(0.4) else {}
+    )
+    kind = draw.of(("", "seed", "generator"), (3, 2, 1))
+    if kind == "seed":
+        found["seed"] = draw.of((0, 1, 2**63 - 1))
+    elif kind == "generator":
+        found["generator"] = torch.Generator(draw.device).manual_seed(draw.of((1, 2, 3)))
+    return found
+
+
+def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def draw_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+        arguments = _source(draw, dtype, name)
+        for each in more:
+            arguments |= each(draw, tuple(arguments[name].shape[:-1]))
+        return arguments | _randomness(draw, name)
+
+    return draw_call
+
+
+def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
+    """What draws calls of a function, by the kind of its operation and the name of its first tensor."""
+    counts = (_counts,) if kind.startswith("topk") else ()
+    shares = (_shares,) if kind.endswith("p") else ()
+    return _drawn(name, *counts, *shares)
+
+
+def greedy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.greedy``."""
+    arguments = _source(draw, dtype, "logits")
+    draw.poison(arguments, ("logits",))
+    return arguments

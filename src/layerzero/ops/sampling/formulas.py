@@ -1,0 +1,103 @@
+"""What may be drawn of a row of probabilities, and a draw that gives the same bits on every device.
+
+Which places are kept follows from their values alone, so that equal values are kept or dropped together:
+
+top-k   as long as fewer than k places are likelier
+top-p   as long as the places that are likelier have less than the share p of the row together
+min-p   from the share p of the likeliest place upwards
+
+The likeliest place is always kept. Shares are integers here, parts of 2^52: sums of them are exact in any order, while
+torch adds up floating numbers on a GPU in an order of its own and refuses to where it has to be deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WHOLE = 2.0**52
+"""The parts of a row of probabilities together: float64 has them all, and int64 has room for their rounding."""
+
+Rule = Callable[..., Tensor]
+"""Which places of a row are kept, by the arguments of a call."""
+
+
+def probabilities(tensor: Tensor, temperature: float | None = None, *, logits: bool) -> Tensor:
+    """Probabilities of logits or of what is said to be some, in float32 or wider."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if not logits:
+        return wide
+    return (wide if temperature is None else wide / temperature).softmax(-1)
+
+
+def parts(weights: Tensor) -> Tensor:
+    """Shares of a row in integers; none where the row adds up to nothing, or has a NaN."""
+    wide = weights.to(torch.float64)
+    return (wide / wide.sum(-1, keepdim=True) * WHOLE).nan_to_num(0.0).round().long()
+
+
+def of_row(value: float | None, of_rows: Tensor | None) -> Any:
+    """A parameter as it is compared with rows: a number, or a number for each."""
+    return value if of_rows is None else of_rows.unsqueeze(-1)
+
+
+def count_of(k: int | None, row_k: Tensor | None, vocab: int) -> Any:
+    """How many places are asked for, from 1 to as many as there are."""
+    if row_k is None:
+        return vocab if k is None else min(k, vocab)
+    return row_k.long().clamp(1, vocab).unsqueeze(-1)
+
+
+def nth(values: Tensor, count: Any) -> Tensor:
+    """The last of the first so many values of each row; ``values`` descend. Shapes: (*, V) → (*, 1)."""
+    if isinstance(count, Tensor):
+        return values.gather(-1, count - 1)
+    return values[..., count - 1 : count]
+
+
+def top_k(weights: Tensor, k: int | None = None, row_k: Tensor | None = None, near: float = 0.0) -> Tensor:
+    """The places of which fewer than k are likelier. ``near`` takes those that are almost as likely along."""
+    count = count_of(k, row_k, weights.shape[-1])
+    return weights >= nth(weights.sort(-1, descending=True).values, count) * (1 - near)
+
+
+def top_p(
+    weights: Tensor, p: float | None = None, row_p: Tensor | None = None, slack: float = 0.0, near: float = 0.0
+) -> Tensor:
+    """The places where those that are likelier have less than p of the row together; ``slack`` is added to p."""
+    values = weights.sort(-1, descending=True).values
+    return weights >= nth(values, reach(parts(values), of_row(p, row_p), slack)) * (1 - near)
+
+
+def reach(shares: Tensor, p: Any, slack: float = 0.0) -> Tensor:
+    """How many places of a row have less than p of it before them, at least one; ``shares`` descend. → (*, 1)."""
+    upto = shares.cumsum(-1)
+    bound: Tensor = (p + slack) * upto[..., -1:].double()
+    return ((upto - shares).double() < bound).sum(-1, keepdim=True).clamp_(min=1)
+
+
+def min_p(weights: Tensor, p: float | None = None, row_p: Tensor | None = None, slack: float = 0.0) -> Tensor:
+    """The places that are at least p times as likely as the likeliest; ``slack`` is a share of that bound."""
+    most = weights.amax(-1, keepdim=True)
+    return weights >= torch.minimum(most * of_row(p, row_p) * (1 + slack), most)
+
+
+def generator_of(seed: int | None, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+    """What a call draws from: one of its seed, the caller's, or torch's own of the device."""
+    return generator if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+def drawn(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A place of each row by its weight. Shapes: (*, V) → (*) int64. Some place of rows that add up to nothing."""
+    return place(parts(weights).cumsum(-1), generator)
+
+
+def place(upto: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The place where a random part of a row lies, given the parts up to each place. Shapes: (*, V) → (*)."""
+    total = upto[..., -1:]
+    part = torch.rand(total.shape, dtype=torch.float64, device=upto.device, generator=generator)
+    part = (part * total.double()).long()
+    return torch.searchsorted(upto.contiguous(), part, right=True).clamp_(max=upto.shape[-1] - 1).squeeze(-1)

@@ -1,0 +1,376 @@
+"""What sampling draws: its sets against a definition in plain Python, how often, seeds, rows, and bad input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.handle import FOREIGN
+from layerzero.core.judge import Given
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import FUNCTIONS, OPERATIONS
+from layerzero.ops.calls import arguments_of
+from layerzero.ops.sampling import formulas
+from layerzero.testing import compare, fuzz
+from layerzero.testing.battery import Battery
+from layerzero.testing.generate import RandomCall
+
+KINDS = {
+    "sample": {},
+    "sample_topk": {"k": 3},
+    "sample_topp": {"p": 0.6},
+    "sample_minp": {"p": 0.2},
+    "sample_topk_topp": {"k": 4, "p": 0.7},
+}
+KERNELS = [
+    ("sample", "torch.sample"),
+    ("sample_topk", "torch.sample_topk"),
+    ("sample_topk", "torch.sorted_topk"),
+    ("sample_topp", "torch.sample_topp"),
+    ("sample_topp", "torch.sorted_topp"),
+    ("sample_minp", "torch.sample_minp"),
+    ("sample_topk_topp", "torch.sample_topk_topp"),
+    ("sample_topk_topp", "torch.sorted_topk_topp"),
+]
+NAMES = [*KINDS, *(f"{name}_probs" for name in KINDS)]
+BOTH = sorted(NAMES)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def source(name, *shape, seed=0):
+    logits = torch.randn(*shape, generator=generator(seed)) * 2
+    return logits.softmax(-1) if name.endswith("_probs") else logits
+
+
+def parameters(name):
+    return KINDS[name.removesuffix("_probs")]
+
+
+def kept(probs, k=None, p=None, least=None):
+    """The places of one row that may come, by the definition."""
+    every = list(range(len(probs)))
+    if k is not None:
+        every = [at for at in every if sum(other > probs[at] for other in probs) < k]
+    if p is not None:
+        whole = sum(probs[at] for at in every)
+        every = [at for at in every if sum(probs[other] for other in every if probs[other] > probs[at]) < p * whole]
+    if least is not None:
+        every = [at for at in every if probs[at] >= least * max(probs)]
+    return {at for at in every if probs[at] > 0}
+
+
+def seen(name, tensor, draws=4000, **given):
+    """The places that come of one row."""
+    return set(getattr(lz, name)(tensor.expand(draws, -1), **given, seed=3).tolist())
+
+
+ROWS = {
+    "spread": [0.4, 0.3, 0.2, 0.1],
+    "tied": [0.2, 0.2, 0.2, 0.2, 0.2],
+    "pairs": [0.3, 0.3, 0.15, 0.15, 0.1],
+    "padded": [0.5, 0.0, 0.25, 0.25, 0.0],
+    "peaked": [0.0625, 0.875, 0.0625],
+    "one": [1.0],
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch.sample_topk", "torch.sorted_topk", "reference"])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("k", [1, 2, 3, 99])
+def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
+    probs = torch.tensor(ROWS[row])
+    with lz.scope(locks={"sampling.topk.probs": named(kernel, "sampling.topk.probs")}):
+        assert seen("sample_topk_probs", probs, k=k) == kept(ROWS[row], k=k)
+
+
+@pytest.mark.parametrize("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("p", [1e-30, 0.35, 0.55, 0.95, 1.0, 1])
+def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
+    probs = torch.tensor(ROWS[row])
+    with lz.scope(locks={"sampling.topp.probs": named(kernel, "sampling.topp.probs")}):
+        assert seen("sample_topp_probs", probs, p=p) == kept(ROWS[row], p=p)
+
+
+@pytest.mark.parametrize("kernel", ["torch.sample_minp", "reference"])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("p", [1e-30, 0.45, 0.7, 1.0])
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
+    probs = torch.tensor(ROWS[row])
+    with lz.scope(locks={"sampling.minp.probs": named(kernel, "sampling.minp.probs")}):
+        assert seen("sample_minp_probs", probs, p=p) == kept(ROWS[row], least=p)
+
+
+@pytest.mark.parametrize("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("k", "p"), [(1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55)])
+def test_top_p_is_of_what_top_k_leaves(row, k, p, kernel):
+    probs = torch.tensor(ROWS[row])
+    with lz.scope(locks={"sampling.topk_topp.probs": named(kernel, "sampling.topk_topp.probs")}):
+        assert seen("sample_topk_topp_probs", probs, k=k, p=p) == kept(ROWS[row], k=k, p=p)
+
+
+def named(kernel, operation):
+    return f"reference.{operation}" if kernel == "reference" else kernel
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+@pytest.mark.parametrize("ending", ["", "_probs"])
+def test_a_hundred_thousand_draws_come_as_often_as_they_should(name, kernel, ending):
+    rows = source(name + ending, 4, 32)
+    given = KINDS[name]
+    operation = FUNCTIONS[name + ending].operations[0]
+    many = rows.repeat_interleave(25_000, 0)
+    with lz.scope(locks={operation.name: kernel}):
+        ids = getattr(lz, name + ending)(many, **given, seed=11)
+    call = RandomCall(name + ending, {operation.schema.inputs[0].name: rows, **given})
+    judge, truth = compare.expected(call).judges["ids"]
+    probabilities, support = truth.basis
+    assert torch.equal(probabilities > 0, support), "no row lies on the bound, so all are counted"
+    counts = torch.stack([torch.bincount(each, minlength=32) for each in ids.view(4, -1)])
+    assert judge.unlikely(counts, probabilities) == ""
+    assert not counts[~support].any()
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+def test_a_temperature_divides_logits(name, kernel):
+    operation = FUNCTIONS[name].operations[0]
+    logits = source(name, 2, 16)
+    with lz.scope(locks={operation.name: kernel}):
+        plain = getattr(lz, name)(logits.repeat(500, 1) / 0.3, **KINDS[name], seed=5)
+        assert torch.equal(getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], temperature=0.3, seed=5), plain)
+        likeliest = logits.argmax(-1).repeat(500)
+        assert torch.equal(getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], temperature=1e-6), likeliest)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_seeds_and_generators_decide_what_is_drawn(name):
+    tensor, given, call = source(name, 64, 100), parameters(name), getattr(lz, name)
+    first = call(tensor, **given, seed=1)
+    assert first.dtype is torch.int64
+    assert first.shape == (64,)
+    assert torch.equal(first, call(tensor, **given, seed=1))
+    assert not torch.equal(first, call(tensor, **given, seed=2))
+    own = generator(7)
+    drawn = [call(tensor, **given, generator=own) for _ in range(2)]
+    assert not torch.equal(*drawn), "a generator goes on"
+    assert torch.equal(drawn[0], call(tensor, **given, generator=generator(7)))
+    torch.manual_seed(9)
+    before = call(tensor, **given)
+    assert not torch.equal(before, call(tensor, **given))
+    torch.manual_seed(9)
+    assert torch.equal(before, call(tensor, **given))
+
+
+def test_a_seed_leaves_torchs_own_generator_as_it_was():
+    before = torch.get_rng_state()
+    lz.sample(torch.randn(3, 8, generator=generator()), seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("ending", ["", "_probs"])
+@pytest.mark.parametrize(("name", "kernel"), [each for each in KERNELS if each[0] != "sample"])
+def test_rows_have_numbers_of_their_own(name, kernel, ending):
+    """A row draws what it would alone, and out of range the ends of the range hold."""
+    probs = torch.tensor(ROWS["pairs"])
+    tensor = probs if ending else probs.log()
+    counts, shares = torch.tensor([-3, 1, 3, 4, 900]), torch.tensor([-1.0, 0.35, 0.55, 0.7, 1.5])
+    operation = FUNCTIONS[name + ending].operations[0]
+    given = {}
+    if "k" in KINDS[name]:
+        given["row_k"] = counts.repeat_interleave(2000)
+    if "p" in KINDS[name]:
+        given["row_p"] = shares.repeat_interleave(2000)
+    with lz.scope(locks={operation.name: kernel}):
+        ids = getattr(lz, name + ending)(tensor.expand(10_000, -1), **given, seed=0).view(5, -1)
+    for row, k, share in zip(ids, counts.clamp(1).tolist(), shares.clamp(1e-30, 1).tolist(), strict=True):
+        of = {"k": k} if "k" in KINDS[name] else {}
+        if "p" in KINDS[name]:
+            of["least" if name == "sample_minp" else "p"] = share
+        assert set(row.tolist()) == kept(ROWS["pairs"], **of)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (0, 5), (4, 1)])
+def test_any_number_of_leading_axes(name, shape):
+    ids = getattr(lz, name)(source(name, *shape), **parameters(name))
+    assert ids.shape == shape[:-1]
+    assert bool(((ids >= 0) & (ids < shape[-1])).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", BOTH)
+def test_dtypes(name, dtype):
+    peaked = torch.full((3, 100), -50.0)
+    peaked[:, 7] = 50.0
+    tensor = peaked.softmax(-1) if name.endswith("_probs") else peaked
+    assert getattr(lz, name)(tensor.to(dtype), **parameters(name)).tolist() == [7, 7, 7]
+
+
+def test_logits_that_ask_for_gradients_are_drawn_of_by_the_same_kernel():
+    logits = torch.randn(4, 64, requires_grad=True)
+    assert lz.explain("sample_topp", logits, 0.9).kernel_id == "torch.sample_topp"
+    assert not lz.sample_topp(logits, 0.9).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("logits", [0.0, math.nan], "wanted no NaN, no +inf, and a number above -inf, got NaN at 1"),
+        ("logits", [math.inf, 0.0], "wanted no NaN, no +inf, and a number above -inf, got +inf at 0"),
+        ("logits", [-math.inf, -math.inf], "wanted no NaN, no +inf, and a number above -inf, got -inf everywhere"),
+        ("probs", [0.0, 0.0], "wanted finite numbers from 0 up, one of them above, got 0 everywhere"),
+        ("probs", [math.nan, 1.0], "wanted finite numbers from 0 up, one of them above, got NaN at 0"),
+        ("probs", [1.5, -0.5], "wanted finite numbers from 0 up, one of them above, got -0.5 at 1"),
+        ("probs", [0.5, math.inf], "wanted finite numbers from 0 up, one of them above, got +inf at 1"),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["own", "sorted", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_nothing_can_be_drawn_of(kind, kernel, name, values, problem):
+    tensor = torch.tensor([[1.0, 0.0], values])
+    called = kind if name == "logits" else f"{kind}_probs"
+    operation = FUNCTIONS[called].operations[0].name
+    own = f"torch.{kind}" if kernel == "own" else f"torch.{kind.replace('sample', 'sorted')}"
+    lock = f"reference.{operation}" if kernel == "reference" else own
+    if kernel == "sorted" and kind in ("sample", "sample_minp"):
+        pytest.skip("it has no kernel that sorts")
+    given = {each: 1 if each == "k" else value for each, value in KINDS[kind].items()}
+    with lz.scope(locks={operation: lock}), pytest.raises(lz.InvalidCallError) as raised:
+        getattr(lz, called)(tensor, **given)
+    assert f"{name}[1]: {problem}" in str(raised.value)
+    assert lz.sample(torch.randn(2, 8)).shape == (2,), "no kernel rests for it"
+
+
+WRONG = {
+    "p: wanted a share above 0 and up to 1, got 0.0": {"p": 0.0},
+    "p: wanted a share above 0 and up to 1, got 1.01": {"p": 1.01},
+    "p: wanted a share above 0 and up to 1, got nan": {"p": math.nan},
+    "p: wanted float, got True": {"p": True},
+    "p: wanted float, got '0.9'": {"p": "0.9"},
+    "p: wanted p for all rows or row_p for each, got neither": {},
+    "p: wanted p for all rows or row_p for each, got both": {"p": 0.5, "row_p": torch.ones(3)},
+    "row_p: wanted shape (3,), a number for each row, got (2,)": {"row_p": torch.ones(2)},
+    "row_p: wanted dtype float32, got float64": {"row_p": torch.ones(3, dtype=torch.float64)},
+    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got 0": {"p": 1.0, "temperature": 0},
+    "seed: wanted a seed or a generator, got both": {"p": 1.0, "seed": 1, "generator": torch.Generator()},
+    "seed: wanted 0 to 9.22337e+18, got -1": {"p": 1.0, "seed": -1},
+    "seed: wanted int, got 1.5": {"p": 1.0, "seed": 1.5},
+    "generator: wanted a Generator or None, got int": {"p": 1.0, "generator": 3},
+}
+
+
+@pytest.mark.parametrize("wanted", WRONG)
+def test_bad_arguments(wanted):
+    lz.sample_topp(torch.ones(3, 8), 0.5)  # a plan is kept, which must not serve them
+    with pytest.raises(lz.InvalidCallError) as raised:
+        lz.sample_topp(torch.ones(3, 8), **WRONG[wanted])
+    assert wanted in str(raised.value)
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.0, True])
+def test_bad_counts(k):
+    with pytest.raises(lz.InvalidCallError, match=r"k: wanted (1 to 2.14748e\+09|int), got"):
+        lz.sample_topk(torch.ones(3, 8), k)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (torch.ones(3, 0), r"logits: wanted at least one place in the last axis, got \(3, 0\)"),
+        (torch.ones(3, 8, dtype=torch.int64), r"logits: wanted dtype .*, got int64"),
+        (torch.ones(()), r"logits: wanted .* got .*\(\)"),
+    ],
+)
+@pytest.mark.parametrize("name", [*KINDS, "greedy"])
+def test_bad_tensors(name, tensor, problem):
+    with pytest.raises(lz.InvalidCallError, match=problem):
+        getattr(lz, name)(tensor, **KINDS.get(name, {}))
+
+
+def test_a_generator_of_another_device_is_foreign():
+    kind = OPERATIONS["sampling.topp"].schema.param("generator").kind_of
+    assert kind(torch.Generator(), {"logits": torch.ones(1)}) == "given"
+    assert kind(torch.Generator(), {"logits": torch.ones(1, device="meta")}) == "given"
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    assert kind(torch.Generator(), {"logits": torch.ones(1).as_subclass(Elsewhere)}) == FOREIGN
+
+
+@pytest.mark.parametrize("kernel", ["torch.greedy", "torch.greedy_blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_greedy_picks_the_first_of_equals(kernel, dtype):
+    logits = torch.randn(5, 3, 512, generator=generator()).to(dtype)
+    logits[..., [3, 300, 511]] = 50.0
+    logits[0, :, 2] = math.nan
+    logits[1] = -math.inf
+    logits[2, :, 400] = math.inf
+    wanted = torch.tensor([2, 0, 400, 3, 3]).unsqueeze(1).expand(5, 3)
+    with lz.scope(locks={"sampling.greedy": kernel}):
+        assert torch.equal(lz.greedy(logits), wanted)
+
+
+@pytest.mark.parametrize("name", [*BOTH, "greedy"])
+def test_compiled(name):
+    tensor = source(name, 16, 64)
+    given = parameters(name) | {"seed": 1} if name != "greedy" else {}
+    torch.compiler.reset()  # a lambda is compiled for each name, which are more than torch allows one
+    compiled = torch.compile(lambda tensor: getattr(lz, name)(tensor, **given), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(tensor), getattr(lz, name)(tensor, **given))
+
+
+def test_a_generator_is_no_promise_and_does_not_advance_with_a_step():
+    operation = OPERATIONS["sampling.categorical"]
+    assert "generator" not in arguments_of(operation, operation.cases[0], torch.float32, promised=True)
+    checks = [each.name for each in Battery(REGISTRY.kernel("torch.sample"), operation, "cpu", 0, 2).checks()]
+    assert "distribution, float32" in checks
+    assert not [name for name in checks if "advances" in name]
+
+
+def test_parts_of_a_row_add_up_in_any_order():
+    weights = torch.randn(3, 1000, generator=generator()).softmax(-1)
+    parts = formulas.parts(weights)
+    assert torch.equal(parts.cumsum(-1)[:, -1], parts.flip(-1).cumsum(-1)[:, -1])
+    assert bool((parts.sum(-1).double() / formulas.WHOLE - 1).abs().max() < 1e-12)
+    assert not formulas.parts(torch.tensor([0.0, 0.0])).any()
+    assert not formulas.parts(torch.tensor([math.nan, 1.0])).any()
+
+
+def test_a_kernel_that_keeps_too_much_is_found_wrong():
+    """The judge sees one place too many, and counts that are those of another p."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    call = RandomCall("sample_topp", {"logits": logits, "p": 0.8})
+    truth = compare.expected(call)
+    assert compare.problems(torch.tensor([1]), {}, truth) == []
+    assert "got 2, of probability 0" in compare.problems(torch.tensor([2]), {}, truth)[0]
+    judge, given = truth.judges["ids"]
+    assert isinstance(given, Given)
+    probabilities, _ = given.basis
+    assert judge.unlikely(torch.tensor([[50_000, 50_000, 0, 0]]), probabilities)
+
+
+def test_what_lies_on_the_bound_may_come_or_not():
+    """Half the row is exactly what the likeliest place has: with p of 0.5 float32 decides about the next one."""
+    probs = torch.tensor([[0.5, 0.3, 0.2]])
+    truth = compare.expected(RandomCall("sample_topp_probs", {"probs": probs, "p": 0.5}))
+    assert compare.problems(torch.tensor([1]), {}, truth) == []
+    assert compare.problems(torch.tensor([0]), {}, truth) == []
+    assert compare.problems(torch.tensor([2]), {}, truth)
+
+
+@pytest.mark.parametrize("kernels", [["torch.sample*", "torch.sorted*", "torch.greedy*"]])
+def test_random_calls(kernels, monkeypatch):
+    names = {*BOTH, "greedy"}
+    kept = {name: function for name, function in FUNCTIONS.items() if name in names}
+    monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", kept)
+    report = fuzz.run(300, 5, kernels=kernels)
+    assert report.ok, str(report)
+    assert len(report.kernels) == 10
