@@ -143,6 +143,29 @@ def test_whoever_was_chosen_last_is_suspected_when_the_context_dies(norm, monkey
     assert all("context died" in suspect.why for suspect in lz.doctor().suspects)
 
 
+@pytest.mark.parametrize("code", [900, None])
+def test_a_capture_that_is_lost_accuses_nobody_and_rests_who_lost_it(norm, monkeypatch, code):
+    error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    if code is not None:
+        error.error_code = code
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)  # it ends what is left of a capture
+    earlier = register(right_kernel, "user.earlier", "norm.layer", platform="cuda")
+    ENGINE.recent.add(plan_of(earlier, torch.empty(4, 32, device="meta"), (32,), device="H100", function="layer_norm"))
+    register(breaks(error))
+    with pytest.raises(lz.KernelExecutionError, match=r"the CUDA graph capture is lost.*begin a new one"):
+        lz.rms_norm(*norm)
+    assert list(ENGINE.ledger.suspects()) == []
+    assert len(ENGINE.health.breakers()) == 1
+    torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+
+
+def test_who_comes_after_a_capture_was_lost_is_not_at_fault(norm):
+    register(breaks(torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")))
+    with pytest.raises(lz.KernelExecutionError, match="the CUDA graph capture is lost"):
+        lz.rms_norm(*norm)
+    assert ENGINE.health.breakers() == {}
+
+
 def right_kernel(input, normalized_shape):
     return input
 

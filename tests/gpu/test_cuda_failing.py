@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
 from layerzero.ops.attention.reference import attention_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -55,6 +56,47 @@ def test_a_split_on_flash_is_right():
         got = lz.attention(*tensors, causal=False, layout="BSHD")
     want = attention_reference(*(tensor.float() for tensor in tensors), causal=False)
     torch.testing.assert_close(got.float(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_a_capture_that_a_kernel_loses_leaves_the_device_and_everybody_else_usable():
+    x, w = torch.randn(8, 64, device="cuda"), torch.randn(64, device="cuda")
+
+    @lz.register_kernel("norm.rms", "planted.waits", priority=100, platform="cuda", graph_safe=True)
+    def waits(input, weight, *, eps=1e-6):
+        torch.cuda.synchronize()  # what no capture allows
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    want = torch.nn.functional.rms_norm(x, (64,), w, 1e-6)
+    lz.layer_norm(x, (64,))
+    torch.testing.assert_close(lz.rms_norm(x, w), want)
+    for _ in range(2):  # a hit, then a choice inside the capture
+        with pytest.raises(RuntimeError):  # torch's own, at the end of the capture
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with pytest.raises(lz.KernelExecutionError, match="the CUDA graph capture is lost"):
+                    lz.rms_norm(x, w)
+        ENGINE.health.reset()
+        ENGINE.bump()
+    assert not ENGINE.ledger.suspects()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(lz.rms_norm(x, w), want)
+    lz.unregister_kernel("planted.waits")
+    graph = torch.cuda.CUDAGraph()
+    lz.rms_norm(x, w)
+    with torch.cuda.graph(graph):
+        captured = lz.rms_norm(x, w)
+    graph.replay()
+    torch.testing.assert_close(captured, want)
+
+
+def test_debug_mode_waits_for_no_device_inside_a_capture():
+    x, w = torch.randn(8, 64, device="cuda"), torch.randn(64, device="cuda")
+    with lz.scope(debug=True):
+        lz.rms_norm(x, w)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = lz.rms_norm(x, w)
+    graph.replay()
+    torch.testing.assert_close(captured, torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
 
 
 KERNEL = """
