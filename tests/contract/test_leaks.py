@@ -22,9 +22,13 @@ ROOT = Path(layerzero.__file__).parent
 AT_HOME = ("ops", "backends")
 
 GENERAL = {
+    "generator": "torch's source of random numbers, wherever some are drawn",
     "input": "every operation, command and stream has one",
     "output": "every operation, command and stream has one",
     "key": "of a dictionary, a cache, an order",
+    "sampling": "a kind of operations, which each of them has",
+    "seed": "of random numbers, wherever some are drawn",
+    "temperature": "of a machine, which times depend on",
     "value": "of a setting, a parameter, a dictionary",
     "layout": "a fact that calls of all operations have",
 }
@@ -37,6 +41,7 @@ WORDS = {
     "features": "of a machine, a library, a project",
     "group": "entry points, processes, calls that belong together",
     "hidden": "what nobody sees",
+    "ids": "of kernels",
     "joined": "put together",
     "k": "a letter",
     "last": "the latest, the end of a row",
@@ -44,8 +49,10 @@ WORDS = {
     "m": "a letter: python -m, minutes",
     "max_blocks": "blocks of a launch grid",
     "n": "a letter: a count, a line break",
+    "p": "a letter: a tag of HTML, part of a name",
     "packed": "put together",
     "rows": "of a table, a database, a tensor",
+    "sample": "a time that was measured",
     "scale": "of a plot",
     "seq": "of a message",
     "step": "what to do next, an advance",
