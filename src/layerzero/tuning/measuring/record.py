@@ -17,7 +17,8 @@ import msgspec
 
 import layerzero
 from layerzero.core import forking
-from layerzero.core.facts import Facts
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded
@@ -39,8 +40,8 @@ class Recording:
         self._running = True
         ENGINE.watch(self._saw)
 
-    def _saw(self, facts: Facts) -> None:
-        call = msgspec.json.encode(CallRecipe.of(facts))
+    def _saw(self, function: Function, plan: Plan) -> None:
+        call = msgspec.json.encode(CallRecipe.of(plan.report.facts))
         with self._lock:
             self._counts[call] += 1
 
