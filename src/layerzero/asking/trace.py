@@ -149,7 +149,7 @@ class Trace:
             return hook
 
         def leaves(module: Module, _: object, __: object) -> None:
-            while entered and _TRACED.get() is self:  # a module whose hooks were cut short by an error of its own is left with those around it
+            while entered and _TRACED.get() is self:  # one whose end no hook told ends with those around it
                 inner, outside = entered.pop()
                 PLACE.set(outside)
                 if inner is module:

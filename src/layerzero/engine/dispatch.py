@@ -14,7 +14,7 @@ import torch
 
 from layerzero.core import forking
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
-from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
