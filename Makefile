@@ -10,7 +10,7 @@ PIP_FLAGS ?= --disable-pip-version-check
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all stress check fuzz bench docs install clean
+.PHONY: demo test test-all stress torture check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## run a real model through LayerZero and explain each choice
 	@$(BIN)/layerzero demo
@@ -23,6 +23,11 @@ test-all: $(VENV)/.dev ## every kernel against its reference, real crashes and r
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"
+
+TORTURE_S ?= 600
+TORTURE_SEED ?= 1
+torture: $(VENV)/.dev ## damage, kills, forks, threads, bad kernels for TORTURE_S seconds; fails at the first thing found
+	$(BIN)/python benchmarks/torture --seconds $(TORTURE_S) --seed $(TORTURE_SEED)
 
 check: $(VENV)/.dev ## lint, types, and generated files
 	$(BIN)/ruff check src tests benchmarks

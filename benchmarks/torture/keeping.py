@@ -66,9 +66,10 @@ def flipped(whole: bytes, draw: random.Random, bits: int) -> bytes:
     return bytes(spoilt)
 
 
-def tries(until: float, times: int | None) -> Iterator[int]:
+def tries(until: float, times: int | None, zero: Counter[str]) -> Iterator[int]:
+    """Numbers until the time is up, or something was found."""
     for number in itertools.count() if times is None else range(times):
-        if time.monotonic() >= until:
+        if time.monotonic() >= until or any(zero.values()):
             return
         yield number
 
@@ -90,7 +91,7 @@ def spoilt_files(draw: random.Random, until: float, times: int, bits: int) -> Fo
         warnings.simplefilter("ignore")
         whole, good = database_of(folder)
         banned = ban_of(folder)
-        for number in tries(until, times):
+        for number in tries(until, times, zero):
             other["files"] += 1
             shutil.rmtree(folder)
             folder.mkdir(0o700)

@@ -48,6 +48,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "load_descriptor",
         "unload_descriptor",
     ),
+    "layerzero.asking.trace": ("trace",),
     "layerzero.serving.warmup": ("warmup",),
     "layerzero.engine.functions": ("register_function",),
     "layerzero.engine.probe": ("Machine",),

@@ -26,6 +26,7 @@ from layerzero.asking.control import (
 )
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.freeze import freeze, frozen, thaw
+from layerzero.asking.trace import trace
 from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
 from layerzero.core.device import Device
@@ -169,6 +170,7 @@ __all__ = [
     "swiglu_oai",
     "testing",
     "thaw",
+    "trace",
     "tune",
     "unload_descriptor",
     "unlock",

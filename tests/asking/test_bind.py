@@ -334,12 +334,16 @@ def test_whoever_watches_calls_sees_bound_ones_too():
     rms, seen = lz.bind(lz.rms_norm, x, w), []
     rms(x, w)
     rms(x, w)
-    ENGINE.watch(seen.append)
+
+    def saw(function, plan):
+        seen.append((function.name, plan.kernel_id))
+
+    ENGINE.watch(saw)
     try:
         for _ in range(3):
             rms(x, w)
     finally:
-        ENGINE.unwatch(seen.append)
+        ENGINE.unwatch(saw)
     assert len(seen) == 3
     rms(x, w)
     assert len(seen) == 3

@@ -346,6 +346,8 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
         ({"indices": torch.zeros(2, 5, 3)}, "sdpa"),
         ({"sinks": torch.zeros(2, 4, 5, 1)}, "s_aux"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "position_ids"),
+        ({"cu_seqlens": torch.tensor([0, 2, 5])}, "position_ids"),
+        ({"attention_temperature": 0.5}, "attention_temperature: wanted no argument whose effect .* is not known"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -360,6 +362,14 @@ def test_attention_weights_are_refused_through_a_model() -> None:
     _, ours = pair(bert)
     with pytest.raises(lz.InvalidCallError, match="output_attentions: wanted no attention weights"):
         ours(**padded("none"), output_attentions=True)
+
+
+@pytest.mark.parametrize("family", [llama, bert])
+def test_an_argument_that_nobody_knows_is_an_error_through_a_model(family: Any) -> None:
+    _, ours = pair(family)
+    with pytest.raises(lz.InvalidCallError, match="temperature: wanted no argument whose effect on attention is not"):
+        ours(**padded("none"), temperature=0.5)
+    ours(**padded("none"), temperature=None, output_hidden_states=True)
 
 
 def test_a_model_with_attention_of_its_own_is_refused() -> None:

@@ -127,3 +127,10 @@ def test_who_listens_hears_choices_as_log_records(caplog, capsys):
         lz.rms_norm(torch.randn(4, 8), torch.randn(8))
     assert [record.message.split(" -> ")[0] for record in caplog.records] == ["norm.rms"]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("name", ["cuda", "cuda:7"])
+def test_a_device_that_is_not_here_is_said_so(name):
+    with pytest.raises(ValueError, match=rf"device: wanted a device of this machine, .*'H100'.*; got '{name}'"):
+        lz.explain("rms_norm", torch.randn(4, 8), torch.randn(8), device=name)

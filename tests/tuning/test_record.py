@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
@@ -114,6 +114,7 @@ RECIPES = st.builds(
 )
 
 
+@settings(deadline=None)  # each example is on disk before it is read
 @given(st.lists(st.builds(Recorded, st.integers(1, 10**9), RECIPES), max_size=5), st.text(max_size=20))
 def test_a_manifest_survives_its_file(tmp_path_factory, calls, model):
     file = tmp_path_factory.mktemp("manifest") / "workload.json"

@@ -81,7 +81,7 @@ def _content(source: Source) -> tuple[str, object]:
     name = os.fspath(source)
     try:
         return name, parse(Path(name).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         said = error.strerror if isinstance(error, OSError) else f"not valid JSON: {error}"
         raise DescriptorError(name, [f"wanted a JSON file, got {said}"]) from error
 

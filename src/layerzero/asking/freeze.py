@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import FrozenChoiceError, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.handle import OfKind
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
@@ -61,7 +61,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read one. Raises: FrozenChoiceError for a file that is none, or was changed since it was written."""
         try:
             found = msgspec.json.decode(Path(path).read_bytes(), type=Frost)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
             raise FrozenChoiceError(str(path), [f"wanted frozen choices as JSON, got {error}"]) from error
         if found.format != FORMAT:
             raise FrozenChoiceError(str(path), [f"format: wanted {FORMAT}, got {found.format}"])
@@ -173,7 +173,11 @@ def _differences(found: Frost) -> list[str]:
         if version != choice.version:
             problems.append(f"{name}: wanted {choice.kernel} of {choice.library} {choice.version}, got {version}")
             continue
-        report = explain(_facts(choice))
+        try:
+            report = explain(_facts(choice))
+        except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made
+            problems.append(f"{name}: wanted a call that can be made here, got {type(error).__name__}: {error}")
+            continue
         if report.kernel_id != choice.kernel:
             reasons = report.failures.get(choice.kernel, ())
             why = f": {reasons[0]}" if reasons else ""
@@ -189,7 +193,7 @@ def _facts(choice: Choice) -> Facts:
         name: tuple(value) if isinstance(value, list) else value for name, value in recipe.params.items()
     }
     for name in operation.schema.handles:
-        params[name] = None if params[name] == "none" else SimpleNamespace(kind=params[name])
+        params[name] = None if params[name] == "none" else OfKind(str(params[name]))
     tensors = {
         name: torch.empty_strided(each.shape, each.strides, dtype=dtype_named(each.dtype), device="meta")
         for name, each in recipe.tensors.items()

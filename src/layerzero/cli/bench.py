@@ -49,7 +49,7 @@ def answer(
     if plot is not None or html is not None:
         from layerzero.cli import charts
 
-        charts.check(plot)
+        charts.check(plot, html)
     import_modules(modules)
     check.kernels_exist(only)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -68,11 +68,15 @@ def answer(
             if not quiet:
                 say(f"measuring {job.name}")
             found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only))
-    if plot is not None:
-        charts.plot(found, plot)
-    if html is not None:
-        charts.page(found, html)
     bad = any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+    try:
+        if plot is not None:
+            charts.plot(found, plot)
+        if html is not None:
+            charts.page(found, html)
+    except OSError as error:  # what was measured is told all the same
+        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
+        bad = True
     return Answer([each.to_dict() for each in found], lambda: _shown(found), NO if bad else FINE)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from layerzero.asking.answers import doctor
 from layerzero.cli.bench import cells, described, refusals
+from layerzero.core.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -26,10 +27,11 @@ details { color: #5a6573; font-size: .9rem } svg { max-width: 100%; height: auto
 _HEADERS = ("kernel", "median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error")
 
 
-def check(path: Path | None) -> None:
+def check(path: Path | None, html_path: Path | None = None) -> None:
     """Fail before anything is measured, not after it.
 
-    Raises: ValueError where matplotlib is missing, or for a file that it cannot write.
+    Raises: ValueError where matplotlib is missing, or for a file that it cannot draw; OSError for one that cannot be
+        written.
     """
     try:
         import matplotlib as mpl
@@ -38,6 +40,9 @@ def check(path: Path | None) -> None:
     mpl.use("Agg")
     if path is not None and path.suffix.lower() not in _FORMATS:
         raise ValueError(f"--plot: wanted a name that ends in {' or '.join(_FORMATS)}, got {path}")
+    for each in (path, html_path):
+        if each is not None:
+            check_place(each)
 
 
 def plot(found: Sequence[Benched], path: Path) -> None:
@@ -46,12 +51,14 @@ def plot(found: Sequence[Benched], path: Path) -> None:
     figure, all_axes = _figure([len(each) for _, each in groups])
     for axes, (operation, calls) in zip(all_axes, groups, strict=True):
         _draw(axes, operation, calls)
-    figure.savefig(path, bbox_inches="tight")
+    written = io.BytesIO()
+    figure.savefig(written, format=path.suffix[1:].lower(), bbox_inches="tight")
+    write_whole(path, written.getvalue())
 
 
 def page(found: Sequence[Benched], path: Path) -> None:
     """Write a page with a chart and the tables of each operation, everything in it."""
-    path.write_text("".join(_page(found)), encoding="utf-8")
+    write_whole(path, "".join(_page(found)).encode())
 
 
 def _groups(found: Sequence[Benched]) -> list[tuple[str, list[Benched]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from layerzero.cli import pages, pages_backends, pages_descriptors, pages_stub, pages_usage
 from layerzero.cli.output import FINE, NO, Answer
+from layerzero.core.disk import write_whole
 
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
@@ -39,7 +40,7 @@ def answer(root: Path | None, *, check: bool) -> Answer:
         return Answer(data, lambda: lines, NO if stale else FINE)
     for path, text in stale.items():
         (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        write_whole(folder / path, text.encode())
     lines = [f"wrote {path}" for path in sorted(stale)] or ["the generated documentation was current"]
     return Answer(data, lambda: lines)
 

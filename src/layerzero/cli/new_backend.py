@@ -9,6 +9,7 @@ from pathlib import Path
 from layerzero.cli import backend_template as template
 from layerzero.cli.backend_template import Subject
 from layerzero.cli.output import Answer
+from layerzero.core.disk import write_whole
 from layerzero.core.operation import Operation
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
@@ -29,7 +30,7 @@ def answer(name: str, operation: str, root: Path | None) -> Answer:
         raise ValueError(f"{name}: wanted files that do not exist yet, got {', '.join(map(str, taken))}")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     here = Path.cwd()
     written = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in texts]
     steps = _steps(subject, checkout)

@@ -60,7 +60,7 @@ class Command(TyperCommand):
         with _warnings_on_stderr(), _stdout_kept_for_json(as_json):
             try:
                 answer: Answer = super().invoke(ctx)
-            except (LayerZeroError, KeyError, ValueError) as error:
+            except (LayerZeroError, KeyError, ValueError, OSError) as error:
                 if not _ours(error):
                     raise
                 answer = _failure(error, ctx.command_path)
@@ -169,6 +169,8 @@ def _ours(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: wanted a place to write to, got: {error.strerror}"
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)  # str() would quote it
 
 

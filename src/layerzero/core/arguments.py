@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.core.handle import OfKind
 from layerzero.core.layouts import permutation
 from layerzero.core.reasons import ReasonCode
 
@@ -203,6 +204,8 @@ class Param:
         """What a choice sees of a handle."""
         if value is None:
             return "none"
+        if isinstance(value, OfKind):
+            return value.kind
         made_of = [arguments.get(name) for name in self.made_of]
         return self.kind(value, *made_of) if self.kind is not None else value.kind_for(*made_of)  # type: ignore[attr-defined]
 

@@ -104,12 +104,17 @@ class Device:
     def detect(device: str | torch.device = "cpu") -> Device:
         """Describe a device of this machine; cached for the process.
 
-        Raises: RuntimeError (from torch) if the device does not exist here.
+        Raises: ValueError if a CUDA device does not exist here; RuntimeError (from torch) for what names no device.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
-        if target.type == "cuda" and str(target) == "cuda":
-            return _detect("cuda", torch.cuda.current_device())
-        return _detect(target.type, target.index or 0)
+        if target.type != "cuda":
+            return _detect(target.type, target.index or 0)
+        try:
+            return _detect("cuda", torch.cuda.current_device() if target.index is None else target.index)
+        except (AssertionError, RuntimeError) as error:
+            short = str(error).partition("\n")[0]
+            wanted = "wanted a device of this machine, or a name such as 'H100' for one that need not be here"
+            raise ValueError(f"device: {wanted}; got {str(target)!r}: {short}") from error
 
     @staticmethod
     def named(name: str) -> Device:

@@ -10,6 +10,8 @@ import errno
 import os
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
@@ -74,20 +76,61 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Put data in place of what a file held: all of it, also after a power cut, or nothing. Raises: OSError.
+    """Put data in place of what a file held: all of it, also after a power cut, or nothing.
 
     The last file of a chain of links is replaced. What is no plain file (``/dev/stdout``, a pipe) is written to.
+    Raises: OSError that names this file.
     """
+    with _named(path):
+        _write_whole(path, data)
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Try whether :func:`write_whole` could write here, before there is anything to write.
+
+    Raises: OSError that names this file, and is none of a disk that fills up meanwhile.
+    """
+    with _named(path):
+        target, plain, _ = _target(path)
+        if plain:
+            file, temporary = _temporary(target)
+            os.close(file)
+            temporary.unlink()
+        elif target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an error name the file that was asked for, not the one that is written in its place."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # links are followed, as they are by open
-            Path(path).write_bytes(data)
-            return
-        mode = stat.S_IMODE(os.stat(path).st_mode)  # noqa: PTH116
-    except FileNotFoundError:
-        mode = None
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _target(path: str | os.PathLike[str]) -> tuple[Path, bool, int | None]:
+    """The file that a path leads to, whether it is plain or does not exist, and its mode."""
     target = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116  # links are followed, as they are by open
+    except FileNotFoundError:
+        return target, True, None
+    return target, stat.S_ISREG(mode), stat.S_IMODE(mode)
+
+
+def _temporary(target: Path) -> tuple[int, Path]:
+    """A new file beside a target, open."""
     temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666)
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666), temporary
+
+
+def _write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    target, plain, mode = _target(path)
+    if not plain:
+        Path(path).write_bytes(data)
+        return
+    file, temporary = _temporary(target)
     try:
         try:
             if mode is not None:

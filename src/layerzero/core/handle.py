@@ -22,6 +22,13 @@ FOREIGN, STALE = "foreign", "stale"
 Kept = TypeVar("Kept")
 
 
+class OfKind:
+    """Stands for a handle that was written down: nobody has it any more, but its kind is known."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
 class Slot(Protocol):
     """What one kernel keeps on a handle."""
 

@@ -167,10 +167,10 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     import yaml  # most processes read no file
 
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, endless nesting
         raise PolicyError(f"{path}: not valid YAML: {error}") from error
     if values is None:
         return {}

@@ -14,7 +14,7 @@ import torch
 
 from layerzero.core import forking
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
-from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
@@ -38,7 +38,8 @@ from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
 
-Watcher = Callable[[Facts], None]
+Watcher = Callable[[Function, Plan], None]
+"""Told of a call that ran: whose call it was, and what ran. It runs in the caller's thread and context."""
 
 
 class Engine:
@@ -89,7 +90,7 @@ class Engine:
             self.bump()
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell somebody the facts of every call. No plan is kept until the last one stops: hits would go unseen."""
+        """Tell somebody of every call that runs. No plan is kept until the last one stops: hits would go unseen."""
         with self._lock:
             self.watchers = (*self.watchers, watcher)
         self.bump()
@@ -227,8 +228,6 @@ class Dispatcher:
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
-        for watcher in self.engine.watchers:
-            watcher(plan.report.facts)
         try:
             return self._checked(plan, arguments)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
@@ -246,6 +245,8 @@ class Dispatcher:
         keep, plan.keep = plan.keep, None
         if keep is not None:
             keep()
+        for watcher in self.engine.watchers:
+            watcher(self.function, plan)
         return result
 
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import faulthandler
 import signal
 from pathlib import Path
 
-from layerzero.core import forking
+from layerzero.core import disk, forking
 
 _SIGNALS = tuple(
     signal.Signals[name]
@@ -22,6 +22,9 @@ _SIGNALS = tuple(
 
 _TOLD = b"(most recent call first)"
 """What faulthandler writes before the frames."""
+
+MOST_BYTES = 1 << 20
+"""A file that is larger is no marker."""
 
 
 class _Endings:
@@ -79,7 +82,7 @@ def end(file: int) -> None:
 
 def from_outside(path: Path) -> bool:
     """Whether the process that left this file was ended by such a signal. Raises: OSError."""
-    return _TOLD in path.read_bytes()
+    return _TOLD in disk.read_plain(path, MOST_BYTES)
 
 
 def _caught() -> int:

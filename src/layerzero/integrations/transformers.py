@@ -29,9 +29,30 @@ _UNSERVED = {
     "head_mask": "no mask on whole heads; use attn_implementation='eager'",
     "layer_head_mask": "no mask on whole heads; use attn_implementation='eager'",
 }
-"""Arguments that would change the result, each with what is wanted in their place. All others are knowingly ignored:
-position_ids (applied before), use_cache, counts for the loss, and FlashAttention's hints about packing, which the mask
-repeats."""
+"""Arguments that are known to change the result, each with what is wanted in their place."""
+
+_HARMLESS = frozenset({
+    # what the model returns and keeps, and how it counts
+    *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
+    *("logits_to_keep", "output_attentions"),
+    # applied to queries and keys before, or told by the mask as well
+    *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
+    *("past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "max_seqlen"),
+    # what queries, keys and values were made of
+    *("input_ids", "inputs_embeds", "input_features", "pixel_values", "pixel_values_videos", "image_grid_thw"),
+    *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
+    *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
+    "deterministic",  # honoured
+})  # fmt: skip
+"""Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
+not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
+
+_PACKED = ("cu_seq_lens_q", "cu_seqlens")
+
+_UNKNOWN = (
+    "no argument whose effect on attention is not known; leave it out if it is not meant for the model, or use "
+    "attn_implementation='sdpa'"
+)
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -151,13 +172,15 @@ def attention_forward(
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
     for name, got in kwargs.items():
-        if name in _UNSERVED and got is not None and got is not False:
+        if (name in _UNSERVED or name not in _HARMLESS) and got is not None and got is not False:
             text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
-            raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {_UNSERVED[name]}; got {text}"])
-    lengths = kwargs.get("cu_seq_lens_q")
+            wanted = _UNSERVED.get(name, _UNKNOWN)
+            raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
+    packed = next((name for name in _PACKED if kwargs.get(name) is not None), None)
+    lengths = kwargs.get(packed) if packed else None
     if lengths is not None and mask is None and lengths.numel() > 2:
         problem = (
-            "cu_seq_lens_q: wanted packed sequences to be told apart by position_ids (which make a mask), "
+            f"{packed}: wanted packed sequences to be told apart by position_ids (which make a mask), "
             f"got {lengths.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])

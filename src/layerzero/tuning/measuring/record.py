@@ -8,8 +8,10 @@ not when it is replayed; calls that other threads make at the same moment with t
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +19,9 @@ import msgspec
 
 import layerzero
 from layerzero.core import forking
-from layerzero.core.facts import Facts
+from layerzero.core.disk import check_place
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded
@@ -32,6 +36,8 @@ class Recording:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str = "") -> None:
+        if path is not None:
+            check_place(path)
         self.path = path
         self.model = model
         self._counts: Counter[bytes] = Counter()
@@ -39,8 +45,8 @@ class Recording:
         self._running = True
         ENGINE.watch(self._saw)
 
-    def _saw(self, facts: Facts) -> None:
-        call = msgspec.json.encode(CallRecipe.of(facts))
+    def _saw(self, _: Function, plan: Plan) -> None:
+        call = msgspec.json.encode(CallRecipe.of(plan.report.facts))
         with self._lock:
             self._counts[call] += 1
 
@@ -57,14 +63,30 @@ class Recording:
         return Manifest(FORMAT, time.time(), layerzero.__version__, calls, self.model)
 
     def stop(self) -> Manifest:
-        """End the recording, write the manifest where a path was given, and return it."""
+        """End the recording, write the manifest where a path was given, and return it.
+
+        Where it cannot be written there, as on a disk that filled up meanwhile, it is written among the system's
+        temporary files, which the error names. Raises: OSError.
+        """
         if self._running:
             self._running = False
             ENGINE.unwatch(self._saw)
         manifest = self.manifest()
         if self.path is not None:
-            manifest.save(self.path)
+            try:
+                manifest.save(self.path)
+            except OSError as error:
+                error.add_note(f"what was recorded lies in {self._rescued(manifest)}")
+                raise
         return manifest
+
+    def _rescued(self, manifest: Manifest) -> str:
+        place = Path(tempfile.mkdtemp(prefix="layerzero-")) / "workload.json"
+        try:
+            manifest.save(place)
+        except OSError as error:
+            return f"no file ({error}), but in Recording.manifest()"
+        return str(place)
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +105,7 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Re
     Args:
         path: a file for the manifest, written when the recording ends, with an error or without.
         model: a name or hash of what the program runs, kept in the manifest.
+    Raises: OSError where the file could not be written, before anything is recorded.
     Calls are slower while it runs, since each is chosen for anew; before and after, they cost what they always do.
     """
     return Recording(path, model=model)

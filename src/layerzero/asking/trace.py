@@ -1,0 +1,216 @@
+"""``lz.trace``: which kernel each layer of a model runs, and why.
+
+Hooks on every module say where a call is made; the engine tells what ran. While a model is traced no plan is kept, so
+that calls that were chosen before are seen as well. Nothing is timed, and nothing of it is on a hit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn import Module
+
+from layerzero.asking.layers import as_table
+from layerzero.core import forking
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan, Report
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.told import PLACE
+
+_OF_COMPILING = "_orig_mod"
+"""What ``torch.compile`` puts into the path of a module that it wraps."""
+
+_TRACED: ContextVar[Trace | None] = ContextVar("layerzero_traced", default=None)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Calls that one layer made alike.
+
+    Attributes:
+        layer: the path of the module whose code made them; empty for the model itself.
+        module: the name of its class.
+        function, operation: what was called, and what that was routed to.
+        kernel, source: what ran, and the library that it is from.
+        why: why it did: its time and where that is from, a lock, its priority, or why the reference had to.
+        adapts: what was done to the arguments for it.
+        dtype, shapes: of the first of these calls.
+        calls: how many there were.
+    """
+
+    layer: str
+    module: str
+    function: str
+    operation: str
+    kernel: str
+    source: str
+    why: str
+    adapts: tuple[str, ...]
+    dtype: str
+    shapes: dict[str, tuple[int, ...]]
+    calls: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What rows have in common whose calls count as alike."""
+        return self.layer, self.function, self.operation, self.kernel, self.adapts, self.dtype
+
+
+class Trace:
+    """What a model ran, in the order in which its layers first did.
+
+    Attributes:
+        rows: one for calls that a layer made alike.
+        others: modules without submodules that ran and made no call of LayerZero, by the name of their class.
+        elsewhere: calls that other threads made meanwhile, for this model or not: nobody knows for which layer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forking.lock()
+        self._rows: dict[tuple[object, ...], Row] = {}
+        self._ran: dict[str, Module] = {}
+        self._modules: dict[str, str] = {}
+        self.elsewhere = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, in the order of their first calls."""
+        return list(self._rows.values())
+
+    @property
+    def others(self) -> dict[str, int]:
+        """See above."""
+        served = {row.layer for row in self.rows}
+        leaves = (path for path, module in self._ran.items() if not any(True for _ in module.children()))
+        return dict(Counter(self._modules[path] for path in leaves if path not in served).most_common())
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "rows": [msgspec.to_builtins(row) for row in self.rows],
+            "others": self.others,
+            "elsewhere": self.elsewhere,
+        }
+
+    def __str__(self) -> str:
+        lines = as_table(self.rows) if self.rows else ["no call of LayerZero was made"]
+        if self.others:
+            told = ", ".join(f"{count} {name}" for name, count in self.others.items())
+            lines.append(f"modules that made no call of LayerZero: {told}")
+        if self.elsewhere:
+            lines.append(f"{self.elsewhere} calls were made by other threads, whose layers are not known")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<lz.trace: {len(self._rows)} rows of {sum(row.calls for row in self.rows)} calls>"
+
+    def _saw(self, function: Function, plan: Plan) -> None:
+        if _TRACED.get() is not self:
+            with self._lock:
+                self.elsewhere += 1
+            return
+        facts, layer = plan.report.facts, PLACE.get()
+        row = Row(
+            layer,
+            self._modules.get(layer, ""),
+            function.name,
+            plan.report.operation,
+            plan.kernel_id,
+            plan.kernel.source,
+            why(plan.report),
+            plan.transforms,
+            dtype_name(facts["dtype"]),  # type: ignore[arg-type]
+            {name: tensor.shape for name, tensor in facts.tensors.items()},
+            1,
+        )
+        with self._lock:
+            before = self._rows.get(row.kind)
+            self._rows[row.kind] = row if before is None else msgspec.structs.replace(before, calls=before.calls + 1)
+
+    @contextmanager
+    def _follow(self, model: Module) -> Iterator[None]:
+        """Know the module that runs, in whichever order hooks and errors come."""
+        entered: list[tuple[Module, str]] = []
+
+        def enters(path: str) -> Callable[..., None]:
+            def hook(module: Module, _: object) -> None:
+                if _TRACED.get() is not self:  # another thread's
+                    return
+                entered.append((module, PLACE.get()))
+                self._ran.setdefault(path, module)
+                PLACE.set(path)
+
+            return hook
+
+        def leaves(module: Module, _: object, __: object) -> None:
+            while entered and _TRACED.get() is self:  # one whose end no hook told ends with those around it
+                inner, outside = entered.pop()
+                PLACE.set(outside)
+                if inner is module:
+                    break
+
+        with ExitStack() as stack:
+            stack.callback(PLACE.reset, PLACE.set(""))
+            for name, module in model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks; its calls are those around it
+                    continue
+                path = ".".join(part for part in name.split(".") if part != _OF_COMPILING)
+                self._modules[path] = type(module).__name__
+                stack.callback(module.register_forward_pre_hook(enters(path), prepend=True).remove)
+                stack.callback(module.register_forward_hook(leaves, always_call=True).remove)
+            yield
+
+
+def why(report: Report) -> str:
+    """Why the kernel of a report was chosen, in a few words."""
+    chosen = report.chosen
+    assert chosen is not None
+    notes = "".join(f"; {note}" for note in report.notes if note.startswith("frozen"))
+    if report.locked:
+        return report.locked
+    if chosen.kernel.is_reference:
+        refused = [f"{each.kernel.id}: {each.reasons[0]}" for each in report.candidates if each.reasons]
+        more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
+        return f"no kernel may run it ({refused[0]}{more})" if refused else "there is no kernel of it"
+    if chosen.time_us is None:
+        return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; nobody measured it{notes}"
+    return f"{chosen.provenance} {chosen.time_us:.3g} us{notes}"
+
+
+def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
+    """Run a model once and tell which kernel each of its layers ran.
+
+        print(lz.trace(model, tokens))
+        lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
+
+    The model is called as it is, in the caller's grad mode and under the caller's settings. A module that
+    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart. Not seen are calls
+    through ``lz.bind(..., guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a
+    model computes without LayerZero, of which :attr:`Trace.others` has the modules.
+
+    Args:
+        model: a module, or a method of one.
+        inputs, arguments: what it is called with.
+    Raises: TypeError for what has no modules; whatever the model raises.
+    """
+    module = model if isinstance(model, Module) else getattr(model, "__self__", None)
+    if not isinstance(module, Module):
+        raise TypeError(f"trace: wanted a torch.nn.Module or a method of one, got {type(model).__name__}")
+    found = Trace()
+    traced = _TRACED.set(found)
+    try:
+        with found._follow(module), torch.compiler.set_stance("force_eager"):
+            ENGINE.watch(found._saw)
+            try:
+                model(*inputs, **arguments)
+            finally:
+                ENGINE.unwatch(found._saw)
+    finally:
+        _TRACED.reset(traced)
+    return found
