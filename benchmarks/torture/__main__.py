@@ -73,6 +73,8 @@ def apart(name: str, seconds: float, wanted: argparse.Namespace) -> Counts:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
     *before, last = said.strip().splitlines() or [""]
     print("".join(f"   {line}\n" for line in before), end="")
     if child.returncode or not last.startswith("["):

@@ -94,6 +94,7 @@ def test_files_and_variables_are_looked_at_by_the_first_choice(tmp_path, monkeyp
     CONFIGURATION.reset()
     with pytest.raises(lz.PolicyError, match=r"environment: avoid_sources: .* did you mean 'zentorch'"):
         lz.explain("rms_norm", *call)
+    assert any("'zentroch', which names none" in issue for issue in lz.doctor().issues)
 
 
 def test_what_only_a_plugin_can_be_called_is_a_warning(monkeypatch):

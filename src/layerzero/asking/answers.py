@@ -326,6 +326,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
         issues=(
             *_issues(libraries, devices, resting),
+            *REGISTRY.names.problems(CONFIGURATION.policy),
             *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
             *compatibility.conflicts(REGISTRY.backends()),
             *_accused(suspects),

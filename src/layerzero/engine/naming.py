@@ -61,21 +61,24 @@ class Names:
         """
         if policy in self._checked or not policy.enabled:
             return
-        named = [(key, pattern) for key in _KEYS for pattern in policy[key]]
-        for index, rule in enumerate(policy.rules):
-            named += [(f"rules[{index}].{key}", pattern) for key in _ACTIONS for pattern in getattr(rule, key)]
         plugins = self._registry.plugins
         left_out = ", ".join(plugins.unknown()) if plugins is not None else ""
-        for key, pattern in self._unknown(named):
-            origin = CONFIGURATION.effective_with_origin()[key.partition("[")[0]][1]
-            text = f"{origin}: {key}: {self._problem(pattern)}"
+        for text in self.problems(policy):
             if not left_out:
                 raise PolicyError(text)
-            text += f" Plugins that are left out may have it: {left_out}"
-            warnings.warn(text, LayerZeroWarning, stacklevel=2)
+            warnings.warn(f"{text} Plugins that are left out may have it: {left_out}", LayerZeroWarning, stacklevel=2)
         if len(self._checked) >= _MAX_CHECKED:
             self._checked.clear()
         self._checked.add(policy)
+
+    def problems(self, policy: Policy) -> Iterator[str]:
+        """Names in force that name nothing, and who said them."""
+        named = [(key, pattern) for key in _KEYS for pattern in policy[key]]
+        for index, rule in enumerate(policy.rules):
+            named += [(f"rules[{index}].{key}", pattern) for key in _ACTIONS for pattern in getattr(rule, key)]
+        for key, pattern in self._unknown(named):
+            origin = CONFIGURATION.effective_with_origin()[key.partition("[")[0]][1]
+            yield f"{origin}: {key}: {self._problem(pattern)}"
 
     def _unknown(self, named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         names: set[str] | None = None

@@ -1,0 +1,62 @@
+"""``make torture``: it ends at the first part that found something, and a part that cannot be heard of has failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "torture"
+
+
+@pytest.fixture
+def torture(monkeypatch):
+    spec = importlib.util.spec_from_file_location("torture_main", FOLDER / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "parts", lambda: [("a.fine", None), ("b.bad", None), ("c.never", None)])
+    monkeypatch.setattr(sys, "argv", ["torture", "--seconds", "3"])
+    return module
+
+
+def test_it_ends_with_one_at_the_first_thing_found(torture, monkeypatch, capsys):
+    found = {
+        "a.fine": torture.Counts({"wrong results": 0}, {"calls": 7}),
+        "b.bad": torture.Counts({"bans lifted": 1}, {}),
+    }
+    monkeypatch.setattr(torture, "apart", lambda name, *_: found[name])
+    assert torture.main() == 1
+    said = capsys.readouterr().out
+    assert "ok     a.fine: 7 calls, 0 wrong results" in said
+    assert "FAILED b.bad: 1 bans lifted" in said
+    assert "c.never" not in said
+    assert "--only b.bad --seed 1" in said
+
+
+@pytest.mark.parametrize(("script", "word"), [
+    ("import os; os.abort()", "ended with -6"),
+    ("print('half of it')", "ended with 0"),
+    ("import time; time.sleep(600)", "stuck processes"),
+])  # fmt: skip
+def test_a_part_that_says_nothing_has_failed(torture, monkeypatch, tmp_path, script, word):
+    (tmp_path / "__main__.py").write_text(script)
+    monkeypatch.setattr(torture, "__file__", str(tmp_path / "__main__.py"))
+    monkeypatch.setattr(torture, "GRACE_S", 5.0 if "sleep" in script else 200.0)
+    wanted = torture.argparse.Namespace(seed=1, times=None)
+    assert torture.apart("a.part", 0.0, wanted).zero == {word: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["damage", "forks", "replaced"])
+def test_parts_run(torture, part):
+    (name,) = (
+        f"{file.stem}.{each}"
+        for file in FOLDER.glob("[!_]*.py")
+        for each in (part, f"calls_between_{part}")
+        if f"def {each}(" in file.read_text(encoding="utf-8")
+    )
+    found = torture.apart(name, 5.0, torture.argparse.Namespace(seed=1, times=2))
+    assert found.zero
+    assert not any(found.zero.values())
