@@ -17,7 +17,6 @@ __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.asking.answers": (
-        "doctor",
         "explain",
         "facts",
         "list_kernels",
@@ -26,6 +25,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "which",
     ),
     "layerzero.asking.bind": ("bind",),
+    "layerzero.asking.diagnosis": ("doctor",),
     "layerzero.asking.freeze": ("freeze", "frozen", "thaw"),
     "layerzero.asking.control": (
         "avoid",
@@ -106,6 +106,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
     elif name in _ALIASES:
         value = __getattr__(_ALIASES[name])
+    elif not name.startswith("_") and importlib.import_module("layerzero._assembly").brings_function(name):
+        value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
     else:
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
     globals()[name] = value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerzero import testing
-from layerzero.asking.answers import doctor, explain, facts, list_kernels, list_operations, validate, which
+from layerzero.asking.answers import explain, facts, list_kernels, list_operations, validate, which
 from layerzero.asking.bind import bind
 from layerzero.asking.control import (
     avoid,
@@ -25,6 +25,7 @@ from layerzero.asking.control import (
     unregister_kernel,
 )
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
+from layerzero.asking.diagnosis import doctor
 from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.asking.trace import trace
 from layerzero.core import judges, limits

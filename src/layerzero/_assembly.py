@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -26,6 +28,26 @@ def descriptors_in_force() -> None:
     from layerzero.asking.descriptors import DESCRIPTORS
 
     DESCRIPTORS.sync()
+
+
+def register_function(function: Function) -> None:
+    """Give the operations of a plugin their public function."""
+    from layerzero.engine import functions
+
+    functions.register_function(function)
+
+
+def brings_function(name: str) -> bool:
+    """Whether a plugin that policy lets in brings a public function of this name; it is imported to know."""
+    if find_spec(f"layerzero.{name}") is not None:  # a module of its own, which an import asks for
+        return False
+    registry = getattr(import_module("layerzero.engine.registry"), "REGISTRY", None)
+    if registry is None or registry.plugins is None or not registry.plugins.unknown():
+        return False
+    registry.ready()
+    from layerzero.ops import FUNCTIONS
+
+    return name in FUNCTIONS
 
 
 def importing(plugin: str, version: str) -> AbstractContextManager[str]:

@@ -91,5 +91,35 @@ def test_its_broken_entry_point_is_reported_and_harmless(answers):
 def test_it_conforms_as_its_own_tests_would_show(environment):
     script = [sys.executable, str(PLUGIN / "conformance.py")]
     run = subprocess.run(script, env=environment, check=True, capture_output=True, text=True)
-    assert run.stdout.startswith("example.rms_norm: ")
+    assert "example.rms_norm: " in run.stdout
     assert "limit hidden <= 4096: 4096 right; 4097 refused with CONSTRAINT_FAILED" in run.stdout
+
+
+OPERATION = """
+import torch, warnings
+warnings.simplefilter("ignore")
+import layerzero as lz
+given = torch.randn(3, 8)
+assert torch.equal(lz.example_doubled(given), given * 2)  # nobody asked for the plugin before
+assert torch.equal(torch.ops.layerzero.example_doubled(given), given * 2)
+print(lz.explain("example_doubled", given).kernel_id, *{str(each.verdict) for each in lz.vet("example.doubled")})
+print(lz.explain("example.doubled", given).kernel_id, hasattr(lz, "example_tripled"))
+"""
+ASKED_FIRST = """
+import torch, warnings
+warnings.simplefilter("ignore")
+import layerzero as lz
+print(lz.explain("example_doubled", torch.randn(3, 8)).operation)
+"""
+
+
+def test_an_entry_point_may_bring_an_operation_and_its_function(environment):
+    def said(script, **more):
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, env=environment | more, check=False, capture_output=True, text=True)
+        return run.stdout.split() or run.stderr.splitlines()[-1]
+
+    assert said(OPERATION) == ["reference.example.doubled", "passed", "example.doubled", "False"]
+    assert said(ASKED_FIRST) == ["example.doubled"]
+    left_out = said(ASKED_FIRST, LAYERZERO_PLUGINS="none")
+    assert "unknown operation 'example_doubled'" in left_out

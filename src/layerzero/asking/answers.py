@@ -1,34 +1,25 @@
-"""Questions about a selection: which kernel, why, which others, is this one valid, what is installed."""
+"""Questions about a selection: which kernel, why, which others, is this one valid."""
 
 from __future__ import annotations
 
-import importlib
-import platform
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
-import torch
 
-from layerzero.asking import compatibility
-from layerzero.asking.descriptors import DESCRIPTORS
-from layerzero.asking.examples import awaits_vetting, example_calls
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
-from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.ledger import Suspect
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import accelerator, legality, probe, score
-from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine import legality, probe, score
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
-from layerzero.engine.health import Counts
 from layerzero.engine.pick import NO_TIMES, pick
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
@@ -162,6 +153,8 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if name in OPERATION_ALIASES:
         operations, implied = OPERATION_ALIASES[name]
         operation, kwargs = operations[0], {**implied, **kwargs}
+    if name not in FUNCTIONS and function_of(operation) is None:
+        REGISTRY.ready()  # a plugin may bring it
     function = FUNCTIONS.get(name) or function_of(operation)
     if function is None:
         known = [*FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
@@ -191,210 +184,3 @@ def _quiet_layouts() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LayerZeroLayoutWarning)
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryFinding:
-    """One library as doctor sees it: name, version if installed, why it is not used, if so, how well it is known."""
-
-    name: str
-    summary: str
-    version: str | None
-    kernels: int
-    reason: Reason | None
-    status: compatibility.Status | None = None
-
-    @property
-    def known(self) -> str:
-        """What is known of the version, to be put behind another word."""
-        return f", {self.status}" if self.status is not None else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What doctor found.
-
-    Attributes:
-        versions: of python, torch, layerzero and the system.
-        devices: devices that torch sees here.
-        libraries: every library that LayerZero knows.
-        resting: kernels that failed and rest, with the error.
-        health: failures and fallbacks of each kernel that failed in this process.
-        failures: errors of this process and of earlier ones, the latest of each kernel.
-        suspects: kernels that may have killed a process, and those that a child process found guilty.
-        plugin_errors: plugins that failed to load, or were left out, and why.
-        descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
-        issues: what to do, most important first.
-    """
-
-    versions: dict[str, str]
-    devices: tuple[Device, ...]
-    libraries: tuple[LibraryFinding, ...]
-    resting: dict[str, str]
-    plugin_errors: dict[str, str]
-    descriptors: tuple[dict[str, object], ...]
-    issues: tuple[str, ...]
-    health: dict[str, Counts] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    suspects: tuple[Suspect, ...] = ()
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "versions": self.versions,
-            "devices": [{"platform": d.platform, "name": d.name, "sm": d.sm_number} for d in self.devices],
-            "libraries": [
-                {
-                    "name": each.name,
-                    "version": each.version,
-                    "kernels": each.kernels,
-                    "status": each.status and str(each.status),
-                    "usable": each.reason is None,
-                    "reason": str(each.reason.code) if each.reason else None,
-                    "message": each.reason.message if each.reason else None,
-                }
-                for each in self.libraries
-            ],
-            "resting": self.resting,
-            "health": {name: asdict(counts) for name, counts in self.health.items()},
-            "failures": self.failures,
-            "suspects": [suspect.to_dict() for suspect in self.suspects],
-            "plugin_errors": self.plugin_errors,
-            "descriptors": list(self.descriptors),
-            "issues": list(self.issues),
-        }
-
-    def health_lines(self) -> list[str]:
-        """What failed, a line for each kernel and operation."""
-        lines = [
-            f"{name}: {counts.failures} failures in this process, {counts.fallbacks} times another kernel ran instead"
-            for name, counts in self.health.items()
-        ]
-        earlier = [name for name in self.failures if name not in self.health]
-        return lines + [f"{name}: failed in an earlier process, last: {self.failures[name]}" for name in earlier]
-
-    def __str__(self) -> str:
-        lines = [", ".join(f"{name} {version}" for name, version in self.versions.items())]
-        lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
-        for library in self.libraries:
-            state = f"usable{library.known}" if library.reason is None else str(library.reason)
-            lines.append(f"  {library.name} {library.version or ''}: {state}")
-        lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
-        lines += [f"  {line}" for line in self.health_lines()]
-        lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
-        lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
-        lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
-        return "\n".join(lines)
-
-
-def doctor(*, load: bool = False) -> Diagnosis:
-    """Diagnose this machine: devices, libraries and why each unusable one is unusable, kernels that rest, issues.
-
-    Args:
-        load: also load every usable library's kernels, so that a broken installation shows now and not in a call.
-    """
-    devices = [Device.detect("cpu")]
-    if torch.cuda.is_available():
-        devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
-    best = devices[-1]
-    if load:
-        _load_everything(best)
-    libraries = []
-    for backend in REGISTRY.backends():
-        if backend.name in ("reference", "user"):
-            continue
-        device = next((each for each in reversed(devices) if each.platform in backend.platforms), best)
-        state = probe.this_machine().state(backend, device)
-        reason = state.reason
-        if device.platform not in backend.platforms:  # whatever else is wrong with it does not matter here
-            reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
-        kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
-        name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
-        known = compatibility.status(backend, state.version) if state.version else None
-        known = compatibility.Status.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
-        libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
-    health, ledger = ENGINE.health, ENGINE.ledger
-    resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
-    resting |= health.disabled()
-    suspects, failed = ledger.suspects(), dict(REGISTRY.plugins.told() if REGISTRY.plugins else {})
-    return Diagnosis(
-        versions=_versions(),
-        devices=tuple(devices),
-        libraries=tuple(libraries),
-        resting=resting,
-        plugin_errors=failed,
-        descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
-        issues=(
-            *_issues(libraries, devices, resting),
-            *REGISTRY.names.problems(CONFIGURATION.policy),
-            *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
-            *compatibility.conflicts(REGISTRY.backends()),
-            *_accused(suspects),
-            *ledger.notes(),
-        ),
-        health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
-        failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
-        suspects=suspects,
-    )
-
-
-def _versions() -> dict[str, str]:
-    from layerzero import __version__
-
-    return {
-        "layerzero": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else f"C, {accelerator.HOT.reader()}",
-        "choices": "free" if ENGINE.frozen is None else f"frozen for {len(ENGINE.frozen.choices)} classes of calls",
-    } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
-def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dict[str, str]) -> Iterator[str]:
-    for library in libraries:
-        if library.reason is None:
-            continue
-        if library.reason.code in (ReasonCode.BACKEND_IMPORT_FAILED, ReasonCode.VERSION_UNSUPPORTED):
-            yield f"{library.name}: {library.reason.message}"
-    yield from (f"{kernel} failed and rests: {error}" for kernel, error in resting.items())
-    usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
-    if not usable:
-        more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
-        yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
-    if not CONFIGURATION.policy.enabled:
-        yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
-
-
-def _import(backend: Backend) -> None:
-    if backend.import_name:
-        try:
-            importlib.import_module(backend.import_name)
-        except Exception as error:  # noqa: BLE001  # any failure to load is what this looks for
-            probe.mark_broken(backend, error)
-
-
-def _accused(suspects: Iterable[Suspect]) -> Iterator[str]:
-    for suspect in suspects:
-        if suspect.verdict is None:
-            yield f"{suspect}; it is refused until `layerzero doctor --confirm` has run it in a child process"
-        else:
-            way_out = "until its version changes, or `layerzero doctor --confirm --again` clears it"
-            yield f"{suspect}; it is refused {way_out}"
-
-
-def _load_everything(device: Device) -> None:
-    """Load one kernel of every usable library on small calls; what fails is marked broken."""
-    machine = probe.this_machine()
-    for kernel in REGISTRY.kernels():
-        if machine.state(kernel.backend, device).reason is not None:
-            continue
-        if kernel.jit:  # compiling takes long; importing shows what is broken
-            _import(kernel.backend)
-            continue
-        for call in example_calls(kernel, device):
-            try:
-                kernel.load(call)
-            except Exception as error:  # noqa: BLE001  # any failure to load is what this looks for
-                probe.mark_broken(kernel.backend, error)
-            break

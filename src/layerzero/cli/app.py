@@ -118,7 +118,7 @@ def doctor(
 
     Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it.
     """
-    from layerzero.asking.answers import doctor as diagnose
+    from layerzero.asking.diagnosis import doctor as diagnose
     from layerzero.cli import tables
     from layerzero.cli.plugins import ask_a_child
     from layerzero.tuning.proving.confirm import confirm_suspects

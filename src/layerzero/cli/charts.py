@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from layerzero.asking.answers import doctor
+from layerzero.asking.diagnosis import doctor
 from layerzero.cli.bench import cells, described, refusals
 from layerzero.core.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched

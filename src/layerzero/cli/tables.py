@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from layerzero.asking.answers import Diagnosis
+from layerzero.asking.diagnosis import Diagnosis
 from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name

@@ -1,4 +1,4 @@
-"""Kernels of other packages: which of them policy lets in, what is remembered about those that end the process.
+"""Kernels and operations of other packages: which policy lets in, and what is known of those that end the process.
 
 Importing a plugin runs its code, so the settings are asked first: ``plugins``, ``enabled``, ``deny`` and ``allow`` say
 whether it may be. Before an import its name is on disk. A plugin that ends the process is named by the next one and
@@ -17,10 +17,11 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.operation import Function, Operation
 from layerzero.engine import foreign
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
@@ -33,7 +34,17 @@ SLOW_S = 2.0
 log = logging.getLogger("layerzero")
 
 
+class Brought(NamedTuple):
+    """What an entry point brings; at least one of them."""
+
+    kernels: Sequence[Kernel] = ()
+    operations: Sequence[Operation] = ()
+    functions: Sequence[Function] = ()
+
+
 class _Registry(Protocol):
+    def add_operations(self, operations: Sequence[Operation]) -> None: ...
+
     def holds(self, kernel: Kernel) -> bool: ...
 
     def add_all(self, kernels: Sequence[Kernel]) -> None: ...
@@ -47,6 +58,7 @@ class Plugins:
     Attributes:
         errors: plugins that did not load, and why.
         left_out: plugins that were not imported, or are out of force, and whose word that is.
+        functions: public functions that plugins bring and that are not registered yet, each with its plugin.
     """
 
     def __init__(self, registry: _Registry) -> None:
@@ -56,6 +68,7 @@ class Plugins:
         self._harmful: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
+        self.functions: list[tuple[str, Function]] = []
 
     def awaited(self) -> bool:
         """Whether the settings changed since plugins were last looked at."""
@@ -103,7 +116,7 @@ class Plugins:
                 self._registry.add_all(kernels)
             except RegistrationError as error:
                 del self._kernels[name]
-                self._failed(name, error)
+                self.failed(name, error)
 
     def _import(self, plugin: EntryPoint) -> None:
         from layerzero import _assembly
@@ -115,16 +128,19 @@ class Plugins:
                     self._harmful[plugin.name] = before
                     warnings.warn(f"the plugin {plugin.name!r} is left out: {before}", LayerZeroWarning, stacklevel=2)
                     return
-                loaded = plugin_kernels(plugin.load())
-            self._kernels[plugin.name] = [_of_plugin(kernel, plugin) for kernel in loaded]
+                loaded = brought(plugin.load())
+            self._registry.add_operations(loaded.operations)
+            self.functions += [(plugin.name, function) for function in loaded.functions]
+            self._kernels[plugin.name] = [_of_plugin(kernel, plugin) for kernel in loaded.kernels]
         except (Exception, SystemExit) as error:  # noqa: BLE001  # it may fail in any way; it must not take LayerZero along
             foreign.let_pass(error)
-            self._failed(plugin.name, error, f" ({plugin.value})")
+            self.failed(plugin.name, error, f" ({plugin.value})")
         took_s = time.monotonic() - started
         if took_s > SLOW_S:
             log.warning("the plugin %s took %.1f s to import; the first call waited for it", plugin.name, took_s)
 
-    def _failed(self, name: str, error: BaseException, where: str = "") -> None:
+    def failed(self, name: str, error: BaseException, where: str = "") -> None:
+        """Say that a plugin, or a part of it, is not here."""
         self.errors[name] = f"{type(error).__name__}: {error}"
         warnings.warn(f"the plugin {name!r}{where} was not loaded: {error!r}", LayerZeroWarning, stacklevel=2)
 
@@ -175,15 +191,27 @@ def names_of(plugin: EntryPoint) -> set[str]:
     return {plugin.name, *([plugin.dist.name] if plugin.dist else [])}
 
 
-def plugin_kernels(loaded: object) -> Sequence[Kernel]:
-    """Kernels of what an entry point names: a module with KERNELS, a sequence, or a callable that gives either."""
+def brought(loaded: object) -> Brought:
+    """What an entry point names: a module with KERNELS, OPERATIONS or FUNCTIONS, a sequence of Kernel, or a callable.
+
+    A callable gives one of the others. Operations are registered before kernels, and functions last.
+    """
     if isinstance(loaded, ModuleType):
-        loaded = loaded.KERNELS
+        parts = [getattr(loaded, name, ()) for name in ("KERNELS", "OPERATIONS", "FUNCTIONS")]
     elif callable(loaded):
-        return plugin_kernels(loaded())
-    if not isinstance(loaded, (tuple, list)) or not all(isinstance(kernel, Kernel) for kernel in loaded):
-        raise RegistrationError(f"wanted a module with KERNELS or a sequence of Kernel, got {type(loaded).__name__}")
-    return loaded
+        return brought(loaded())
+    else:
+        parts = [loaded, (), ()]
+    for part, kind in zip(parts, (Kernel, Operation, Function), strict=True):
+        if not isinstance(part, (tuple, list)) or not all(isinstance(each, kind) for each in part):
+            got = type(part).__name__ if not isinstance(part, (tuple, list)) else [type(each).__name__ for each in part]
+            raise RegistrationError(f"wanted a sequence of {kind.__name__}, got {got}")
+    if not any(parts):
+        wanted = "a module with KERNELS, OPERATIONS or FUNCTIONS, or a sequence of Kernel"
+        raise RegistrationError(
+            f"wanted {wanted}, got {getattr(loaded, '__name__', type(loaded).__name__)}, which has none"
+        )
+    return Brought(*parts)
 
 
 def _of_plugin(kernel: Kernel, plugin: EntryPoint) -> Kernel:

@@ -107,6 +107,12 @@ class Registry:
             if operation.has_fallback:
                 self._add(reference_kernel(operation))
 
+    def add_operations(self, operations: Sequence[Operation]) -> None:
+        """Add operations, all or none. Raises: as :meth:`register_operation`."""
+        with self._change():
+            for operation in operations:
+                self.register_operation(operation)
+
     def register_kernel(self, kernel: Kernel) -> None:
         """Add a kernel to each of its operations.
 
@@ -203,7 +209,21 @@ class Registry:
             if self.plugins is not None and self.plugins.awaited():
                 with self._change():
                     self.plugins.load()
+            if self.plugins is not None and self.plugins.functions:
+                self._register_functions(self.plugins)
             self._before_use()
+
+    def _register_functions(self, plugins: Plugins) -> None:
+        """Give the operations of plugins their functions, which are tried on them; outside of any change."""
+        from layerzero import _assembly
+
+        with self._lock:
+            waiting, plugins.functions = plugins.functions, []
+        for name, function in waiting:
+            try:
+                _assembly.register_function(function)
+            except RegistrationError as error:
+                plugins.failed(name, error)
 
     def operations(self) -> dict[str, Operation]:
         """Every operation by name."""
