@@ -57,7 +57,7 @@ from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.linear import PackedWeight
-from layerzero.ops.paged import StepMetadata
+from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
@@ -95,6 +95,7 @@ __all__ = [
     "Operation",
     "OperationSchema",
     "PackedWeight",
+    "PagedCache",
     "Param",
     "Plan",
     "PolicyError",

@@ -184,6 +184,16 @@ def valid(kernel, *tensors, **call):
 
 
 C = ReasonCode
+
+
+def read_in_another_layout():
+    cache = lz.PagedCache.allocate(pages=4, page_size=16, kv_heads=16, head_dim=8, dtype=torch.float32)
+    tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(lz.InvalidCallError) as caught:
+        lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, tables, lens, layout="HND")
+    return {caught.value.code}
+
+
 PRODUCERS = {
     C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
@@ -205,6 +215,7 @@ PRODUCERS = {
     C.GQA_HEADS_MISMATCH: lambda: valid("torch.sdpa.math", *qkv(kv_heads=3)),
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
+    C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
     C.MISALIGNED: lambda: in_strict_mode(misaligned),
     C.ATTN_MASK_UNSUPPORTED: lambda: refusals(
         "flash_attn.v2",

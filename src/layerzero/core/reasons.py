@@ -37,6 +37,7 @@ class ReasonCode(StrEnum):
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
     MISALIGNED = "MISALIGNED"
+    KV_CACHE_LAYOUT_MISMATCH = "KV_CACHE_LAYOUT_MISMATCH"
     # arguments
     ATTN_MASK_UNSUPPORTED = "ATTN_MASK_UNSUPPORTED"
     ATTN_MASK_INVALID = "ATTN_MASK_INVALID"
@@ -81,6 +82,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.GQA_HEADS_MISMATCH: "query heads must be a multiple of kv heads: wanted {wanted}, got {got}",
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
+    ReasonCode.KV_CACHE_LAYOUT_MISMATCH: "{fact} is written in layout {wanted}, the call names {got}",
     ReasonCode.MISALIGNED: "every row of {fact} must start at a multiple of {wanted}, they start at {got}",
     ReasonCode.ATTN_MASK_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.ATTN_MASK_INVALID: "{fact} must be {wanted}, is {got}",

@@ -32,7 +32,7 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import parts
+from layerzero.ops.paged import parts, written
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.paged.sweep import append_sweep, sweep_of
 
@@ -122,7 +122,7 @@ def _check_tables(
     **_: object,
 ) -> list[str]:
     """Values on the device: lengths within the table and the promised bounds, pages within the cache."""
-    problems = []
+    problems = written.problems({"key_cache": key_cache}, layout)
     page_size = key_cache.shape[layout.index("N") + 1]
     capacity = block_tables.shape[1] * page_size
     promised = (max_context_len, step.max_context_len if step is not None else None)
@@ -294,6 +294,7 @@ def _check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", *
         f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
         for token in outside
     ]
+    problems += written.problems({"key_cache": key_cache}, layout)
     slots = slot_mapping[slot_mapping >= 0].tolist()
     if len(set(slots)) != len(slots):
         problems.append("slot_mapping: wanted each slot once, got one twice")

@@ -11,7 +11,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import check_dense, overlaps, score_problems
-from layerzero.ops.paged import draw
+from layerzero.ops.paged import draw, written
 from layerzero.ops.paged.declare import APPEND_PAGED, CACHE_LAYOUTS, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
 from layerzero.ops.paged.step import StepMetadata, table_problems
 
@@ -93,6 +93,7 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
         problem = f"query: wanted one token a sequence (B, 1, H, D), got {tuple(query.shape)}"
         raise InvalidCallError(name, [problem])
     layout = arguments["layout"]
+    written.check(name, {each: arguments[each] for each in ("key_cache", "value_cache")}, layout)
     heads, kv_heads = query.shape[2], key_cache.shape[1 + layout.index("H")]
     if not heads or not kv_heads or not query.shape[3] or not key_cache.shape[1 + layout.index("N")]:
         shapes = f"query {tuple(query.shape)} and key_cache {tuple(key_cache.shape)} in {layout}"
@@ -132,6 +133,7 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
     if problems:
         raise InvalidCallError(name, problems)
     layout = arguments["layout"]
+    written.check(name, {each: arguments[each] for each in ("key_cache", "value_cache")}, layout)
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
     problems = APPEND_PAGED.schema.validate(layout=layout, **canonical)
     keys, values = arguments["key_cache"], arguments["value_cache"]

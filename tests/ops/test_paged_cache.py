@@ -1,0 +1,89 @@
+"""A cache that knows its layout: calls that name another one are errors, as long as it lives."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.ops.paged import written
+
+
+def step_of(length=3):
+    tables = torch.arange(2, dtype=torch.int32).view(1, 2)
+    return tables, torch.tensor([length], dtype=torch.int32)
+
+
+def written_cache(layout, **more):
+    cache = lz.PagedCache.allocate(4, 16, 16, 8, layout=layout, dtype=torch.float32, **more)
+    new = torch.randn(3, 16, 8), torch.randn(3, 16, 8 if not more else more["value_dim"])
+    lz.append_paged_kv(*new, cache.keys, cache.values, torch.arange(3), layout=cache.layout)
+    return cache, new
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_was_written_is_read(layout):
+    cache, (key, value) = written_cache(layout)
+    query = torch.randn(1, 1, 16, 8)
+    got = lz.paged_attention(query, cache.keys, cache.values, *step_of(), layout=cache.layout)
+    want = lz.attention(query, key[None], value[None], causal=False, layout="BSHD")
+    torch.testing.assert_close(got, want)
+    assert (cache.page_size, cache.kv_heads, cache.layout) == (16, 16, layout)
+    assert repr(cache) == f"PagedCache(4 pages of 16 tokens, 16 heads, {layout}, torch.float32)"
+    assert written_cache(layout, value_dim=4)[0].values.shape[-1] == 4
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_another_layout_is_refused_for_reading_and_for_writing(debug):
+    cache, (key, value) = written_cache("NHD")
+    wanted = r"\[KV_CACHE_LAYOUT_MISMATCH\] .*key_cache: wanted layout='NHD', which its memory is written in, got 'HND'"
+    with lz.scope(debug=debug):
+        with pytest.raises(lz.InvalidCallError, match=wanted):
+            lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, *step_of(), layout="HND")
+        before = cache.keys.clone()
+        with pytest.raises(lz.InvalidCallError, match=wanted):
+            lz.append_paged_kv(key, value, cache.keys, cache.values, torch.arange(3), layout="HND")
+        assert torch.equal(cache.keys, before)
+
+
+def test_debug_mode_sees_it_where_the_call_was_chosen_before():
+    other = torch.zeros(4, 16, 16, 8), torch.zeros(4, 16, 16, 8)  # nobody says how these are written
+    query = torch.randn(1, 1, 16, 8)
+    with lz.scope(debug=True):
+        lz.paged_attention(query, *other, *step_of(), layout="HND")
+        cache = lz.PagedCache(*other, layout="NHD")
+        with pytest.raises(lz.InvalidCallError, match="wanted layout='NHD'"):
+            lz.paged_attention(query, cache.keys, cache.values, *step_of(), layout="HND")
+
+
+def test_what_is_gone_says_nothing_and_two_must_agree():
+    cache, _ = written_cache("NHD")
+    keys, values = cache.keys, cache.values
+    with pytest.raises(lz.InvalidCallError, match=r"\[KV_CACHE_LAYOUT_MISMATCH\] PagedCache: keys"):
+        lz.PagedCache(keys, values, "HND")
+    again = lz.PagedCache(keys, values, "NHD")
+    del cache
+    gc.collect()
+    with pytest.raises(lz.InvalidCallError, match="wanted layout='NHD'"):
+        lz.PagedCache(keys, values, "HND")
+    del again
+    gc.collect()
+    assert not written._LAYOUTS
+    lz.PagedCache(keys, values, "HND")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "DNH"}, "layout: wanted NHD or HND, got 'DNH'"),
+        ({"keys": torch.zeros(2, 2)}, r"keys: wanted a floating tensor of pages, .* got torch.float32 \(2, 2\)"),
+        ({"values": None}, "values: wanted a floating tensor of pages, .* got NoneType"),
+        ({"values": torch.zeros(4, 16, 2, 8)}, r"values: wanted \(4, 16, 16\) on cpu as keys, got \(4, 16, 2\)"),
+    ],
+)
+def test_what_is_no_cache_is_refused(change, message):
+    given = {"keys": torch.zeros(4, 16, 16, 8), "values": torch.zeros(4, 16, 16, 8), "layout": "NHD"} | change
+    with pytest.raises(lz.InvalidCallError, match=message):
+        lz.PagedCache(**given)
