@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is
     os.environ["OMP_NUM_THREADS"] = "1"  # of children: times that processes share count for one number of threads
     torch.set_num_threads(1)  # two workers on two cores: with two threads each, kernels took 2 to 30 times as long
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if (
+        signal.getsignal(number) is signal.SIG_IGN
+    ):  # as in the background of a shell; what tests start would be deaf to it
+        signal.signal(number, handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package anew otherwise: 0.5 s of its 3
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
 

@@ -98,7 +98,7 @@ def test_it_reads_as_a_table_by_layer_and_as_plain_values():
     ]
     assert lines[5] == "modules that made no call of LayerZero: 3 Linear"
     values = json.loads(json.dumps(found.as_dict()))
-    assert [row["layer"] for row in values["rows"]][-2:] == ["layers.2.attend", ""]
+    assert [row["layer"] for row in values["layers"]][-2:] == ["layers.2.attend", ""]
     assert str(lz.trace(nn.Linear(2, 2), torch.ones(1, 2))).startswith("no call of LayerZero was made")
     assert ranges([5, 0, 1, 2, 9, 10]) == "0-2,5,9-10"
 

@@ -93,7 +93,7 @@ class Trace:
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return {
-            "rows": [msgspec.to_builtins(row) for row in self.rows],
+            "layers": [msgspec.to_builtins(row) for row in self.rows],
             "others": self.others,
             "elsewhere": self.elsewhere,
         }
