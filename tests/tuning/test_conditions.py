@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.core.evidence import Measurement
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping.store import TimeStore
 from layerzero.tuning.measuring import machine_state as conditions
 from layerzero.tuning.measuring.machine_state import of_nvml
 from layerzero.tuning.predicting.weighing import Time, weighed
@@ -113,3 +116,17 @@ def test_the_present_condition_is_read_at_most_twice_a_minute(monkeypatch):
     assert [conditions.lately("cpu") for _ in range(3)] == ["load=low"] * 3
     now["s"] += conditions.LATELY_S + 1
     assert conditions.lately("cpu") == "load=high"
+
+
+def test_choices_ask_for_the_present_condition(monkeypatch, tmp_path):
+    lz.configure(**{"perfdb.path": str(tmp_path / "times.sqlite3")})
+    facts = lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
+    one, two = (REGISTRY.kernel(name) for name in ("torch.rms_norm", "reference.norm.rms"))
+    times = TimeStore()
+    for state, us in (("load=low", (10.0, 30.0)), ("load=high", (90.0, 20.0))):
+        for kernel, median in zip((one, two), us, strict=True):
+            times.record(kernel, facts, Measurement(median, median, 0.0, 20, condition=state))
+    for state, quicker in (("load=low", one), ("load=high", two)):
+        monkeypatch.setattr(conditions, "lately", lambda kind, state=state: state if kind == "cpu" else "")
+        found = times.evidence((one, two), facts)
+        assert min(found, key=lambda kernel: found[kernel].time_us) == quicker.id

@@ -2,7 +2,8 @@
  *
  * The exact key holds, for each tensor, dtype, device, sizes, strides and the low bits of its address; every other
  * argument by value; and the eager state. Whatever a limit reads is in it. Of the coarse key, sizes and strides are
- * classes: the bit length of a size; whether a stride is 0, 1, or else which power of two up to 16 bytes divides it. All
+ * classes: the bit length of a size; whether a stride is 0, 1, or else which power of two up to 16 bytes divides it (of
+ * int64, none but one element). All
  * calls of one coarse key have the same alignment, density of the last axis, empty axes and axes of one element.
  *
  * The negative bit is in neither: DLPack does not tell it. A plan whose kernel would misread it asks (table.c).
@@ -284,9 +285,13 @@ static int put_values(Function *self, PyObject *const *values, Key *key)
     return 1;
 }
 
-/* What makes writing into a tensor an error is looked at on every call: none of it is in the key. */
-static int may_be_written(Function *self, PyObject *const *values, const Key *key, int grad)
+/* What makes writing into a tensor an error is looked at on every call, and is not in the key; but for two tensors that may
+ * lie in each other's memory: how far apart they start is the last word, so that what was proved of one place is not
+ * believed of another. Two such pairs in one call make no key. */
+static int may_be_written(Function *self, PyObject *const *values, Key *key, int grad)
 {
+    uint64_t apart = 0;
+    int pairs = 0;
     for (int i = 0; i < self->mutated_count; i++) {
         const Mutated *mutated = &self->mutated[i];
         int each = mutated->tensor;
@@ -306,8 +311,16 @@ static int may_be_written(Function *self, PyObject *const *values, const Key *ke
             if ((mutated->apart >> other & 1 && meet) ||
                 (mutated->not_start >> other & 1 && key->low[each] == key->low[other]))
                 return 0;
+            if (!(mutated->not_start >> other & 1) || !meet || other < each)
+                continue; /* a pair stands with each of its tensors */
+            if (apart != 0)
+                return 0;
+            apart = (uint64_t)(key->low[other] - key->low[each]);
         }
+        pairs |= mutated->not_start != 0;
     }
+    if (pairs)
+        key->exact[key->exact_count++] = apart;
     return 1;
 }
 
@@ -378,6 +391,9 @@ void key_make_coarse(Function *self, Key *key)
                       stride_class((int64_t)words[1 + ndim + axis], told);
         key->coarse[count++] = classes;
     }
+    int last = self->tensor_count - 1, end = key->start[last] + 1 + (key->ndim[last] < 0 ? 0 : 2 * key->ndim[last]);
+    if (key->exact_count > end) /* how far apart tensors start that lie in each other's memory */
+        key->coarse[count++] = key->exact[end];
     key->coarse_count = count;
 }
 

@@ -143,7 +143,7 @@ class Trace:
                 if _TRACED.get() is not self:  # another thread's
                     return
                 entered.append((module, PLACE.get()))
-                self._ran.setdefault(path, module)
+                self._ran[path] = module  # the innermost of a path: torch.compile puts one around it
                 PLACE.set(path)
 
             return hook

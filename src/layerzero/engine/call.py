@@ -75,6 +75,7 @@ class Call:
             "_operator": self._operator,
             "_grad_enabled": torch.is_grad_enabled,
             "_inference": torch.is_inference_mode_enabled,
+            "_apart_by": _apart_by,
             "_shares_memory": _shares_memory,
             "_deterministic": torch._C._get_deterministic_algorithms,
             "_autocast": torch._C._is_any_autocast_enabled,
@@ -179,6 +180,13 @@ def _tell_unused(function: str, names: str) -> bool:
 
 # Dynamo runs it while it traces, and nothing of it stays in the code.
 _tell_unused._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _apart_by(left: torch.Tensor, right: torch.Tensor) -> int:
+    """How far apart two tensors of one storage start, in bytes; 0 where they are of two."""
+    if left.untyped_storage()._cdata != right.untyped_storage()._cdata:
+        return 0
+    return right.data_ptr() - left.data_ptr()
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -113,6 +113,10 @@ def _key_text(function: Function) -> str:
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
     if "sdpa" in function.state:
         parts.append(_SDPA_STATE)
+    pairs = [sorted(pair) for pair in function.may_share_storage if pair & set(function.mutates)]
+    parts += [
+        f"_apart_by({', '.join(pair)})" for pair in pairs
+    ]  # what was proved of one place is not believed of another
     parts.append("_threads()")  # the last, where a bound callable looks for it
     return f"({', '.join(parts)})"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
+from layerzero.core.facts import told_bytes
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit_kinds import OneOf
+from layerzero.core.limit_kinds import Aligned, OneOf
 from layerzero.core.operation import Operation
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.settings import nearest
@@ -34,6 +37,18 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
     for fact in (fact for each in kernel.limits for fact in each.facts_named()):
         if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
             raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
+    _check_alignment(kernel, operations)
+
+
+def _check_alignment(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
+    """Raise RegistrationError where rows of int64 are asked for an alignment that nothing tells."""
+    tensors = [each for name in kernel.operations for each in operations[name].schema.inputs]
+    counted = {each.name for each in tensors if torch.int64 in (each.dtype_constraint or ())}
+    most = told_bytes(torch.int64)
+    for limit in (each for each in kernel.limits if isinstance(each, Aligned) and each.bytes > most):
+        for name in counted.intersection(limit.tensors):
+            wanted = f"wanted at most {most} bytes of {name}, which may be int64, got {limit.bytes}"
+            raise RegistrationError(f"{kernel.id}: aligned: {wanted}")
 
 
 def _check_folds(kernel: Kernel, operation: Operation) -> None:

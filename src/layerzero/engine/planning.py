@@ -86,7 +86,7 @@ def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Pol
     if "split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items()):
         return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
-    state = facts.sizeless(), _broadcast_ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
+    state = facts.sizeless(), _ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
     return TEXTS.get((named, state), lambda: _written(function, candidate, facts, policy, guards))
 
 
@@ -101,13 +101,9 @@ def _written(function: Function, candidate: Candidate, facts: Facts, policy: Pol
     return _Text(source, _compiled(source), accelerator.places(names, passed) if only_calls else None)
 
 
-def _broadcast_ranks(facts: Facts) -> tuple[int, ...]:
-    """Ranks of the tensors that broadcast: their text gives them the axes that they lack."""
-    return tuple([
-        len(facts.tensors[each.name].shape)
-        for each in facts.operation.schema.optional
-        if each.broadcast and each.name in facts.tensors
-    ])  # fmt: skip
+def _ranks(facts: Facts) -> tuple[int, ...]:
+    """Ranks of the tensors: a text names axes that move, and gives those that broadcast the axes that they lack."""
+    return tuple([len(tensor.shape) for tensor in facts.tensors.values()])
 
 
 _NAMES: dict[str, Any] = {

@@ -141,9 +141,10 @@ class PackedWeight(Handle):
             self._versions = self._current_versions()
 
 
-def _state_of(weight: Tensor) -> tuple[int, int]:
-    """How often torch wrote into it, and where it lies: ``weight.data = other`` counts as no write."""
-    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
+def _state_of(weight: Tensor) -> tuple[int, ...]:
+    """How often torch wrote into it, and how it lies where: ``weight.data = other`` counts as no write."""
+    version = 0 if weight.is_inference() else weight._version
+    return version, weight.data_ptr(), *weight.shape, *weight.stride()
 
 
 def _problem(weight: object) -> str:

@@ -11,7 +11,7 @@ _MAX_TOLD = 4
 """Bad rows that an error lists."""
 
 
-def check_values(layout: str | None, **arguments: Tensor) -> list[str]:
+def check_values(layout: str | None = None, **arguments: Tensor) -> list[str]:
     """List the rows that nothing can be drawn of, and shares and temperatures of rows that are none."""
     problems = []
     for name in ("logits", "probs"):

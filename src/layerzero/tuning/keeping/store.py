@@ -5,6 +5,7 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from layerzero.tuning.keeping.files import FileLedger, cache_folder
 from layerzero.tuning.keeping.rows import Row, check, in_other_layout, is_to_come, row_of, work_of
 from layerzero.tuning.keeping.spool import Spool
 from layerzero.tuning.keeping.watching import WATCH
+from layerzero.tuning.measuring import machine_state
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.prediction import predict
@@ -118,7 +120,8 @@ class TimeStore:
             for kernel_id, environment, adapted_then, model in (known if waits else ())
             if wanted.get(kernel_id) == environment
         }
-        found = weighed([time for time in times if wanted.get(time.kernel) == time.environment], hosts)
+        present = functools.partial(machine_state.lately, facts.device.torch_type)
+        found = weighed([time for time in times if wanted.get(time.kernel) == time.environment], hosts, present)
         by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
         adapts: dict[str, str] = {}
         for kernel_id, environment, adapted_then, model in known:

@@ -59,7 +59,7 @@ class Time(msgspec.Struct, frozen=True):
 def weighed(
     times: Sequence[Time],
     hosts: Mapping[tuple[str, str], float] | None = None,
-    present: Callable[[], str] = str,
+    present: Callable[[], str] | None = None,
 ) -> dict[str, Evidence]:
     """One time for each kernel, all under one condition as far as they go, since times are for comparing.
 
@@ -91,7 +91,7 @@ def weighed(
     }
 
 
-def _shared(times: Sequence[Time], present: Callable[[], str]) -> str:
+def _shared(times: Sequence[Time], present: Callable[[], str] | None) -> str:
     """The condition that times are compared under."""
     kernels: dict[str, set[str]] = {time.condition: set() for time in times}
     if len(kernels) < 2:
@@ -100,8 +100,8 @@ def _shared(times: Sequence[Time], present: Callable[[], str]) -> str:
     for time in times:
         kernels[time.condition].add(time.kernel)
         latest[time.condition] = max(latest.get(time.condition, ""), time.written_at)
-    now = present()
-    if len(kernels.get(now, ())) > 1:
+    now = "" if present is None else present()
+    if now and len(kernels.get(now, ())) > 1:
         return now
     return max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]))
 
