@@ -62,7 +62,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
     "layerzero.core.handle": ("Handle",),
     "layerzero.core.kernel": ("Backend", "Kernel"),
-    "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Tolerance"),
+    "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Routed", "Tolerance"),
     "layerzero.core.arguments": ("Axis", "Param", "Role", "SizeCodes", "TensorSchema"),
     "layerzero.core.schema": ("OperationSchema",),
     "layerzero.core.plan": ("Plan", "Report"),

@@ -49,7 +49,7 @@ from layerzero.core.errors import (
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.handle import Handle
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance
+from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Tolerance
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
@@ -104,6 +104,7 @@ __all__ = [
     "RegistrationError",
     "Report",
     "Role",
+    "Routed",
     "SelectionContext",
     "SelectionContextBuilder",
     "SelectionReport",

@@ -126,3 +126,16 @@ def test_what_a_kind_lacks_or_does_not_know_is_said(scaling, words):
 def test_a_width_of_no_pairs_is_refused():
     with pytest.raises(lz.InvalidCallError, match="rotary_dim: wanted an even number above 0, got 7"):
         lz.rope_table(4, 7)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scaling"),
+    [
+        ({"rotary_dim": 2}, {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}),
+        ({"base": 1.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}),
+        ({}, {"rope_type": "linear", "factor": 0.0}),
+    ],
+)
+def test_numbers_that_give_no_angles_are_refused(numbers, scaling):
+    with pytest.raises(lz.InvalidCallError, match="rope_frequencies: wanted numbers that give finite angles"):
+        lz.rope_frequencies(**({"rotary_dim": 16} | numbers), scaling=scaling, seq_len=64)

@@ -14,7 +14,10 @@ from layerzero.cli.output import Answer, examples
 def new_backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The library's module, which names the backend.")],
     operation: Annotated[
-        str, typer.Option("--operation", metavar="OPERATION", help="A function, operation or alias that it implements.")
+        list[str],
+        typer.Option(
+            "--operation", metavar="OPERATION", help="A function, operation or alias that it implements; one."
+        ),
     ],
     root: Annotated[
         Path | None,
@@ -30,7 +33,10 @@ def new_backend(
     """
     from layerzero.cli import new_backend as command
 
-    return command.answer(name, operation, root)
+    if len(operation) > 1:
+        got = ", ".join(operation)
+        raise ValueError(f"--operation: wanted one, got {got}; further kernels go into KERNELS of the file it writes")
+    return command.answer(name, operation[0], root)
 
 
 def docs(

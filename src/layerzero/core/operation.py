@@ -288,9 +288,12 @@ class Function:
     Attributes:
         name: public name, ``attention`` for ``lz.attention``.
         signature: a Python function with the public signature and docstring; its body is never run.
-        route: from arguments to an operation.
+        route: from arguments to an operation: gives a ``Routed``, after the schema's ``validate`` found nothing wrong.
+            It runs where a kernel is chosen, not on calls that were chosen before: of what is passed, only ``least``
+            and ``most`` are looked at in every call.
         operations: every operation that the route can return.
-        draw: random arguments for the fuzzer; those of a case with other sizes if None.
+        draw: random arguments for the fuzzer; those of a case with other sizes if None. Results must fit the dtype: the
+            truth is computed in float64, and compared as it is.
         weight: how often the fuzzer draws it beside others.
         order: the parameters of its ``torch.ops.layerzero`` operators in order; that of the signature if empty.
         state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
@@ -345,7 +348,10 @@ class Function:
         return None
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Bind a call to the public signature, defaults filled in."""
-        bound = inspect.signature(self.signature).bind(*args, **kwargs)
+        """Bind a call to the public signature, defaults filled in. Raises: TypeError for one that does not fit."""
+        try:
+            bound = inspect.signature(self.signature).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
         bound.apply_defaults()
         return dict(bound.arguments)

@@ -10,7 +10,7 @@ import torch
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import RegistrationError
-from layerzero.core.operation import Case, Function, Operation
+from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.engine import operators
 from layerzero.engine.call import Call
 from layerzero.engine.reference import fake_call, reference_call
@@ -64,6 +64,7 @@ def _try(function: Function, operation: Operation) -> None:
         step = "its case makes no call of the function"
         arguments = accepted(function, arguments_of(operation, case, dtype))
         found = routed(function, arguments)
+        _check_routed(function, found)
         _check_route(found.operation, operation, case)
         step = "its shape function (fake) raised"
         shapes = _results(fake_call(found))
@@ -83,6 +84,12 @@ def _try(function: Function, operation: Operation) -> None:
         problem = _difference(output, value, shape)
         if problem:
             raise RegistrationError(f"{where}: result {output.name}: {problem}")
+
+
+def _check_routed(function: Function, found: object) -> None:
+    if not isinstance(found, Routed):
+        got = type(found).__name__
+        raise RegistrationError(f"function {function.name!r}: route: wanted an lz.Routed, got {got}")
 
 
 def _check_route(found: Operation, operation: Operation, case: Case) -> None:

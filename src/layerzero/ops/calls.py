@@ -175,9 +175,13 @@ def routed(function: Function, arguments: Mapping[str, Any], default_layout: str
 
 
 def accepted(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function has."""
-    names = {parameter.name for parameter in function.parameters}
-    return {name: value for name, value in arguments.items() if name in names}
+    """The arguments that a function has; one that every call brings and that no case names has its example."""
+    found = {each.name: arguments[each.name] for each in function.parameters if each.name in arguments}
+    for each in function.parameters:
+        param = function.param(each.name) if each.default is each.empty and each.name not in found else None
+        if param is not None and param.example is not None:
+            found[each.name] = param.example
+    return found
 
 
 def is_call_of(operation: Operation, case: Case, dtype: torch.dtype, layout: str | None = None) -> bool:
@@ -185,7 +189,7 @@ def is_call_of(operation: Operation, case: Case, dtype: torch.dtype, layout: str
     function = function_for(operation)
     try:
         found = routed(function, accepted(function, arguments_of(operation, case, dtype, "meta", layout=layout)))
-    except (InvalidCallError, KeyError, ValueError):
+    except (InvalidCallError, KeyError, TypeError, ValueError):
         return False
     return found.operation.name == operation.name
 

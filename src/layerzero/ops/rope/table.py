@@ -100,7 +100,18 @@ def rope_frequencies(
     if problems:
         raise InvalidCallError("rope_frequencies", problems)
     theta = float(given.get("rope_theta") or DEFAULT_BASE) if base is None else float(base)
-    return _KINDS[kind](rotary_dim, theta, _Numbers(kind, given, max_positions), seq_len)
+    try:
+        frequencies, factor = _KINDS[kind](rotary_dim, theta, _Numbers(kind, given, max_positions), seq_len)
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, InvalidCallError):
+            raise
+        frequencies, factor = torch.full((1,), torch.nan), math.nan
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        problem = (
+            f"wanted numbers that give finite angles, got base {theta:g}, rotary_dim {rotary_dim}, scaling {given}"
+        )
+        raise InvalidCallError("rope_frequencies", [problem])
+    return frequencies, factor
 
 
 def _problems(kind: str, given: Scaling) -> list[str]:
