@@ -166,7 +166,10 @@ def table(call):
 def arguments_of(call):
     """Arguments of which a call may write into those that it writes into."""
     mutated = CALLS[call.function].function.mutates
-    return {name: _fresh(value) if name in mutated else value for name, value in call.arguments.items()}
+    return {
+        name: _fresh(value) if name in mutated or isinstance(value, torch.Generator) else value
+        for name, value in call.arguments.items()
+    }
 
 
 def _fresh(value):
@@ -176,6 +179,7 @@ def _fresh(value):
 
 def run(call):
     """Results, and everything the call wrote into."""
+    torch.manual_seed(0)  # what is drawn without a seed is drawn again
     mutated, arguments = CALLS[call.function].function.mutates, arguments_of(call)
     result = getattr(lz, call.function)(**arguments)
     return [*as_tuple(result), *(arguments[name] for name in mutated)]
