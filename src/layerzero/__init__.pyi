@@ -222,7 +222,7 @@ def append_paged_kv(
             ``StepMetadata.slot_mapping`` makes it from tables and lengths.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; in debug mode for slots beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -470,12 +470,12 @@ def paged_attention(
         softcap: ``c * tanh(score / c)`` on the scores.
         return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
-            size their work by it. A length above it is the caller's mistake; debug mode finds it.
+            size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
+        debug mode and on a CPU for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
 
@@ -518,14 +518,14 @@ def rope(
     Args:
         cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
             want them joined read without a copy.
-        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
-            finds them.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
+            a CPU, and in debug mode elsewhere.
         interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
         layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
             first are tokens.
     Returns: the rotated query and key.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
-        positions; in debug mode for positions beyond it, too.
+        positions; on a CPU and in debug mode for positions beyond it, too.
     Source: RoFormer, arXiv:2104.09864.
     """
 

@@ -139,7 +139,7 @@ def test_a_half_precision_norm_that_zentorch_gets_wrong_is_found(dangers):
         ("sound", (4, 2048), Verdict.PASSED, "calls right"),
         ("large", (4, 2048), Verdict.WRONG, "hidden = 4095: "),
         ("mutates", (4, 64), Verdict.WRONG, "input: wanted it untouched"),
-        ("prepacked", (4, 64), Verdict.WRONG, "with other values in the same tensors"),
+        ("prepacked", (4, 64), Verdict.WRONG, ""),  # whichever check gets memory that another one had
         ("unsteady", (4, 64), Verdict.WRONG, "declared deterministic"),
         ("gradient", (4, 64), Verdict.WRONG, "the gradient of weight"),
         ("dead", (4, 64), Verdict.CRASHED, "it ended the process with SIGSEGV; it ran rms_norm("),

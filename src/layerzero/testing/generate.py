@@ -68,6 +68,8 @@ class RandomCall:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, torch.Generator):
+        return f"a generator of {value.device}, seed {value.initial_seed()}"
     if not isinstance(value, Tensor):
         return repr(value)
     strides = "" if value.is_contiguous() else f" strides {value.stride()}"

@@ -175,7 +175,9 @@ KERNELS = (
         limits=(
             limit.platform("cuda", "rocm"),
             limit.arch(min=(8, 0)),
-            limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),  # flash_fwd_launch_template.h; issue 1786
+            limit.grid(
+                x=(("seq_q", 64),), y=("batch",), z=("heads",)
+            ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
             *_SHAPES,
             ALIBI_WITHOUT_LSE,
             limit.Custom("no softcap on ROCm", _rocm_softcap),

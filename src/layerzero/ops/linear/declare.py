@@ -27,13 +27,15 @@ from layerzero.ops.linear.sweep import sweep
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
     torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
+    torch.float16: Tolerance(1e-3, 2e-3),
+    torch.bfloat16: Tolerance(1e-2, 2e-2),
 }
 TOLERANCE_REASON = (
     "twice the rounding of the output; the sums are in float32, of products whose weights are drawn with a deviation "
     "of 1/sqrt(K), so that results are of order 1: a sum of K such products, added one after the other, is off by "
-    "about 2^-24 * sqrt(K), 8e-6 at K = 16384, and kernels add in blocks"
+    "about 2^-24 * sqrt(K), 8e-6 at K = 16384, and kernels add in blocks. In half precision cuBLAS may round the sums "
+    "of a few blocks before it adds them up (torch's allow_fp16_reduced_precision_reduction, on by default): 1.2e-3 of "
+    "1 at K = 2050 on an H200, torch 2.11"
 )
 
 ACTIVATIONS = tuple(FORMULAS)

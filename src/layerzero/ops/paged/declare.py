@@ -54,9 +54,6 @@ AXES = (
 )
 
 
-_TABLES = ("block_tables", "context_lens")
-
-
 def make_step(arguments: Mapping[str, Any], capturable: bool) -> StepMetadata:
     """The step of a call's tables and lengths."""
     bound = arguments.get("max_context_len")

@@ -36,14 +36,14 @@ def rope(
     Args:
         cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
             want them joined read without a copy.
-        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake; debug mode
-            finds them.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
+            a CPU, and in debug mode elsewhere.
         interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
         layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
             first are tokens.
     Returns: the rotated query and key.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
-        positions; in debug mode for positions beyond it, too.
+        positions; on a CPU and in debug mode for positions beyond it, too.
     Source: RoFormer, arXiv:2104.09864.
     """
     raise AssertionError("the signature only; the engine makes the callable")
