@@ -1,10 +1,10 @@
 """What a plan demands of a call's sizes and strides so that calls of other sizes may share it, as data.
 
 A coarse key (:func:`layerzero.engine.call_source.coarse_key`) tells the bit length of every size, of every stride
-whether it is 0, 1 or what power of two up to 16 bytes divides it (of int64: nothing more), the address's low bits, and
-everything that is no size exactly. Conditions say the rest. They are evaluated on the exact arguments, here or in ``_native/conditions.c``, which
-knows the same codes. What was read of a call (:mod:`layerzero.core.watched`) becomes conditions here; the limits that
-can say more than "as it was" do so in :mod:`layerzero.core.limit_conditions`.
+whether it is 0, 1 or what power of two up to 16 bytes divides it (of int64: nothing more), the address's low bits,
+and everything that is no size exactly. Conditions say the rest. They are evaluated on the exact arguments, here or in
+``_native/conditions.c``, which knows the same codes. What was read of a call (:mod:`layerzero.core.watched`) becomes
+conditions here; the limits that can say more than "as it was" do so in :mod:`layerzero.core.limit_conditions`.
 """
 
 from __future__ import annotations
