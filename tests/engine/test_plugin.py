@@ -88,6 +88,7 @@ def test_its_broken_entry_point_is_reported_and_harmless(answers):
     assert any("plugin example_broken was not loaded" in issue for issue in answers["issues"])
 
 
+@pytest.mark.slow
 def test_it_conforms_as_its_own_tests_would_show(environment):
     script = [sys.executable, str(PLUGIN / "conformance.py")]
     run = subprocess.run(script, env=environment, check=True, capture_output=True, text=True)

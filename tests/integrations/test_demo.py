@@ -89,6 +89,7 @@ def test_repeat_must_be_positive() -> None:
         demonstration.demo(Console(file=io.StringIO()), repeat=0)
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     needs_model()
     script = ROOT / "examples" / "minilm.py"

@@ -119,6 +119,7 @@ def test_those_that_fail_otherwise_take_nothing_along(site):
         assert f"the plugin '{name}' (plugin_{name}) was not loaded" in warned
 
 
+@pytest.mark.slow
 def test_doctor_survives_it_and_forgives_one_that_was_mended(site):
     site.install(good=GOOD, evil=EVIL)
     for _ in range(2):

@@ -92,6 +92,7 @@ def test_a_job_of_several_steps_goes_on_behind_the_one_that_ended_it(asked):
     assert [each.job.act for each in asked.begun].count("steps") == 3
 
 
+@pytest.mark.slow
 def test_after_three_deaths_an_owner_is_asked_no_more_and_others_are():
     tasks = [task("exit", "deadly", about=number) for number in range(DEATHS + 2)]
     asked = Asker(*tasks, task("answer")).run()

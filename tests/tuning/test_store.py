@@ -714,6 +714,7 @@ def steps_of_reads(store, kernels, works, monkeypatch):
     return max(found)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_cost_a_miss_no_more_than_a_few(folder, monkeypatch):
     kernels = REGISTRY.candidates("norm.rms")
     few, many = fresh(), fresh()

@@ -187,6 +187,7 @@ def test_a_plugin_runs_only_where_it_was_vetted_and_explain_says_how(plugin):
     assert other["kernel_id"] == "plug.rms"
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_not_vetted(plugin):
     def told():
         return next(line for line in str(lz.doctor()).splitlines() if line.startswith("  plug "))
