@@ -102,7 +102,7 @@ def narrowed(
         handles_empty=kernel.handles_empty and entry.handles_empty,
         handles_negated=kernel.handles_negated and entry.handles_negated,
         priority=kernel.priority if entry.priority is None else entry.priority,
-        priority_since=kernel.priority_since if entry.priority is None else {},
+        priority_since=kernel.priority_since if entry.priority in (None, kernel.priority) else {},
         revision=Revision(name, sha256, kernel),
     )
 

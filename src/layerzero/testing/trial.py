@@ -17,6 +17,7 @@ from torch import Tensor
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Judgement, MemoryLedger, Verdict, class_text
 from layerzero.core.operation import Function, Operation, Routed
@@ -149,8 +150,19 @@ def build(kernel: Kernel, operation: Operation, call: RandomCall) -> None:
 
 
 def duplicate(call: RandomCall) -> RandomCall:
-    """The same call in memory of its own, so that what a kernel does to it harms no other check."""
-    return RandomCall(call.function, {name: copied(value) for name, value in call.arguments.items()}, call.name)
+    """The same call in memory of its own, so that what a kernel does to it harms no other check.
+
+    A handle belongs to the tensors that it was made of: of the copies it is made again, where it was good before.
+    """
+    copies = {name: copied(value) for name, value in call.arguments.items()}
+    function = CALLS[call.function].function
+    for name, value in call.arguments.items():
+        param = function.param(name)
+        if param is None or param.make is None or not isinstance(value, Handle):
+            continue
+        if param.kind_of(value, call.arguments) not in (FOREIGN, STALE):
+            copies[name] = param.make(copies, getattr(value, "capturable", False))
+    return RandomCall(call.function, copies, call.name)
 
 
 def tensors(call: RandomCall) -> dict[str, Tensor]:

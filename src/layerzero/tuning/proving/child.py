@@ -24,10 +24,9 @@ from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing import brief
 from layerzero.testing.apart_child import Tell
-from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.sizes import Setting
-from layerzero.testing.trial import lost_context
+from layerzero.testing.trial import duplicate, lost_context
 from layerzero.tuning.measuring.truth import truth_of
 
 _VERDICTS = {brief.PASSED: Verdict.PASSED, brief.WRONG: Verdict.WRONG, brief.RAISED: Verdict.CRASHED}
@@ -130,7 +129,7 @@ def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
 def _found(call: RandomCall, question: Question, kernel: Kernel) -> Reply:
     """Run the call, with its backward pass where it had one, then compare with the reference."""
     recipe = question.call
-    arguments = {name: copied(value) for name, value in call.arguments.items()}
+    arguments = duplicate(call).arguments  # a handle belongs to the tensors that it was made of
     schema = REGISTRY.operation(recipe.operation).schema
     backward = recipe.requires_grad and not schema.mutated
     with torch.set_grad_enabled(backward):
