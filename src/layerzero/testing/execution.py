@@ -113,6 +113,7 @@ def results_of_their_own(trial: Trial) -> Outcome:
     kept = [result.detach().clone() for result in first]
     for name, tensor in tensors(second).items():
         call.arguments[name].copy_(tensor)
+    _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     if problems:
@@ -120,6 +121,14 @@ def results_of_their_own(trial: Trial) -> Outcome:
     if not all(torch.equal(result.nan_to_num(), old.nan_to_num()) for result, old in zip(first, kept, strict=True)):
         return Outcome("wrong", "a second call of the same plan changed the result of the first")
     return Outcome("passed")
+
+
+def _refresh(trial: Trial, call: RandomCall) -> None:
+    """Bring the handles of a call up to date, whose tensors were written into."""
+    for each in _made_of_tensors(trial):
+        handle = call.arguments.get(each.name)
+        if handle is not None:
+            handle.refresh()
 
 
 def advanced(trial: Trial) -> Outcome:
@@ -137,8 +146,7 @@ def advanced(trial: Trial) -> Outcome:
             tensor.copy_((tensor + 1) // 2)
         elif name in sources:
             tensor.copy_(tensor.flip(0))
-    for each in _made_of_tensors(trial):
-        call.arguments[each.name].refresh()
+    _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")

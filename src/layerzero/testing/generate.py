@@ -115,9 +115,10 @@ def case_call(
     *,
     layout: str | None = None,
     device: torch.device | str = "cpu",
+    promised: bool = False,
 ) -> RandomCall:
-    """The call that one of an operation's own cases describes, with random data."""
+    """The call that one of an operation's own cases describes, with random data; with handles if ``promised``."""
     draw = Draw(f"{operation.name}:{case.name}", 0, device)
     function = function_for(operation)
-    made = arguments_of(operation, case, dtype, device, layout=layout or None, generator=draw.data)
+    made = arguments_of(operation, case, dtype, device, layout=layout or None, generator=draw.data, promised=promised)
     return RandomCall(function.name, accepted(function, made), f"{operation.name} {case.name}")

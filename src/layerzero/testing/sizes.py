@@ -43,11 +43,18 @@ class Setting:
 
     def call(self, case: Case) -> RandomCall:
         """The call that a case describes."""
-        return case_call(self.operation, case, self.dtype, layout=self.layout, device=self.device)
+        return self._call(case, promised=False)
+
+    def _call(self, case: Case, *, promised: bool) -> RandomCall:
+        return case_call(self.operation, case, self.dtype, layout=self.layout, device=self.device, promised=promised)
 
     def attempt(self, kernel: Kernel, case: Case) -> Trial | None:
-        """A kernel judged for a case; None if the case is no call of this operation."""
-        return attempt(kernel, self.operation, self.call(case))
+        """A kernel judged for a case, with handles where it wants them; None if it is no call of this operation."""
+        trial = attempt(kernel, self.operation, self.call(case))
+        if trial is None or not trial.reasons or set(self.operation.schema.handles).isdisjoint(kernel.accepts):
+            return trial
+        with_handles = attempt(kernel, self.operation, self._call(case, promised=True))
+        return trial if with_handles is None or with_handles.reasons else with_handles
 
 
 def elements(operation: Operation, case: Case) -> int:
