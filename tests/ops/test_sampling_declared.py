@@ -18,8 +18,9 @@ from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.ops.calls import arguments_of, case_of_shapes
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.ops.sampling import formulas
-from layerzero.testing import compare
+from layerzero.testing import chance, compare
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.trial import attempt
 
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1"}
 GIVEN = {
@@ -234,3 +235,15 @@ def test_shares_and_counts_of_rows_are_brought_into_range():
     array, _ = flashinfer._counts(None, torch.tensor([0, 5, 99]), 32, torch.int32)
     assert array.tolist() == [1, 5, 32]
     assert flashinfer._counts(99, None, 32, torch.int32) == (None, 32)
+
+
+@pytest.mark.parametrize("given", [{"k": 2, "row_p": torch.tensor(0.6)}, {"k": 2, "p": 0.6}], ids=["row_p", "p"])
+def test_draws_of_a_single_row_without_an_axis_are_judged_as_one_row(given):
+    operation = OPERATIONS["sampling.topk_topp"]
+    kernel = next(each for each in lz.list_kernels(operation.name) if each.id == "reference.sampling.topk_topp")
+    call = RandomCall("sample_topk_topp", {"logits": torch.tensor([1.0, 0.5, 0.2]), **given}, "one row")
+    trial = attempt(kernel, operation, call)
+
+    outcome = chance.drawn_fairly(trial)
+
+    assert outcome.status == "passed", outcome.message

@@ -57,12 +57,27 @@ def few_rows(kernel: Kernel, setting: Setting, base: Case) -> Trial | None:
 
 def drawn_fairly(trial: Trial) -> Outcome:
     """Draws of the same rows come as often as their probabilities say, for every result that is drawn."""
-    operation = trial.facts.operation
-    for name in draws(operation):
-        outcome = _one_result(trial, name)
+    rows = _with_rows(trial)
+    if rows is None or rows.reasons:
+        return Outcome("refused", rows.codes if rows else "no call with an axis of rows")
+    for name in draws(rows.facts.operation):
+        outcome = _one_result(rows, name)
         if outcome.status != "passed":
             return outcome
     return Outcome("passed", f"{DRAWS} draws")
+
+
+def _with_rows(trial: Trial) -> Trial | None:
+    """The call, as one row where it brings a single one without an axis for it: no row could be repeated there."""
+    operation, arguments = trial.facts.operation, dict(trial.call.arguments)
+    for tensor in operation.schema.inputs:
+        value = arguments.get(tensor.name)
+        if isinstance(value, Tensor) and tensor.shape_vars[:1] == ("...",) and value.ndim < len(tensor.shape_vars):
+            arguments[tensor.name] = value.unsqueeze(0)
+    if all(value is trial.call.arguments.get(name) for name, value in arguments.items()):
+        return trial
+    call = RandomCall(trial.call.function, arguments, f"{trial.call.name}, as one row")
+    return attempt(trial.kernel, operation, call)
 
 
 def _one_result(trial: Trial, name: str) -> Outcome:
