@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -25,9 +26,10 @@ def ledger() -> Ledger:
 
 def descriptors_in_force() -> None:
     """Have the capability descriptors that are configured; they work on the registry, and lie above it."""
-    from layerzero.asking.descriptors import DESCRIPTORS
+    from layerzero.engine.config import CONFIGURATION
 
-    DESCRIPTORS.sync()
+    if CONFIGURATION.policy["descriptors"] or "layerzero.asking.descriptors" in sys.modules:
+        import_module("layerzero.asking.descriptors").DESCRIPTORS.sync()
 
 
 def register_function(function: Function) -> None:

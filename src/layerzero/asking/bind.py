@@ -20,6 +20,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.policy import Policy
+from layerzero.ops import FUNCTIONS
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
 _OF_STATE = (
@@ -237,10 +238,11 @@ def bind(
     elif isinstance(function_or_operation, str):
         wanted = function_or_operation
     else:
-        ways = {id(way): name for name, call in CALLS.items() for way in (call.fast, call.python)}
+        ways = {id(way): name for name, call in list(CALLS.items()) for way in (call.fast, call.python)}
         found = ways.get(id(function_or_operation))
         if found is None:
-            raise TypeError(f"bind: wanted a function of LayerZero ({', '.join(CALLS)}), got {function_or_operation!r}")
+            wanted = ", ".join(FUNCTIONS)
+            raise TypeError(f"bind: wanted a function of LayerZero ({wanted}), got {function_or_operation!r}")
         wanted = found
     dispatcher, arguments, _ = question(wanted, args, kwargs)
     bound = Bound(CALLS[dispatcher.function.name], arguments, wanted, guard=guard)

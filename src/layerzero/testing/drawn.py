@@ -8,13 +8,14 @@ import torch
 
 from layerzero.core.operation import Operation
 from layerzero.engine.functions import CALLS
+from layerzero.ops import FUNCTIONS
 from layerzero.testing.generate import RandomCall, random_call
 
 
 def function_of(operation: Operation) -> str | None:
     """The public function that leads to an operation, None where there is none."""
-    for name, call in CALLS.items():
-        if any(each.name == operation.name for each in call.function.operations):
+    for name, function in FUNCTIONS.items():
+        if any(each.name == operation.name for each in function.operations):
             return name
     return None
 
