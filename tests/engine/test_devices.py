@@ -9,6 +9,14 @@ import layerzero as lz
 from layerzero.core.device import KNOWN_DEVICES, Device, generation_of
 from layerzero.core.reasons import ReasonCode
 
+
+@pytest.fixture(autouse=True)
+def _static_order():
+    """Priorities are what these tests are about: nothing is measured of machines that are not here."""
+    with lz.scope(unmeasured="priority"):
+        yield
+
+
 LIBRARIES = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0"}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 

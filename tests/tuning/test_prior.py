@@ -24,6 +24,7 @@ from layerzero.tuning.predicting.prior import FOLDER, Priors, read_table, table_
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 H200 = Device.named("H200")
+SOME = replace(H200, name="Some Device")
 TABLES = sorted(FOLDER.glob("*.json"))
 
 
@@ -99,10 +100,10 @@ def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence(fir
 @pytest.mark.parametrize(
     "facts",
     [
-        lambda: attention(1, 2048, dtype=torch.float16),
-        lambda: attention(1, 2048, head_dim=96),
+        lambda: attention(1, 2048, dtype=torch.float32),
+        lambda: attention(1, 2048, head_dim=32),
         lambda: attention(1, 2048, causal=False),
-        lambda: attention(1, 2048, device=Device.named("H100")),
+        lambda: attention(1, 2048, device=Device.named("A100")),
         lambda: attention(1, 2048, window=(100, 0)),
         lambda: attention(4096, 128),
     ],
@@ -110,6 +111,17 @@ def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence(fir
 )
 def test_other_calls_get_nothing(facts, first_table):
     assert asked(facts()) == {}
+
+
+@pytest.mark.parametrize(("facts", "worth"), [
+    (lambda: attention(1, 2048, dtype=torch.float16), prior.NEIGHBOUR),
+    (lambda: attention(1, 2048, head_dim=96), prior.NEIGHBOUR),
+    (lambda: attention(1, 2048, device=Device.named("H100")), prior.ELSEWHERE),
+], ids=["dtype", "head dim", "device"])  # fmt: skip
+def test_times_travel_and_count_less(facts, worth, first_table):
+    found, own = asked(facts()), asked(attention(1, 2048))
+    assert {name: each.time_us for name, each in found.items()} == {name: each.time_us for name, each in own.items()}
+    assert all(each.confidence == pytest.approx(worth * own[name].confidence) for name, each in found.items())
 
 
 def test_another_major_version_does_not_count(installed, first_table, monkeypatch):
@@ -186,9 +198,9 @@ def test_a_table_that_is_none_is_told_and_does_not_count(tmp_path, spoilt):
     change, message = BAD[spoilt]
     file = tmp_path / "some-device.json"
     file.write_text(json.dumps(GOOD))
-    assert Priors("Some Device", tmp_path)
+    assert Priors(SOME, tmp_path)
     file.write_text(json.dumps(GOOD | change))
-    found = Priors("Some Device", tmp_path)
+    found = Priors(SOME, tmp_path)
     assert not found
     assert len(found.problems) == 1
     assert message in found.problems[0]
@@ -222,7 +234,9 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
     file = tmp_path / f"{prior.slug(table.device)}.json"
     archive.export_prior(table, file)
     assert read_table(file) == table
-    found = Priors(table.device, tmp_path).evidence([kernel], lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64)))
+    found = Priors(Device.detect("cpu"), tmp_path).evidence(
+        [kernel], lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64))
+    )
     assert found["torch.rms_norm"].time_us == 8.0
     rows = [*archive.rows(store.database)]
     other = msgspec.structs.replace(rows[0], environment=msgspec.structs.replace(rows[0].environment, torch="1.0"))

@@ -175,6 +175,7 @@ def test_a_hang_is_ended_and_the_other_classes_are_asked(planted):
 
 
 def test_a_plugin_runs_only_where_it_was_vetted_and_explain_says_how(plugin):
+    lz.configure(unmeasured="priority")
     report = lz.explain("rms_norm", *CALL)
     (reason,) = report.reasons("plug.rms")
     assert reason.code is lz.ReasonCode.NOT_VETTED
@@ -224,6 +225,7 @@ def test_vet_without_names_asks_about_what_may_not_run_before(plugin):
 
 
 def test_warmup_vets_what_it_could_not_choose_otherwise(plugin):
+    lz.configure(unmeasured="priority")
     lz.warmup("norm.rms", shapes=[(4, 64)])
     assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
 
@@ -287,7 +289,7 @@ def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypa
 
     background = Background()
     monkeypatch.setattr(vet_later, "BACKGROUND", background)
-    lz.configure(vet_in_background=True)
+    lz.configure(vet_in_background=True, unmeasured="priority")
     lz.rms_norm(*CALL)
     background.idle.wait()
     assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"

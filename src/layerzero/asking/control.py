@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -129,7 +130,13 @@ def register_backend(kernels: Iterable[Kernel]) -> None:
 
     Raises: RegistrationError, and then none of them is registered.
     """
-    REGISTRY.register_kernels(list(kernels))
+    REGISTRY.register_kernels([_of_code(kernel) for kernel in kernels])
+
+
+def _of_code(kernel: Kernel) -> Kernel:
+    if kernel.backend.origin != "builtin":
+        return kernel
+    return dataclasses.replace(kernel, backend=dataclasses.replace(kernel.backend, origin="code"))
 
 
 def unregister_kernel(kernel_id: str) -> None:

@@ -178,6 +178,8 @@ def why(report: Report) -> str:
         refused = [f"{each.kernel.id}: {each.reasons[0]}" for each in report.candidates if each.reasons]
         more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
         return f"no kernel may run it ({refused[0]}{more})" if refused else "there is no kernel of it"
+    if chosen.time_us is None and chosen.kernel.is_stock(report.facts):
+        return f"what torch runs itself; nobody measured it{notes}"
     if chosen.time_us is None:
         return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; nobody measured it{notes}"
     return f"{chosen.provenance} {chosen.time_us:.3g} us{notes}"

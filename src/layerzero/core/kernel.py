@@ -69,7 +69,7 @@ class Backend:
         platforms: platforms that any of its kernels runs on.
         install: the command that installs it.
         homepage: where the library lives.
-        origin: ``builtin``, ``entry_point`` or ``decorator``.
+        origin: ``builtin``, ``entry_point``, or, where a program itself registers it, ``code`` or ``decorator``.
     """
 
     name: str
@@ -171,6 +171,9 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
             that knows nothing of the units that came with them.
+        stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
+            LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
+            kernels of torch itself.
         trust: why it may run here; leave it, the registry sets it for plugins.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
@@ -201,6 +204,7 @@ class Kernel:
     workspace_bytes: Callable[[Facts], int] | None = None
     priority: int = 50
     priority_since: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    stock: bool | Callable[[Facts], bool] = False
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
@@ -259,6 +263,10 @@ class Kernel:
             for least, priority in self.priority_since.items():
                 found = priority if device.sm >= least else found
         return found
+
+    def is_stock(self, facts: Facts) -> bool:
+        """Whether torch's own function runs this kernel for such a call."""
+        return self.stock if isinstance(self.stock, bool) else self.stock(facts)
 
     def workspace_for(self, facts: Facts) -> int:
         """Bytes it needs beside its results."""

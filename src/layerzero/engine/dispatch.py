@@ -157,7 +157,8 @@ class Dispatcher:
             judged, later = self.engine.standings.judge(
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
-        ranked = score.rank(judged, facts, policy, ledger if frozen is None and later is None else NO_TIMES)
+        times = ledger if frozen is None and later is None else NO_TIMES
+        ranked = score.rank(judged, facts, policy, times)
         report = pick(ranked, routed, facts, policy, self.engine.registry.lock_for(policy, facts), later)
         return report if frozen is None else frozen.held(report, policy), ranked
 

@@ -27,6 +27,12 @@ NO_TIMES = MemoryLedger()
 """What scoring asks where times decide nothing, whatever another process writes meanwhile."""
 
 
+NOT_MEASURED = (
+    "no time is known for this call, so what torch's own function runs stays (unmeasured: stock); "
+    "`layerzero tune` measures the others"
+)
+
+
 def pick(
     ranked: list[Candidate],
     routed: Routed,
@@ -40,6 +46,8 @@ def pick(
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
     locked = ""
+    if chosen is not None and chosen.time_us is None and policy["unmeasured"] == "stock":
+        notes += [NOT_MEASURED] * chosen.kernel.is_stock(facts)
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"
         held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)
@@ -87,8 +95,7 @@ def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
 
 def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy: Policy) -> tuple[Candidate, ...]:
     """The candidates of a call whose first one won, with those that were left out."""
-    chosen, *others = ranked
-    return (chosen, *score.rank([*others, *later()], facts, policy, NO_TIMES))
+    return tuple(score.rank([*ranked, *later()], facts, policy, NO_TIMES))
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:

@@ -1,4 +1,9 @@
-"""The order of legal kernels: measured evidence decides, static priority fills the gaps, policy bends."""
+"""The order of legal kernels: measured evidence decides, static priority fills the gaps, policy bends.
+
+What torch's own function would run is the champion of a call of which nothing is known: a priority alone replaces it by
+no other library, unless policy says ``unmeasured: priority``. Kernels that the user's own code registered are not held
+back by that: whoever registers one means it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from collections.abc import Sequence
 from layerzero.core.device import Device
 from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.plan import Candidate, Term
 from layerzero.engine.policy import Policy, names_kernel
@@ -18,6 +24,13 @@ POINTS_PER_DOUBLING = 50.0
 
 UNMEASURED_PENALTY = 30.0
 """What a kernel without evidence loses beside one that has some."""
+
+STOCK_POINTS = -100.0
+"""What a kernel has beside torch's own while no time speaks for it: less than any priority is worth."""
+
+STOCK_MARGIN = 10.0
+"""What torch's own kernel keeps before a quicker one, as far as the times are in doubt: at a confidence of 0.7 (a table
+of another machine), the other must gain 6 %, at 0.5 it must gain 15 %."""
 
 PREFER_POINTS = 20.0
 AVOID_POINTS = -50.0
@@ -33,11 +46,15 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     the quickest by more than the noise of both has no more priority than that one: doubts lift nobody over it. Without
     evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
     it. Within the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
+
+    Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 100
+    where torch's has none; where it has, torch's keeps (1 - c) * 10 before the quickest.
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
     known = [each.kernel for each in legal if each.kernel.id in evidence]
     device = facts.device
+    stock, first = _kept_first([each.kernel for each in legal], facts, policy)
     anchor = max([kernel.priority_on(device) for kernel in known], default=0)
     quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
@@ -45,6 +62,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     for candidate in legal:
         found, own = evidence.get(candidate.kernel.id), candidate.kernel.priority_on(device)
         bonus = _policy_terms(candidate, facts, policy)
+        held_back = stock is not None and candidate.kernel.id not in first
         if found is not None and quickest is not None:
             best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
@@ -54,9 +72,16 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
                 Term(str(found.provenance), confidence * points),
                 Term("priority", (1 - confidence) * priority),
             ]
+            if candidate.kernel is stock and slower:
+                lead = quickest.priority_on(device) - priority + STOCK_MARGIN
+                terms.append(Term("stock", (1 - confidence) * lead))
+            elif held_back and stock is not None and stock.id not in evidence:
+                terms.append(Term("stock", (1 - confidence) * STOCK_POINTS))
         else:
             terms = [Term("priority", own)]
-            if evidence and not any(term.name == "prefer" for term in bonus):
+            if held_back:
+                terms.append(Term("stock", STOCK_POINTS))
+            elif evidence and not any(term.name == "prefer" for term in bonus):
                 terms.append(Term("unmeasured", -UNMEASURED_PENALTY * confidence))
             moves = sum([adaptation.moves_data for adaptation in candidate.adaptations])
             if moves:
@@ -65,18 +90,55 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     refused = sorted(
         [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)
     )
-    return _order(scored, confidence, device) + refused
+    return _order(scored, confidence, device, first) + refused
+
+
+def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
+    """Whether a priority alone may put no kernel of another library before it.
+
+    That is what torch's own function runs, and beside it what the user wants: what a program itself registers, and what
+    policy prefers.
+    """
+    if policy["unmeasured"] != "stock":
+        return False
+    return kernel.is_stock(facts) or _is_wanted(kernel, _named(facts, policy)[0])
+
+
+def _kept_first(legal: Sequence[Kernel], facts: Facts, policy: Policy) -> tuple[Kernel | None, frozenset[str]]:
+    """The kernel that torch's own function would take, and with it those that it does not hold back.
+
+    Of several of torch's that is the one of the highest priority, unless the user avoids it; without one, nobody is.
+    """
+    if policy["unmeasured"] != "stock":
+        return None, frozenset()
+    prefer, avoid = _named(facts, policy)
+    stock = [each for each in legal if each.is_stock(facts)]
+    if avoid:
+        stock = [each for each in stock if not any(names_kernel(pattern, each) for pattern in avoid)]
+    if not stock:
+        return None, frozenset()
+    taken = max(stock, key=lambda kernel: kernel.priority_on(facts.device))
+    return taken, frozenset([taken.id, *(each.id for each in legal if _is_wanted(each, prefer))])
+
+
+def _is_wanted(kernel: Kernel, preferred: Sequence[str]) -> bool:
+    return kernel.backend.origin in ("code", "decorator") or any(names_kernel(pattern, kernel) for pattern in preferred)
+
+
+def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
+    """What policy prefers and avoids for a call."""
+    prefer, avoid = policy.prefer_sources, policy.avoid_sources
+    for rule in policy.rules:
+        if (rule.prefer or rule.avoid) and rule.matches(facts):
+            prefer, avoid = (*prefer, *rule.prefer), (*avoid, *rule.avoid)
+    return prefer, avoid
 
 
 def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
     kernel = candidate.kernel
     if not (policy.prefer_sources or policy.avoid_sources or policy.rules):
         return ()
-    prefer, avoid = list(policy.prefer_sources), list(policy.avoid_sources)
-    for rule in policy.rules:
-        if (rule.prefer or rule.avoid) and rule.matches(facts):
-            prefer += rule.prefer
-            avoid += rule.avoid
+    prefer, avoid = _named(facts, policy)
     terms = []
     if any(names_kernel(pattern, kernel) for pattern in prefer):
         terms.append(Term("prefer", PREFER_POINTS))
@@ -93,8 +155,8 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
     return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
-def _order(scored: list[Candidate], confidence: float, device: Device) -> list[Candidate]:
-    """Best first; those within the noise of the best are ordered by priority and id among themselves.
+def _order(scored: list[Candidate], confidence: float, device: Device, first: frozenset[str]) -> list[Candidate]:
+    """Best first; those within the noise of the best are ordered by priority and id, those of ``first`` before others.
 
     What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
     roughly, blurs nothing.
@@ -104,11 +166,12 @@ def _order(scored: list[Candidate], confidence: float, device: Device) -> list[C
     scores = [(each.score, each.kernel.id, each) for each in scored]
     top, _, best = max(scores, key=operator.itemgetter(0, 1))
 
-    def place(scored: tuple[float, str, Candidate]) -> tuple[float, float, str]:
+    def place(scored: tuple[float, str, Candidate]) -> tuple[float, bool, float, str]:
         behind, candidate = top - scored[0], scored[2]
         tied = behind <= 0.0 or behind <= confidence * POINTS_PER_DOUBLING * math.log2(
             1.0 + max(best.noise, candidate.noise)
         )
-        return 0.0 if tied else behind, -candidate.kernel.priority_on(device), candidate.kernel.id
+        kernel = candidate.kernel
+        return 0.0 if tied else behind, kernel.id not in first, -kernel.priority_on(device), kernel.id
 
     return [each for _, _, each in sorted(scores, key=place)]

@@ -85,6 +85,12 @@ SETTINGS: dict[str, Setting] = {
         scoped=False,
     ),
     "locks": Setting(dict[str, Any], {}, "operation to kernel: skips scoring, never legality"),
+    "unmeasured": Setting(
+        str,
+        "stock",
+        "what runs where nothing was measured: stock, what torch's own function runs, or priority, the static order",
+        ("stock", "priority"),
+    ),
     "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
     "descriptors": Setting(list[str], [], "JSON files of capability descriptors that narrow kernels", scoped=False),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),

@@ -24,6 +24,7 @@ from layerzero.engine.health import Health
 from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
+from layerzero.engine.score import may_come_first
 
 
 class Standing(NamedTuple):
@@ -48,13 +49,15 @@ class Standing(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The standings of a kind of calls: who is refused, and who may be legal, by priority.
+    """The standings of a kind of calls: who is refused, and who may be legal.
 
+    Those of ``first`` come before the others where nothing was measured; both are in the order of their priorities.
     ``of`` are the kernels, the device and the machine that they are about.
     """
 
     refused: tuple[Candidate, ...]
     standings: tuple[Standing, ...]
+    first: frozenset[str]
     of: tuple[tuple[Kernel, ...], Device, Machine]
 
 
@@ -113,8 +116,9 @@ class Standings:
         """Judge the kernels for one call, with no more than the first reason that was found for a refused one.
 
         Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
-        priority than a legal one that moves no data are left for later, and what judges them is returned beside the
-        others. What verdicts, health or other changing things decide about is never left.
+        priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
+        what judges them is returned beside the others. What verdicts, health or other changing things decide about is
+        never left.
         """
         kept = self._of(kernels, facts, policy, machine)
         asked, lock = _Asked.about(facts, policy), policy.lock_for(facts)
@@ -122,20 +126,21 @@ class Standings:
         on_record = ledger.on_record(kernels)
         judged: list[Candidate] = []
         left: list[Standing] = []
-        best = -1
+        best, stock = -1, False
         for standing in kept.standings:
             kernel = standing.kernel
             reasons = health.reasons(kernel, operation, facts.device.name)
             if standing.changing or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
-            elif kernel.priority_on(facts.device) < best:
+            elif kernel.priority_on(facts.device) < best or (stock and kernel.id not in kept.first):
                 left.append(standing)
                 continue
             candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)
             judged.append(candidate)
             if by_priority and not candidate.reasons and not kernel.is_reference and not _moves(candidate):
                 best = max(best, kernel.priority_on(facts.device))
+                stock = stock or (kernel.id in kept.first and kernel.is_stock(facts))
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
         judged += kept.refused
@@ -149,10 +154,11 @@ class Standings:
 
 def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
     standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)
-    found = sorted(standings, key=lambda each: -each.kernel.priority_on(facts.device))
+    first = frozenset(kernel.id for kernel in kernels if may_come_first(kernel, facts, policy))
+    found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.kernel.priority_on(facts.device)))
     refused = tuple(each.refused for each in found if each.refused is not None)
     open_ones = tuple(each for each in found if each.refused is None)
-    return _Kept(refused, open_ones, (tuple(kernels), facts.device, machine))
+    return _Kept(refused, open_ones, first, (tuple(kernels), facts.device, machine))
 
 
 def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:

@@ -97,6 +97,7 @@ KERNELS = tuple(
         handles_negated=True,
         device_guard=True,
         priority=45,
+        stock=name in ("gelu", "silu"),  # the others are several functions of torch
     )
     for name, operations, load, accepts in (
         ("gelu", ("activation.gelu",), _load_gelu, ("approximate",)),

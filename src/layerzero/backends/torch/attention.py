@@ -77,6 +77,11 @@ def _short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> 
     return mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
 
 
+def gives_no_lse(facts: Facts) -> bool:
+    """Whether ``F.scaled_dot_product_attention`` gives what is asked for: it has no log-sum-exp to give."""
+    return not facts["return_lse"]
+
+
 def _positive_scale(facts: Facts) -> Reason | None:
     """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
     scale = facts["scale"]
@@ -149,6 +154,7 @@ KERNELS = (
         deterministic=True,
         handles_negated=True,
         priority=50,
+        stock=gives_no_lse,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
     Kernel(
@@ -172,5 +178,6 @@ KERNELS = (
         device_guard=True,
         workspace_bytes=_math_workspace,
         priority=20,
+        stock=gives_no_lse,
     ),
 )

@@ -15,12 +15,14 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, sdpa_operator
+from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, gives_no_lse, sdpa_operator
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -131,6 +133,25 @@ def _efficient_dropout(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} beside dropout", f"{batch} (batch)")
 
 
+def _efficient_bfloat16(facts: Facts) -> Reason | None:
+    """What torch itself asks before it takes this kernel (torch 2.11's sdp_utils.cpp)."""
+    sm = facts.device.sm
+    if facts["dtype"] is not torch.bfloat16 or sm is None or sm >= (8, 0):
+        return None
+    return Reason(ReasonCode.SM_TOO_OLD, "sm", ">= 8.0 for bfloat16", f"{sm[0]}.{sm[1]}")
+
+
+def _cudnn_is_first(facts: Facts) -> bool:
+    """Whether torch asks cuDNN before its other kernels: on sm 9.0, 10.0 and 10.3 with cuDNN beyond 9.15.0.
+
+    Elsewhere it never asks it (``check_prefer_cudnn_attention`` in torch 2.11's sdp_utils.cpp).
+    """
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    new = version is None or version > 91500  # none here: the question is about another machine
+    unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    return gives_no_lse(facts) and new and not unwanted and facts.device.sm in ((9, 0), (10, 0), (10, 3))
+
+
 # Flash and cuDNN take the maximum before they scale: a factor of 0 or below ends in NaN.
 _SCALE = limit.positive("scale")
 _DENSE = limit.last_stride_one("query", "key", "value")
@@ -165,6 +186,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=60,
+        stock=_cudnn_is_first,
     ),
     Kernel(
         id="torch.sdpa.flash",
@@ -191,6 +213,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=50,
+        stock=gives_no_lse,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
     Kernel(
@@ -204,6 +227,7 @@ KERNELS = (
         limits=(
             limit.platform("cuda"),
             limit.dtype("float32", "float16", "bfloat16"),
+            limit.Custom("bfloat16 from sm 8.0 on", _efficient_bfloat16),
             limit.dim("head_dim", multiple=8),
             limit.dim("value_dim", multiple=8),
             limit.one_of("bias_grad", False),
@@ -222,5 +246,6 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=40,
+        stock=gives_no_lse,
     ),
 )

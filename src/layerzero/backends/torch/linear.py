@@ -158,6 +158,11 @@ def _has_onednn(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.NOT_INSTALLED, "oneDNN", "a torch that was built with it", "not there")
 
 
+def _unpacked(facts: Facts) -> bool:
+    """Whether the caller has not packed the weight: who has wants a kernel that reads it so."""
+    return facts["packed"] == "none"
+
+
 ONEDNN = (
     limit.platform("cpu"),
     limit.Custom("torch is built with oneDNN", _has_onednn),
@@ -181,6 +186,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=50,
+        stock=_unpacked,
     ),
     Kernel(
         id="torch.linear_then",

@@ -97,6 +97,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=10,
+        stock=True,
     ),
     Kernel(
         id="torch.layer_norm",
@@ -111,6 +112,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=40,
+        stock=True,
     ),
     Kernel(
         id="torch.add_rms_norm",

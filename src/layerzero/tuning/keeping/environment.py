@@ -61,7 +61,7 @@ class Surroundings:
         """The environment of a kernel as this process has it, and its key."""
         backend = kernel.backend
         version = probe.this_machine().state(backend, self.device).version or ""
-        if not version and backend.origin == "decorator":
+        if not version and backend.origin in ("code", "decorator"):
             version = code_version(kernel.load)
         found = self._known.get((backend.name, version))
         if found is None:

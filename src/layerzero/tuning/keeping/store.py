@@ -92,7 +92,7 @@ class TimeStore:
             spool.database.doubt(error)
             found = {}
         if not found:
-            priors = priors_of(facts.device.name)
+            priors = priors_of(facts.device)
             found = priors.evidence(kernels, facts) if priors else found
         return settled(found) if found else found
 
@@ -239,7 +239,7 @@ class StoreLedger:
 
     def untimed(self, facts: Facts) -> bool:
         """Whether nobody has written a time, and none ships for this device."""
-        return self.times.is_absent() and not priors_of(facts.device.name)
+        return self.times.is_absent() and not priors_of(facts.device)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time for this and every later process."""

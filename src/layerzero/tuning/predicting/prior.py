@@ -2,6 +2,11 @@
 
 A table is JSON under ``priors/``, one or more a device. It is matched more loosely than measured times are: layouts and
 row strides do not count, and neither do the driver and minor versions; so it decides less.
+
+Times travel, for less again. Where no family of a table is about a call, the nearest one of the same function is, whose
+fixed sizes (a head's features) are at most twice or half as large: kernels round them up, so the next larger comes
+first. And a device without a table has those of another one of its compute capability: what is compared are times of
+one table, so that only their order counts.
 """
 
 from __future__ import annotations
@@ -11,12 +16,13 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
 from packaging.version import InvalidVersion, Version
 
-from layerzero.core.device import Device
+from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.dtypes import DTYPES
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
@@ -33,6 +39,18 @@ FOLDER = Path(__file__).parents[1] / "priors"
 
 CONFIDENCE = 0.7
 """What a time of another machine of the same name counts; of another driver and minor version, too."""
+
+ELSEWHERE = 0.7
+"""What a table of another device of the same compute capability counts beside one of this device."""
+
+NEIGHBOUR = 0.8
+"""What a family counts whose fixed sizes are others."""
+
+MAX_APART = 1.0
+"""Doublings of all fixed sizes together, beyond which a family is no neighbour; half of that below the call's."""
+
+_ALIKE = frozenset({"float16", "bfloat16"})
+"""The same units multiply both, at the same rate, on every NVIDIA GPU that multiplies the second."""
 
 NOISE = 0.05
 """Relative difference below which two of them do not count."""
@@ -142,36 +160,33 @@ class Learnt:
                 points.setdefault(kernel_id, []).append(Point(case.sizes, time_us, meaning=meaning))
         self.models: dict[str, Model | None] = {name: fit(found) for name, found in points.items()}
 
-    def evidence(self, kernel_id: str, sizes: Mapping[str, int], resolution_us: float) -> Evidence | None:
-        """The time of a kernel at these sizes."""
+    def evidence(self, kernel_id: str, sizes: Mapping[str, int], resolution_us: float, worth: float) -> Evidence | None:
+        """The time of a kernel at these sizes; ``worth`` is the confidence in one that was measured."""
         exact = self.exact.get(kernel_id, {}).get(tuple(sorted(sizes.items())))
         if exact is not None:
             noise = max(NOISE, resolution_us / 2 / exact)
-            return Evidence(exact, Provenance.PRIOR, CONFIDENCE, noise)
+            return Evidence(exact, Provenance.PRIOR, worth, noise)
         model = self.models.get(kernel_id)
         found = None if model is None else predict(model, sizes)
         if found is None:
             return None
-        return Evidence(found.time_us, Provenance.PRIOR, CONFIDENCE * found.confidence, NOISE)
+        return Evidence(found.time_us, Provenance.PRIOR, worth * found.confidence, NOISE)
 
 
 class Priors:
-    """The tables of one device, read when it is first asked about."""
+    """The tables of one device, or of its kind, read when it is first asked about."""
 
-    def __init__(self, device_name: str, folder: Path) -> None:
+    def __init__(self, device: Device, folder: Path) -> None:
         self.problems: list[str] = []
         self._families: dict[tuple[frozenset[tuple[str, str]], bool], tuple[Table, Family]] = {}
+        self._nearest: dict[tuple[frozenset[tuple[str, str]], bool], list[tuple[float, Table, Family]]] = {}
         self._learnt: dict[int, Learnt] = {}
-        for file in sorted(folder.glob(f"{slug(device_name)}*.json")):
-            try:
-                table = read_table(file)
-            except (OSError, ValueError) as error:
-                self.problems.append(f"{file}: no priors: {error}")
-                continue
-            if table.device == device_name:
-                for family in table.families:
-                    for graph in (False, True) if family.graph is None else (family.graph,):
-                        self._families[frozenset(family.facts.items()), graph] = (table, family)
+        own = [each for each in self._read(folder, f"{slug(device.name)}*.json") if each.device == device.name]
+        self._worth = CONFIDENCE if own else CONFIDENCE * ELSEWHERE
+        for table in own or _akin(self._read(folder, "*.json"), device):
+            for family in table.families:
+                for graph in (False, True) if family.graph is None else (family.graph,):
+                    self._families[frozenset(family.facts.items()), graph] = (table, family)
 
     def __bool__(self) -> bool:
         return bool(self._families)
@@ -182,30 +197,80 @@ class Priors:
         told = dict(work.facts)
         if told["row_alignment"] != "16" or not is_plain(told["memory"]):
             return {}
-        key = told_apart(told)
-        table, family = self._families.get((key, bool(facts["capturing"])), (None, None))
-        if table is None or family is None:
-            return {}
-        learnt = self._learnt.get(id(family))
-        if learnt is None:
-            learnt = self._learnt[id(family)] = Learnt(family)
-        found = {}
-        for kernel in kernels:
-            if kernel.id in learnt.exact and _same_major(kernel, table, facts.device):
-                evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us)
-                if evidence is not None:
-                    found[kernel.id] = evidence
-        return found
+        key = told_apart(told), bool(facts["capturing"])
+        near = self._nearest.get(key)
+        if near is None:
+            near = self._nearest[key] = self._neighbours(*key)
+        for worth, table, family in near:
+            learnt = self._learnt.get(id(family))
+            if learnt is None:
+                learnt = self._learnt[id(family)] = Learnt(family)
+            found = {}
+            for kernel in kernels:
+                if kernel.id in learnt.exact and _same_major(kernel, table, facts.device):
+                    evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us, worth)
+                    if evidence is not None:
+                        found[kernel.id] = evidence
+            if found:
+                return found
+        return {}
+
+    def _read(self, folder: Path, names: str) -> Iterator[Table]:
+        for file in sorted(folder.glob(names)):
+            try:
+                yield read_table(file)
+            except (OSError, ValueError) as error:
+                problem = f"{file}: no priors: {error}"
+                self.problems += [problem] * (problem not in self.problems)
+
+    def _neighbours(self, key: frozenset[tuple[str, str]], graph: bool) -> list[tuple[float, Table, Family]]:
+        """The family of a call, or else those beside it, nearest first, with what each counts."""
+        if (key, graph) in self._families:
+            return [(self._worth, *self._families[key, graph])]
+        found: list[tuple[float, Table, Family]] = []
+        for (other, of_graph), (table, family) in self._families.items():
+            away = _apart(dict(key), dict(other)) if of_graph == graph else math.inf
+            if away <= MAX_APART:
+                found.append((away, table, family))
+        return [(self._worth * NEIGHBOUR, table, family) for _, table, family in sorted(found, key=itemgetter(0))]
+
+
+def _akin(tables: Iterable[Table], device: Device) -> list[Table]:
+    """The tables of the first other device of the same compute capability."""
+    if device.sm is None:
+        return []
+    names = {each.name for each in KNOWN_DEVICES.values() if each.sm == device.sm}
+    akin = [table for table in tables if table.device in names]
+    return [table for table in akin if table.device == akin[0].device]
+
+
+def _apart(asked: Mapping[str, str], other: Mapping[str, str]) -> float:
+    """Doublings between the fixed sizes of two families of one function; infinite where anything else differs."""
+    if asked.keys() != other.keys():
+        return math.inf
+    away = 0.0
+    for name, value in asked.items():
+        if value == other[name]:
+            continue
+        if name == "operation" and axes_of(asked) == axes_of(other):
+            continue
+        if name == "dtype" and {value, other[name]} == _ALIKE:
+            continue
+        if not (value.isdigit() and other[name].isdigit() and int(value) and int(other[name])):
+            return math.inf
+        doublings = math.log2(int(other[name]) / int(value))
+        away = max(away, doublings if doublings > 0 else -2 * doublings)
+    return away
 
 
 _LOADED: dict[str, Priors] = {}
 
 
-def priors_of(device_name: str) -> Priors:
+def priors_of(device: Device) -> Priors:
     """The tables of a device."""
-    found = _LOADED.get(device_name)
+    found = _LOADED.get(device.name)
     if found is None:
-        found = _LOADED[device_name] = Priors(device_name, FOLDER)
+        found = _LOADED[device.name] = Priors(device, FOLDER)
     return found
 
 
