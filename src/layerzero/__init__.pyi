@@ -144,6 +144,7 @@ __all__ = [
     "mlp",
     "paged_attention",
     "prefer",
+    "qk_norm_rope",
     "record",
     "register_backend",
     "register_function",
@@ -477,6 +478,37 @@ def paged_attention(
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
     Source: PagedAttention, arXiv:2309.06180.
+    """
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys by its root mean square, scale it by a weight, then rotate it.
+
+    ``lz.rope(lz.rms_norm(query, q_weight), lz.rms_norm(key, k_weight), cos, sin, positions)`` as one call.
+
+    Shapes: query, key, cos, sin and positions as of ``lz.rope``; q_weight and k_weight (D,) → query's and key's. The
+        norm takes all D entries of a head, the rotation the first R.
+    Dtype: query, key and both weights the same floating dtype, returned; cos and sin as of ``lz.rope``. Computes in
+        float32 or wider; kernels may round between norm and rotation.
+    Units: eps in x^2.
+    Args:
+        plus_one: scale by ``1 + weight``, as Gemma's models do.
+        positions, interleaved, layout: as of ``lz.rope``.
+    Returns: the normalised and rotated query and key.
+    Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
     """
 
 def relu2(input: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ MODULES = (
     "linear",
     "mlp",
     "norm",
+    "normed_rope",
     "paged",
     "rope",
     "sampling",

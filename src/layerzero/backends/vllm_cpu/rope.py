@@ -23,6 +23,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.rope.composed import ACCEPTS, norm_then_rope
 
 Rotate = Callable[..., None]
 
@@ -61,6 +62,25 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return query.to(dtype), key.to(dtype)
 
     return run
+
+
+def _load_normed(facts: Facts) -> Callable[..., Any]:
+    norm = operators(build_for(facts)).rms_norm.default
+    rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
+
+    def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        norm(output, tensor, weight, eps)
+        return output
+
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        query, key = query.to(wide), key.to(wide)
+        rotate(query, key, cos, sin, positions, interleaved)
+        return query.to(dtype), key.to(dtype)
+
+    return norm_then_rope(normed, rotated)
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
@@ -134,6 +154,21 @@ KERNELS = (
         limits=_LIMITS,  # it works on copies of its own
         deterministic=True,
         priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM_CPU,
+        load=_load_normed,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *_LIMITS,
+            limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
+            limit.contiguous("query", "key", "q_weight", "k_weight"),
+        ),
+        deterministic=True,
+        priority=55,
     ),
     Kernel(
         id="vllm.cpu.rope_inplace",
