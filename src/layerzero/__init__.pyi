@@ -171,6 +171,7 @@ __all__ = [
     "scope",
     "silu",
     "silu_mul",
+    "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
     "thaw",
@@ -846,6 +847,42 @@ def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
         up: what the gate lets through; None if it is in the input.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:2002.05202.
+    """
+
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart into queries, keys and values; norm and rotate queries and keys.
+
+    What lies between ``lz.linear`` with joined weights and the attention, as one call: ``lz.qk_norm_rope`` where there
+    are weights, ``lz.rope`` where there are none.
+
+    Shapes: qkv (T, (H + 2 K) * D) or (B, S, (H + 2 K) * D), a token's queries first, then its keys, then its values;
+        cos and sin (P, R/2), R at most D; positions (T,), or (B, S), (1, S) or (S,); q_weight and k_weight (D,)
+        → (T, H, D), (T, K, D), (T, K, D), or with B and S in place of T.
+    Dtype: qkv and weights the same floating dtype, returned; cos, sin and positions as of ``lz.rope``.
+    Units: eps in x^2.
+    Args:
+        heads, kv_heads: H and K; D is what is left.
+        q_weight, k_weight: scale the root mean square norm of each head; both or none. eps and plus_one do nothing
+            without them.
+        eps, plus_one: as of ``lz.qk_norm_rope``.
+        positions, interleaved: as of ``lz.rope``.
+    Returns: queries, keys and values; none of them shares memory with qkv, all three may lie in one tensor.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that is no multiple of
+        H + 2 K, for one weight without the other; on a CPU and in debug mode for positions beyond the table, too.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
     """
 
 def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:

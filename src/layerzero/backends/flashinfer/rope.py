@@ -25,7 +25,7 @@ from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope.composed import norm_then_rope
+from layerzero.ops.rope.composed import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
 
 def _module(facts: Facts) -> Hashable:
@@ -78,8 +78,8 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_normed(facts: Facts) -> Callable[..., Any]:
-    """The norm of each head as a row, then the rotation in place of what it wrote."""
+def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
+    """The norm of each head as a row, and the rotation in place of what it wrote."""
     from flashinfer.norm import get_norm_module
 
     module, rotate, width = get_norm_module(), _rotating(facts), facts.size("head_dim")
@@ -99,12 +99,24 @@ def _load_normed(facts: Facts) -> Callable[..., Any]:
         rotate((query, key, query, key), cos, sin, positions)
         return query, key
 
-    run = norm_then_rope(normed, rotated)
+    return normed, rotated
 
-    def without_a_flag(*tensors: Tensor, plus_one: bool, **arguments: Any) -> tuple[Tensor, Tensor]:
+
+def _without_flag(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Which norm is called was chosen when it was loaded."""
+
+    def called(*tensors: Tensor, plus_one: bool, **arguments: Any) -> Any:
         return run(*tensors, **arguments)
 
-    return without_a_flag
+    return called
+
+
+def _load_normed(facts: Facts) -> Callable[..., Any]:
+    return _without_flag(norm_then_rope(*_pair_of(facts)))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return _without_flag(split_then_norm_rope(*_pair_of(facts)))
 
 
 def _both_modules(facts: Facts) -> Hashable:
@@ -152,26 +164,42 @@ _ROTATIONS = tuple(
     )
 )
 
-_NORMED = Kernel(
-    id="flashinfer.qk_norm_rope",
-    operations=("posenc.qk_norm_rope",),
-    backend=FLASHINFER,
-    load=_load_normed,
-    layout="BSHD",
-    accepts=("positions", "eps", "plus_one"),
-    limits=(
-        *_SHAPES,
-        limit.contiguous("query", "key", "q_weight", "k_weight"),
-        limit.aligned(16, "query", "key", "q_weight", "k_weight", "cos"),
-        ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),  # where a row starts is computed in 32 bits
-    ),
-    deterministic=True,
-    graph_safe=True,
-    jit=True,
-    build_key=_both_modules,
-    prebuilt=_both_prebuilt,
-    device_guard=True,
-    priority=70,
+_NORMED = tuple(
+    Kernel(
+        id=name,
+        operations=(operation,),
+        backend=FLASHINFER,
+        load=load,
+        layout=layout,
+        accepts=accepts,
+        limits=(
+            *_SHAPES,
+            limit.contiguous(*tensors, "q_weight", "k_weight"),
+            limit.aligned(16, *tensors, "q_weight", "k_weight", "cos"),
+            ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
+        ),
+        deterministic=True,
+        graph_safe=True,
+        jit=True,
+        build_key=_both_modules,
+        prebuilt=_both_prebuilt,
+        device_guard=True,
+        priority=70,
+    )
+    for name, operation, load, layout, accepts, tensors, sizes in (
+        (
+            *("flashinfer.qk_norm_rope", "posenc.qk_norm_rope", _load_normed, "BSHD"),
+            ("positions", "eps", "plus_one"),
+            ("query", "key"),
+            ("batch", "seq", "heads", "head_dim"),
+        ),
+        (
+            *("flashinfer.split_qkv_norm_rope", "posenc.split_qkv_norm_rope", _load_split, None),
+            tuple(each for each in (*SPLIT_ACCEPTS, "plus_one") if each != "interleaved"),
+            (),
+            ("batch", "seq", "features"),
+        ),
+    )
 )
 
-KERNELS = (*_ROTATIONS, _NORMED)
+KERNELS = (*_ROTATIONS, *_NORMED)

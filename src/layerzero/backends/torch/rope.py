@@ -25,11 +25,11 @@ _PIECE = 2**18
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
-def rows_for(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
+def rows_for(facts: Facts, first: str = "query") -> Callable[..., tuple[Tensor, Tensor]]:
     """What gives each token its row of the table, in the dtype of the computation, shaped as the heads want it."""
     heads_axis = -3 if facts.layout == "BHSD" else -2
     seq_axis = -5 - heads_axis
-    wide = wide_dtype(*(torch.empty(0, dtype=facts.tensors[name].dtype) for name in ("query", "cos")))
+    wide = wide_dtype(*(torch.empty(0, dtype=facts.tensors[name].dtype) for name in (first, "cos")))
 
     def rows(query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         if positions is None:

@@ -23,10 +23,11 @@ from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope.composed import ACCEPTS, norm_then_rope
+from layerzero.ops.rope.composed import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
+from layerzero.ops.rope.split import parts
 
 
-def _load_composed(facts: Facts) -> Callable[..., Any]:
+def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
     library = operators("_C.abi3.so", "_C")
     norm, rotate = library.rms_norm.default, library.rotary_embedding.default
     heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
@@ -47,7 +48,43 @@ def _load_composed(facts: Facts) -> Callable[..., Any]:
         rotate(places, *pair, head_dim, table, not interleaved)
         return query, key
 
-    return norm_then_rope(normed, rotated)
+    return normed, rotated
+
+
+def _load_composed(facts: Facts) -> Callable[..., Any]:
+    return norm_then_rope(*_pair_of(facts))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_norm_rope(*_pair_of(facts))
+
+
+def _load_fused_split(facts: Facts) -> Callable[..., Any]:
+    """The operator on a copy of the product, whose parts are the results."""
+    operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
+    head_dim = facts.size("head_dim")
+
+    def run(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        positions: Tensor | None = None,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        interleaved: bool,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seq, batch = qkv.shape[-2], qkv.shape[0] if qkv.ndim == 3 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        joined = qkv.clone(memory_format=torch.contiguous_format)
+        rows = joined.view(batch * seq, -1)
+        operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
+        return parts(joined, heads, kv_heads)
+
+    return run
 
 
 def _load_fused(facts: Facts) -> Callable[..., Any]:
@@ -83,7 +120,6 @@ FUSED_LIMITS = (
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("rotary_dim", "head_dim"),
     limit.contiguous("q_weight", "k_weight"),
-    ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # with the keys beside them, at most as many
 )
 """What the fused operator demands, whoever joins its tensor."""
 
@@ -117,10 +153,51 @@ KERNELS = (
         load=_load_fused,
         layout="BSHD",
         accepts=ACCEPTS,
-        limits=(*FUSED_LIMITS, HEADS_DIVIDE),
+        limits=(
+            *FUSED_LIMITS,
+            HEADS_DIVIDE,
+            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys beside them
+        ),
         deterministic=True,
         graph_safe=True,
         device_guard=True,
         priority=60,
+    ),
+    Kernel(
+        id="vllm.split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", min=2),
+            TABLE_IN_FLOAT32,
+            HEADS_DIVIDE,
+            limit.contiguous("q_weight", "k_weight"),
+            limit.aligned(16, "q_weight", "k_weight"),
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=65,
+    ),
+    Kernel(
+        id="vllm.fused_split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_fused_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *FUSED_LIMITS,
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+            limit.one_of("q_weight", "float"),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=75,
     ),
 )

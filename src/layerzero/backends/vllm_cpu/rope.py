@@ -23,12 +23,12 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.rope.composed import ACCEPTS, norm_then_rope
+from layerzero.ops.rope.composed import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
-Rotate = Callable[..., None]
+InPlace = Callable[..., None]
 
 
-def _rotating(facts: Facts) -> Rotate:
+def _rotating(facts: Facts) -> InPlace:
     """Rotates contiguous rows of the table's dtype in place."""
     rotate = operators(build_for(facts)).rotary_embedding.default
     head_dim = facts.size("head_dim")
@@ -64,9 +64,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_normed(facts: Facts) -> Callable[..., Any]:
+def _pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
+    """Its norm, and its rotation in the table's dtype of what the norm wrote."""
     norm = operators(build_for(facts)).rms_norm.default
-    rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
+    rotate, dtype, wide = _rotating(facts), facts.tensors[first].dtype, facts.tensors["cos"].dtype
 
     def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -80,7 +81,15 @@ def _load_normed(facts: Facts) -> Callable[..., Any]:
         rotate(query, key, cos, sin, positions, interleaved)
         return query.to(dtype), key.to(dtype)
 
-    return norm_then_rope(normed, rotated)
+    return normed, rotated
+
+
+def _load_normed(facts: Facts) -> Callable[..., Any]:
+    return norm_then_rope(*_pair_of(facts, "query"))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_norm_rope(*_pair_of(facts, "qkv"))
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
@@ -166,6 +175,20 @@ KERNELS = (
             *_LIMITS,
             limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
             limit.contiguous("query", "key", "q_weight", "k_weight"),
+        ),
+        deterministic=True,
+        priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM_CPU,
+        load=_load_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *_LIMITS,
+            limit.dim("head_dim", multiple=8),
+            limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
         ),
         deterministic=True,
         priority=55,

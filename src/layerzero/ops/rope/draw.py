@@ -113,3 +113,17 @@ def qk_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments |= {name: draw.laid_out(arguments[name]) for name in ("query", "key")}
     draw.poison(arguments, ("query", "key"))
     return arguments
+
+
+def split_qkv_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.split_qkv_norm_rope``: the parts of a call of ``lz.rope``, joined."""
+    arguments = _arguments(draw, dtype, angles_alone=True)
+    if arguments.pop("layout", None) == "BHSD":
+        arguments |= {name: arguments[name].transpose(1, 2) for name in ("query", "key")}
+    query, key = arguments.pop("query"), arguments.pop("key")
+    joined = torch.cat((query, key, draw.normal(key.shape, dtype)), -2).flatten(-2)
+    if draw.chance(0.6):
+        arguments |= norm_weights(draw, dtype, query.shape[-1])
+    arguments |= {"qkv": draw.laid_out(joined), "heads": query.shape[-2], "kv_heads": key.shape[-2]}
+    draw.poison(arguments, ("qkv",))
+    return arguments

@@ -97,3 +97,29 @@ def _normed(tensor: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tenso
         return functional.rms_norm(tensor, weight.shape, weight, eps)
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return functional.rms_norm(tensor.to(wide), weight.shape, 1.0 + weight.to(wide), eps).to(tensor.dtype)
+
+
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Views of the product, the norms, the rotation; the values stay a view."""
+    query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), -2)
+    turn = _turning(query, cos, sin, positions, interleaved, None)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        if q_weight is None or k_weight is None:
+            return turn(query), turn(key), value
+        return turn(_normed(query, q_weight, eps, plus_one)), turn(_normed(key, k_weight, eps, plus_one)), value
+
+    return run
