@@ -155,6 +155,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_",
+    "rope_append",
     "rope_frequencies",
     "rope_table",
     "sample",
@@ -578,6 +579,44 @@ def rope_(
     key, and returns nothing.
     Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
         in memory, or that shares elements with the other or with the table.
+    """
+
+def rope_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str = "NHD",
+) -> Tensor:
+    """Rotate queries and keys, write keys and values into a cache in place, and return the queries.
+
+    ``lz.rope`` and ``lz.append_paged_kv`` as one call, or a write into a contiguous cache where there are no slots.
+
+    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
+        (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
+        positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
+        swapped in HND. cos and sin (P, R/2), R at most D → query's.
+    Dtype: queries, keys, values and caches the same floating dtype; cos, sin and positions as of ``lz.rope``;
+        slot_mapping int64.
+    Args:
+        positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
+            table has a row for each of L places, and each place of a sequence comes once.
+        slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
+            once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
+        interleaved: as of ``lz.rope``.
+        layout: of the caches, ``"NHD"`` or ``"HND"``.
+    Returns: the rotated query. Rotated keys are in the cache alone.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements with what is
+        read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
+        lead nowhere, too.
+    Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
 def sample(

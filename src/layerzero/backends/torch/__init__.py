@@ -15,6 +15,7 @@ MODULES = (
     "normed_rope",
     "paged",
     "rope",
+    "rope_append",
     "sampling",
 )
 """The files that declare kernels, a family each."""

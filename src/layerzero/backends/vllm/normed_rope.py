@@ -27,16 +27,22 @@ from layerzero.ops.rope.composed import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, no
 from layerzero.ops.rope.split import parts
 
 
-def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
-    library = operators("_C.abi3.so", "_C")
-    norm, rotate = library.rms_norm.default, library.rotary_embedding.default
-    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+def _norming(facts: Facts) -> Norm:
+    norm, head_dim = operators("_C.abi3.so", "_C").rms_norm.default, facts.size("head_dim")
 
     def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = tensor.view(-1, head_dim)
         output = torch.empty_like(rows)
         norm(output, rows, weight, eps)
         return output.view(tensor.shape)
+
+    return normed
+
+
+def rotating(facts: Facts) -> Rotate:
+    """Its rotation in place of contiguous tensors of their own."""
+    rotate = operators("_C.abi3.so", "_C").rotary_embedding.default
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
 
     def rotated(
         query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
@@ -48,15 +54,15 @@ def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
         rotate(places, *pair, head_dim, table, not interleaved)
         return query, key
 
-    return normed, rotated
+    return rotated
 
 
 def _load_composed(facts: Facts) -> Callable[..., Any]:
-    return norm_then_rope(*_pair_of(facts))
+    return norm_then_rope(_norming(facts), rotating(facts))
 
 
 def _load_split(facts: Facts) -> Callable[..., Any]:
-    return split_then_norm_rope(*_pair_of(facts))
+    return split_then_norm_rope(_norming(facts), rotating(facts))
 
 
 def _load_fused_split(facts: Facts) -> Callable[..., Any]:

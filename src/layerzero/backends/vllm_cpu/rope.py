@@ -64,7 +64,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
+def pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
     """Its norm, and its rotation in the table's dtype of what the norm wrote."""
     norm = operators(build_for(facts)).rms_norm.default
     rotate, dtype, wide = _rotating(facts), facts.tensors[first].dtype, facts.tensors["cos"].dtype
@@ -85,11 +85,11 @@ def _pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
 
 
 def _load_normed(facts: Facts) -> Callable[..., Any]:
-    return norm_then_rope(*_pair_of(facts, "query"))
+    return norm_then_rope(*pair_of(facts, "query"))
 
 
 def _load_split(facts: Facts) -> Callable[..., Any]:
-    return split_then_norm_rope(*_pair_of(facts, "qkv"))
+    return split_then_norm_rope(*pair_of(facts, "qkv"))
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def _table(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", " or ".join(wanted), facts["table_dtype"])
 
 
-_LIMITS = (
+LIMITS = (
     limit.cpu_feature("avx2"),
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
     limit.dtype("float32", "float16", "bfloat16"),
@@ -160,7 +160,7 @@ KERNELS = (
         load=_load,
         layout="BSHD",
         accepts=("positions", "interleaved"),
-        limits=_LIMITS,  # it works on copies of its own
+        limits=LIMITS,  # it works on copies of its own
         deterministic=True,
         priority=60,
     ),
@@ -172,7 +172,7 @@ KERNELS = (
         layout="BSHD",
         accepts=ACCEPTS,
         limits=(
-            *_LIMITS,
+            *LIMITS,
             limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
             limit.contiguous("query", "key", "q_weight", "k_weight"),
         ),
@@ -186,7 +186,7 @@ KERNELS = (
         load=_load_split,
         accepts=SPLIT_ACCEPTS,
         limits=(
-            *_LIMITS,
+            *LIMITS,
             limit.dim("head_dim", multiple=8),
             limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
         ),
@@ -201,7 +201,7 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=(
-            *_LIMITS,
+            *LIMITS,
             limit.last_stride_one("query", "key"),
             HeadsDense(("query", "key")),
             TokensInLine(("query", "key")),

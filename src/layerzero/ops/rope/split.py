@@ -23,7 +23,8 @@ from layerzero.ops.rope.reference import rotated, rows_of, wide_dtype
 
 def parts(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as views (..., S, H, D) of a joined product (..., S, (H + 2 K) * D)."""
-    each = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
+    count = heads + 2 * kv_heads
+    each = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
     return (
         each.narrow(-2, 0, heads),
         each.narrow(-2, heads, kv_heads),

@@ -114,7 +114,9 @@ def split_qkv_norm_rope(
     interleaved: bool = False,
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """Views of the product, the norms, the rotation; the values stay a view."""
-    query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), -2)
+    count = heads + 2 * kv_heads
+    joined = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
+    query, key, value = torch.split(joined, (heads, kv_heads, kv_heads), -2)
     turn = _turning(query, cos, sin, positions, interleaved, None)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
