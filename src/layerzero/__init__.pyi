@@ -56,6 +56,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
@@ -114,6 +115,8 @@ __all__ = [
     "Tolerance",
     "__version__",
     "add_rms_norm",
+    "alibi_bias",
+    "alibi_slopes",
     "append_paged_kv",
     "attention",
     "avoid",
@@ -205,6 +208,30 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
         overlaps itself in memory, or that shares memory with the input.
     Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+
+def alibi_bias(
+    slopes: Tensor,
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Make the bias of attention with linear biases, for ``lz.attention(..., attn_mask=bias, causal=False)``.
+
+    ``-slope * |i + kv_len - q_len - j|`` for query i and key j: the last query stands at the last key, as causal masks
+    of ``lz.attention`` are aligned.
+
+    Shapes: slopes (H,) → (H, q_len, kv_len), which broadcasts over a batch.
+    Dtype: slopes floating; computes in float32 or wider; returns out_dtype, or that of slopes. The device is theirs.
+    Units: q_len and kv_len in tokens.
+    Args:
+        slopes: one for each head; ``lz.alibi_slopes(heads)`` makes those of the paper, for any number of heads.
+        causal: -inf at keys beyond the query, since a mask comes in place of ``causal=True`` there.
+        out_dtype: a floating dtype.
+    Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1.
+    Source: arXiv:2108.12409.
     """
 
 def append_paged_kv(

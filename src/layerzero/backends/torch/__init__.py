@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MODULES = (
     "activation",
+    "alibi",
     "attention",
     "cuda_attention",
     "flex_attention",

@@ -116,7 +116,7 @@ def split_qkv_norm_rope(
     """Views of the product, the norms, the rotation; the values stay a view."""
     count = heads + 2 * kv_heads
     joined = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
-    query, key, value = torch.split(joined, (heads, kv_heads, kv_heads), -2)
+    query, key, value = torch.split(joined, [heads, kv_heads, kv_heads], -2)
     turn = _turning(query, cos, sin, positions, interleaved, None)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
