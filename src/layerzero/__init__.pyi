@@ -148,6 +148,7 @@ __all__ = [
     "paged_attention",
     "prefer",
     "qk_norm_rope",
+    "qkv_linear",
     "record",
     "register_backend",
     "register_function",
@@ -538,6 +539,36 @@ def qk_norm_rope(
     Returns: the normalised and rotated query and key.
     Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
+    """
+
+def qkv_linear(
+    input: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    kv_features: int | None = None,
+    packed_q: PackedWeight | None = None,
+    packed_k: PackedWeight | None = None,
+    packed_v: PackedWeight | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply one input with the weights of queries, keys and values: ``input @ weight^T + bias`` for each.
+
+    Shapes: input (*, K), q_weight (N_q, K), k_weight (N_k, K), v_weight (N_v, K), biases as many as their weight has
+        rows → (*, N_q), (*, N_k), (*, N_v). Or q_weight (N_q + 2 kv_features, K) alone, and q_bias as many, which hold
+        queries, keys and values one after the other, as ``torch.cat((q_weight, k_weight, v_weight))``: one product.
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Args:
+        kv_features: of a joined weight, the rows of keys, and of values; None for three weights.
+        packed_q, packed_k, packed_v: the :class:`layerzero.PackedWeight` of each weight, as for
+            :func:`layerzero.linear`; kernels that want them want all. They change no result.
+    Returns: queries, keys and values; of a joined weight they may be views of one product, whose rows have gaps then.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
+        the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
+        or of one that was written into since.
     """
 
 def relu2(input: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "qkv",
     "rope",
     "rope_append",
     "sampling",
