@@ -127,6 +127,7 @@ __all__ = [
     "deterministic",
     "disabled",
     "doctor",
+    "embedding",
     "explain",
     "facts",
     "freeze",
@@ -334,6 +335,30 @@ def attention(
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
         NoKernelFoundError if policy leaves no kernel.
     Source: arXiv:1706.03762.
+    """
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    vocab_start: int | None = None,
+) -> Tensor:
+    """Look up rows of a table by ids: ``weight[ids] * scale``.
+
+    Shapes: ids (*), weight (V, D) → (*, D)
+    Dtype: ids int32 or int64; weight floating, returned; a scale multiplies in float32 or wider and is rounded once.
+    Args:
+        scale: factor on every row, as Gemma's models have it.
+        padding_idx: the row of this id gets no gradient, as in ``torch.nn.functional.embedding``; from the end where
+            it is negative. The result is what the row holds.
+        vocab_start: declares the table a shard, which holds rows ``vocab_start`` to ``vocab_start + V - 1`` of a
+            vocabulary: ids of other rows give zeros, so that the results of all shards add up to the whole table's.
+            padding_idx is an id of the vocabulary, of 0 and above, then. None for a whole table.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, and for a padding_idx that no row has.
+        Without a shard ids that no row has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
+    Source: shards as in Megatron-LM, arXiv:1909.08053.
     """
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

@@ -75,12 +75,12 @@ def test_packed_weights_change_no_result_and_are_never_stale(joined):
     packed = {f"packed_{name}": lz.PackedWeight(arguments[f"{name}_weight"]) for name in names}
     close(lz.qkv_linear(**arguments, **packed), wanted)
     arguments["q_weight"].mul_(2)
-    with pytest.raises(lz.InvalidCallError, match="packed_q: .* call refresh"):
+    with pytest.raises(lz.InvalidCallError, match=r"packed_q: .* call refresh"):
         lz.qkv_linear(**arguments, **packed)
     packed["packed_q"].refresh()
     close(lz.qkv_linear(**arguments, **packed), lz.qkv_linear(**arguments))
     foreign = {"packed_q": lz.PackedWeight(arguments["q_weight"].clone())}
-    with pytest.raises(lz.InvalidCallError, match="packed_q: .* got that of another"):
+    with pytest.raises(lz.InvalidCallError, match=r"packed_q: .* got that of another"):
         lz.qkv_linear(**arguments, **foreign)
 
 
