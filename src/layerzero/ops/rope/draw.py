@@ -13,7 +13,7 @@ _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 96, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 1, 4)
 
 
-def table(draw: Draw, rows: int, half: int, dtype: torch.dtype, *, angles_alone: bool) -> tuple[Tensor, Tensor]:
+def draw_table(draw: Draw, rows: int, half: int, dtype: torch.dtype, *, angles_alone: bool) -> tuple[Tensor, Tensor]:
     """Side by side in one tensor, or each in memory of its own; now and then angles, now and then any numbers."""
     if angles_alone or draw.chance(0.7):
         angles = draw.uniform((rows, half), torch.float32) * 6.3
@@ -46,7 +46,7 @@ def _arguments(draw: Draw, dtype: torch.dtype, *, angles_alone: bool = False) ->
     batch = () if draw.chance(0.5) else (draw.of((1, 2, 3)),)
     rows = draw.of((max(seq, 1), 40, 129))
     table = draw.of((torch.float32, dtype), (3, 2))
-    cos, sin = table(draw, rows, half, table, angles_alone=angles_alone)
+    cos, sin = draw_table(draw, rows, half, table, angles_alone=angles_alone)
     arguments: dict[str, Any] = {
         "query": draw.normal((*batch, seq, heads, head_dim), dtype),
         "key": draw.normal((*batch, seq, kv_heads, head_dim), dtype),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.rope.draw import table
+from layerzero.ops.rope.draw import draw_table
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 4)
@@ -64,7 +64,7 @@ def rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         positions = (torch.stack(places) if count else places[0]).to(draw.device)
     if draw.chance(0.25):
         positions = positions.int()
-    cos, sin = table(draw, rows, half, draw.of((torch.float32, dtype), (3, 2)), angles_alone=False)
+    cos, sin = draw_table(draw, rows, half, draw.of((torch.float32, dtype), (3, 2)), angles_alone=False)
     layout = draw.of(CACHE_LAYOUTS)
     if transposed:
         caches = _transposed(draw, lead, kv_heads, dims[0], dtype)
