@@ -11,10 +11,9 @@ import torch
 
 import layerzero as lz
 from layerzero.core.device import Device
-from layerzero.engine.functions import CALLS
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing import conformance, fuzz, generate, random_call
+from layerzero.testing import conformance, fuzz, random_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels that compile take seconds for each class of sizes; tests/kernels/test_inductor.py covers them on a few.
