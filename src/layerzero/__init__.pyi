@@ -56,6 +56,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.transformers import register_with_transformers
+from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
@@ -114,6 +115,8 @@ __all__ = [
     "Tolerance",
     "__version__",
     "add_rms_norm",
+    "alibi_bias",
+    "alibi_slopes",
     "append_paged_kv",
     "attention",
     "avoid",
@@ -124,6 +127,7 @@ __all__ = [
     "deterministic",
     "disabled",
     "doctor",
+    "embedding",
     "explain",
     "facts",
     "freeze",
@@ -144,6 +148,8 @@ __all__ = [
     "mlp",
     "paged_attention",
     "prefer",
+    "qk_norm_rope",
+    "qkv_linear",
     "record",
     "register_backend",
     "register_function",
@@ -154,6 +160,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_",
+    "rope_append",
     "rope_frequencies",
     "rope_table",
     "sample",
@@ -170,6 +177,7 @@ __all__ = [
     "scope",
     "silu",
     "silu_mul",
+    "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
     "thaw",
@@ -202,6 +210,30 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
         overlaps itself in memory, or that shares memory with the input.
     Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+
+def alibi_bias(
+    slopes: Tensor,
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Make the bias of attention with linear biases, for ``lz.attention(..., attn_mask=bias, causal=False)``.
+
+    ``-slope * |i + kv_len - q_len - j|`` for query i and key j: the last query stands at the last key, as causal masks
+    of ``lz.attention`` are aligned.
+
+    Shapes: slopes (H,) → (H, q_len, kv_len), which broadcasts over a batch.
+    Dtype: slopes floating; computes in float32 or wider; returns out_dtype, or that of slopes. The device is theirs.
+    Units: q_len and kv_len in tokens.
+    Args:
+        slopes: one for each head; ``lz.alibi_slopes(heads)`` makes those of the paper, for any number of heads.
+        causal: -inf at keys beyond the query, since a mask comes in place of ``causal=True`` there.
+        out_dtype: a floating dtype.
+    Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1.
+    Source: arXiv:2108.12409.
     """
 
 def append_paged_kv(
@@ -303,6 +335,30 @@ def attention(
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
         NoKernelFoundError if policy leaves no kernel.
     Source: arXiv:1706.03762.
+    """
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    vocab_start: int | None = None,
+) -> Tensor:
+    """Look up rows of a table by ids: ``weight[ids] * scale``.
+
+    Shapes: ids (*), weight (V, D) → (*, D)
+    Dtype: ids int32 or int64; weight floating, returned; a scale multiplies in float32 or wider and is rounded once.
+    Args:
+        scale: factor on every row, as Gemma's models have it.
+        padding_idx: the row of this id gets no gradient, as in ``torch.nn.functional.embedding``; from the end where
+            it is negative. The result is what the row holds.
+        vocab_start: declares the table a shard, which holds rows ``vocab_start`` to ``vocab_start + V - 1`` of a
+            vocabulary: ids of other rows give zeros, so that the results of all shards add up to the whole table's.
+            padding_idx is an id of the vocabulary, of 0 and above, then. None for a whole table.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, and for a padding_idx that no row has.
+        Without a shard ids that no row has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
+    Source: shards as in Megatron-LM, arXiv:1909.08053.
     """
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -479,6 +535,67 @@ def paged_attention(
     Source: PagedAttention, arXiv:2309.06180.
     """
 
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys by its root mean square, scale it by a weight, then rotate it.
+
+    ``lz.rope(lz.rms_norm(query, q_weight), lz.rms_norm(key, k_weight), cos, sin, positions)`` as one call.
+
+    Shapes: query, key, cos, sin and positions as of ``lz.rope``; q_weight and k_weight (D,) → query's and key's. The
+        norm takes all D entries of a head, the rotation the first R.
+    Dtype: query, key and both weights the same floating dtype, returned; cos and sin as of ``lz.rope``. Computes in
+        float32 or wider; kernels may round between norm and rotation.
+    Units: eps in x^2.
+    Args:
+        plus_one: scale by ``1 + weight``, as Gemma's models do.
+        positions, interleaved, layout: as of ``lz.rope``.
+    Returns: the normalised and rotated query and key.
+    Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
+    """
+
+def qkv_linear(
+    input: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    kv_features: int | None = None,
+    packed_q: PackedWeight | None = None,
+    packed_k: PackedWeight | None = None,
+    packed_v: PackedWeight | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply one input with the weights of queries, keys and values: ``input @ weight^T + bias`` for each.
+
+    Shapes: input (*, K), q_weight (N_q, K), k_weight (N_k, K), v_weight (N_v, K), biases as many as their weight has
+        rows → (*, N_q), (*, N_k), (*, N_v). Or q_weight (N_q + 2 kv_features, K) alone, and q_bias as many, which hold
+        queries, keys and values one after the other, as ``torch.cat((q_weight, k_weight, v_weight))``: one product.
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Args:
+        kv_features: of a joined weight, the rows of keys, and of values; None for three weights.
+        packed_q, packed_k, packed_v: the :class:`layerzero.PackedWeight` of each weight, as for
+            :func:`layerzero.linear`; kernels that want them want all. They change no result.
+    Returns: queries, keys and values; of a joined weight they may be views of one product, whose rows have gaps then.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
+        the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
+        or of one that was written into since.
+    """
+
 def relu2(input: Tensor) -> Tensor:
     """Apply the squared rectified linear unit: ``max(x, 0)^2``.
 
@@ -545,6 +662,44 @@ def rope_(
     key, and returns nothing.
     Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
         in memory, or that shares elements with the other or with the table.
+    """
+
+def rope_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str = "NHD",
+) -> Tensor:
+    """Rotate queries and keys, write keys and values into a cache in place, and return the queries.
+
+    ``lz.rope`` and ``lz.append_paged_kv`` as one call, or a write into a contiguous cache where there are no slots.
+
+    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
+        (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
+        positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
+        swapped in HND. cos and sin (P, R/2), R at most D → query's.
+    Dtype: queries, keys, values and caches the same floating dtype; cos, sin and positions as of ``lz.rope``;
+        slot_mapping int64.
+    Args:
+        positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
+            table has a row for each of L places, and each place of a sequence comes once.
+        slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
+            once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
+        interleaved: as of ``lz.rope``.
+        layout: of the caches, ``"NHD"`` or ``"HND"``.
+    Returns: the rotated query. Rotated keys are in the cache alone.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements with what is
+        read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
+        lead nowhere, too.
+    Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
 def sample(
@@ -814,6 +969,42 @@ def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
         up: what the gate lets through; None if it is in the input.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:2002.05202.
+    """
+
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart into queries, keys and values; norm and rotate queries and keys.
+
+    What lies between ``lz.linear`` with joined weights and the attention, as one call: ``lz.qk_norm_rope`` where there
+    are weights, ``lz.rope`` where there are none.
+
+    Shapes: qkv (T, (H + 2 K) * D) or (B, S, (H + 2 K) * D), a token's queries first, then its keys, then its values;
+        cos and sin (P, R/2), R at most D; positions (T,), or (B, S), (1, S) or (S,); q_weight and k_weight (D,)
+        → (T, H, D), (T, K, D), (T, K, D), or with B and S in place of T.
+    Dtype: qkv and weights the same floating dtype, returned; cos, sin and positions as of ``lz.rope``.
+    Units: eps in x^2.
+    Args:
+        heads, kv_heads: H and K; D is what is left.
+        q_weight, k_weight: scale the root mean square norm of each head; both or none. eps and plus_one do nothing
+            without them.
+        eps, plus_one: as of ``lz.qk_norm_rope``.
+        positions, interleaved: as of ``lz.rope``.
+    Returns: queries, keys and values; none of them shares memory with qkv, all three may lie in one tensor.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that is no multiple of
+        H + 2 K, for one weight without the other; on a CPU and in debug mode for positions beyond the table, too.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
     """
 
 def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:

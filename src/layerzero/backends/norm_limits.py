@@ -46,18 +46,21 @@ class ElementsBelow(limit.Limit):
     """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond."""
 
     bound: int
+    sizes: tuple[str, ...] = ("rows", "hidden")
 
     def check(self, facts: Facts) -> limit.Findings:
-        got = facts.size("rows") * facts.size("hidden")
+        got = math.prod(facts.size(name) for name in self.sizes)
         if got < self.bound:
             return ()
-        return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, "rows * hidden", f"below {self.bound}", got)),)
+        return (
+            limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, " * ".join(self.sizes), f"below {self.bound}", got)),
+        )
 
     def facts_named(self) -> tuple[str, ...]:
-        return ("rows", "hidden")
+        return self.sizes
 
     def describe(self) -> str:
-        return f"rows * hidden < {self.bound}"
+        return f"{' * '.join(self.sizes)} < {self.bound}"
 
 
 @conditions.register

@@ -239,7 +239,7 @@ class Dispatcher:
         self.engine.recent.add(plan)
         with first_run(plan, self.engine.ledger):
             result = plan.run(**arguments)
-            problem = failing.wrong_result(plan, result)
+            problem = failing.wrong_result(plan, result, arguments)
             if problem is not None:
                 raise problem
         self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)

@@ -179,13 +179,13 @@ def _context_lost(suspects: Sequence[str]) -> str:
     )
 
 
-def wrong_result(plan: Plan, result: Any) -> WrongResultError | None:
-    """Compare the first result of a plan with what its operation defines; None if it fits."""
+def wrong_result(plan: Plan, result: Any, given: Mapping[str, Any]) -> WrongResultError | None:
+    """Compare the first result of a plan with what its operation defines for what was given; None if it fits."""
     facts = plan.report.facts
     got = result if isinstance(result, tuple) else () if result is None else (result,)
     if _as_declared(got, facts):
         return None
-    wanted = _expected(plan)
+    wanted = _expected(plan, given)
     for index, (tensor, expected) in enumerate(zip(got, wanted, strict=False)):
         found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         if found != expected:
@@ -226,7 +226,7 @@ def dtype_of(output: TensorSchema, facts: Facts) -> torch.dtype:
     return dtype
 
 
-def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _expected(plan: Plan, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the operation's results in the caller's layout, from its fake function."""
     facts = plan.report.facts
     schema = facts.operation.schema
@@ -234,6 +234,7 @@ def _expected(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in facts.tensors.items()
     }
     arguments = {name: facts[name] for name in (*schema.chosen, *schema.bounds)} | empty
+    arguments |= {name: given[name] for name in schema.scalars if name in given}  # a size may be among them
     results = fake_call(Routed(facts.operation, arguments, facts.layout))
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     return [(tuple(result.shape), result.dtype) for result in results]

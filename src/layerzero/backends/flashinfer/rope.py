@@ -20,10 +20,12 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.rope.composed import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
 
 def _module(facts: Facts) -> Hashable:
@@ -76,7 +78,65 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-KERNELS = tuple(
+def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
+    """The norm of each head as a row, and the rotation in place of what it wrote."""
+    from flashinfer.norm import get_norm_module
+
+    module, rotate, width = get_norm_module(), _rotating(facts), facts.size("head_dim")
+    operator = module.gemma_rmsnorm if facts["plus_one"] else module.rmsnorm
+    sm = facts.device.sm
+    overlap = sm is not None and sm >= (9, 0)
+
+    def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = tensor.view(-1, width)
+        output = torch.empty_like(rows)
+        operator(output, rows, weight, eps, overlap)
+        return output.view(tensor.shape)
+
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        rotate((query, key, query, key), cos, sin, positions)
+        return query, key
+
+    return normed, rotated
+
+
+def _without_flag(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Which norm is called was chosen when it was loaded."""
+
+    def called(*tensors: Tensor, plus_one: bool, **arguments: Any) -> Any:
+        return run(*tensors, **arguments)
+
+    return called
+
+
+def _load_normed(facts: Facts) -> Callable[..., Any]:
+    return _without_flag(norm_then_rope(*_pair_of(facts)))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return _without_flag(split_then_norm_rope(*_pair_of(facts)))
+
+
+def _both_modules(facts: Facts) -> Hashable:
+    return "rope and norm"
+
+
+def _both_prebuilt(facts: Facts) -> bool:
+    return is_shipped("rope", facts) and is_shipped("norm", facts)
+
+
+_SHAPES = (
+    limit.platform("cuda"),
+    limit.arch(min=(8, 0)),
+    limit.dtype("float16", "bfloat16"),
+    TABLE_IN_FLOAT32,
+    limit.dim("head_dim", one_of=(64, 128, 256)),
+    limit.dim("rotary_half", multiple=8),
+)
+
+_ROTATIONS = tuple(
     Kernel(
         id=name,
         operations=(operation,),
@@ -85,12 +145,7 @@ KERNELS = tuple(
         layout="BSHD",
         accepts=("positions",),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
-            limit.dtype("float16", "bfloat16"),
-            TABLE_IN_FLOAT32,
-            limit.dim("head_dim", one_of=(64, 128, 256)),
-            limit.dim("rotary_half", multiple=8),
+            *_SHAPES,
             limit.last_stride_one("query", "key"),
             TokensInLine(("query", "key")),
             limit.aligned(16, "query", "key", "cos"),
@@ -108,3 +163,43 @@ KERNELS = tuple(
         ("flashinfer.rope_inplace", "posenc.rope.inplace", _load_inplace),
     )
 )
+
+_NORMED = tuple(
+    Kernel(
+        id=name,
+        operations=(operation,),
+        backend=FLASHINFER,
+        load=load,
+        layout=layout,
+        accepts=accepts,
+        limits=(
+            *_SHAPES,
+            limit.contiguous(*tensors, "q_weight", "k_weight"),
+            limit.aligned(16, *tensors, "q_weight", "k_weight", "cos"),
+            ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
+        ),
+        deterministic=True,
+        graph_safe=True,
+        jit=True,
+        build_key=_both_modules,
+        prebuilt=_both_prebuilt,
+        device_guard=True,
+        priority=70,
+    )
+    for name, operation, load, layout, accepts, tensors, sizes in (
+        (
+            *("flashinfer.qk_norm_rope", "posenc.qk_norm_rope", _load_normed, "BSHD"),
+            ("positions", "eps", "plus_one"),
+            ("query", "key"),
+            ("batch", "seq", "heads", "head_dim"),
+        ),
+        (
+            *("flashinfer.split_qkv_norm_rope", "posenc.split_qkv_norm_rope", _load_split, None),
+            tuple(each for each in (*SPLIT_ACCEPTS, "plus_one") if each != "interleaved"),
+            (),
+            ("batch", "seq", "features"),
+        ),
+    )
+)
+
+KERNELS = (*_ROTATIONS, *_NORMED)

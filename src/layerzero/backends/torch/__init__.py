@@ -4,16 +4,21 @@ from __future__ import annotations
 
 MODULES = (
     "activation",
+    "alibi",
     "attention",
     "cuda_attention",
+    "embedding",
     "flex_attention",
     "greedy",
     "inductor",
     "linear",
     "mlp",
     "norm",
+    "normed_rope",
     "paged",
+    "qkv",
     "rope",
+    "rope_append",
     "sampling",
 )
 """The files that declare kernels, a family each."""

@@ -26,7 +26,7 @@ def _infinite_float64(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")
 
 
-_FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
+FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
@@ -90,7 +90,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS), _FINITE),
+        limits=(limit.dtype(*_FLOATS), FINITE),
         grad=True,
         deterministic=True,
         graph_safe=True,
@@ -120,7 +120,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_add_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS), _FINITE),
+        limits=(limit.dtype(*_FLOATS), FINITE),
         grad=True,
         deterministic=True,
         graph_safe=True,

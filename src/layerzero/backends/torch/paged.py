@@ -67,7 +67,8 @@ def _gathered_bytes(facts: Facts) -> int:
     return 2 * tokens * width * facts.tensors["query"].dtype.itemsize
 
 
-def _load_append(facts: Facts) -> Callable[..., Any]:
+def load_append(facts: Facts) -> Callable[..., Any]:
+    """What writes new tokens into the slots of a cache in NHD."""
     on_cpu = facts.device.platform == "cpu"
 
     def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -108,7 +109,7 @@ KERNELS = (
         id="torch.paged_append",
         operations=("kv.append.paged",),
         backend=TORCH,
-        load=_load_append,
+        load=load_append,
         layout="NHD",
         limits=(limit.dtype(*_FLOATS),),
         deterministic=True,

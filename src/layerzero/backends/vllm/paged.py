@@ -48,7 +48,7 @@ def _scales(device_index: int) -> Tensor:
     return torch.ones((), device=f"cuda:{device_index}")
 
 
-_STARTS, _SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
+_STARTS, SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
 
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,9 +149,10 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
     return v3
 
 
-def _load_append(facts: Facts) -> Callable[..., Any]:
+def load_append(facts: Facts) -> Callable[..., Any]:
+    """What writes new tokens into the slots of a cache."""
     operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
-    one = _SCALES.get(facts.device.index, capturing=bool(facts["capturing"]))
+    one = SCALES.get(facts.device.index, capturing=bool(facts["capturing"]))
 
     def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         operator(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
@@ -216,7 +217,7 @@ KERNELS = (
         id="vllm.append_paged",
         operations=("kv.append.paged",),
         backend=VLLM,
-        load=_load_append,
+        load=load_append,
         layout="NHD",
         limits=(
             limit.platform("cuda"),
@@ -226,7 +227,7 @@ KERNELS = (
             limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
             limit.last_stride_one("key_cache", "value_cache"),
             limit.Custom("key_cache and value_cache: the same strides", same_strides),
-            _SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
+            SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
         deterministic=True,

@@ -72,13 +72,21 @@ def _load_mlp(facts: Facts) -> Callable[..., Any]:
     return composed.block(facts, product, times)
 
 
-_LIMITS = (
+def _load_qkv(facts: Facts) -> Callable[..., Any]:
+    return composed.projections(facts, _product(facts, None))
+
+
+_ROWS = (
     limit.cpu_feature("avx512_bf16"),
     limit.dtype("bfloat16"),
     limit.contiguous("input"),
     limit.dim("in_features", multiple=32),
-    limit.dim("out_features", multiple=16),
 )
+_LIMITS = (*_ROWS, limit.dim("out_features", multiple=16))
+_OUTPUTS: dict[str, tuple[limit.Limit, ...]] = {
+    "mlp.qkv": tuple(limit.dim(f"{letter}_features", multiple=16) for letter in "qkv"),
+    "mlp.qkv.joined": (limit.dim("joined_features", multiple=16),),
+}
 
 KERNELS = (
     Kernel(
@@ -103,5 +111,18 @@ KERNELS = (
             priority=55,
         )
         for ending, operations, accepts, limits in composed.variants()
+    ),
+    *(
+        Kernel(
+            id=f"vllm.cpu.qkv_packed{ending}",
+            operations=(operation,),
+            backend=VLLM_CPU,
+            load=_load_qkv,
+            accepts=accepts,
+            limits=(*_ROWS, *_OUTPUTS[operation], *limits),
+            deterministic=True,
+            priority=55,
+        )
+        for ending, operation, accepts, limits in composed.qkv_variants()
     ),
 )

@@ -117,7 +117,8 @@ def _ends_are_finite(keys: Tensor, values: Tensor, tables: Tensor, lens: Tensor,
     return bool(torch.as_tensor(ends).isfinite())
 
 
-def _load_append(facts: Facts) -> Callable[..., Any]:
+def load_append(facts: Facts) -> Callable[..., Any]:
+    """What writes new tokens into the slots of such a cache."""
     append = operators(build_for(facts)).cpu_attn_reshape_and_cache.default
     instructions = _instructions(facts)
 
@@ -141,7 +142,7 @@ def _transposed_keys(facts: Facts) -> Reason | None:
     return None
 
 
-_LIMITS = (
+LIMITS = (
     limit.cpu_feature("avx2"),
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
     limit.dtype("float32", "float16", "bfloat16"),
@@ -159,7 +160,7 @@ KERNELS = (
         load=_load_attention,
         layout="HND",
         accepts=("scale", "window", "softcap", "step"),
-        limits=(*_LIMITS, limit.last_stride_one("query", "block_tables"), limit.contiguous("context_lens")),
+        limits=(*LIMITS, limit.last_stride_one("query", "block_tables"), limit.contiguous("context_lens")),
         deterministic=True,
         priority=60,
     ),
@@ -167,9 +168,9 @@ KERNELS = (
         id="vllm.cpu.append_paged",
         operations=("kv.append.paged",),
         backend=VLLM_CPU,
-        load=_load_append,
+        load=load_append,
         layout="HND",
-        limits=(*_LIMITS, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
+        limits=(*LIMITS, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
         deterministic=True,
         priority=60,
     ),

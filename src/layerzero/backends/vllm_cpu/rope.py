@@ -23,11 +23,12 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.rope.composed import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
-Rotate = Callable[..., None]
+InPlace = Callable[..., None]
 
 
-def _rotating(facts: Facts) -> Rotate:
+def _rotating(facts: Facts) -> InPlace:
     """Rotates contiguous rows of the table's dtype in place."""
     rotate = operators(build_for(facts)).rotary_embedding.default
     head_dim = facts.size("head_dim")
@@ -61,6 +62,34 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return query.to(dtype), key.to(dtype)
 
     return run
+
+
+def pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
+    """Its norm, and its rotation in the table's dtype of what the norm wrote."""
+    norm = operators(build_for(facts)).rms_norm.default
+    rotate, dtype, wide = _rotating(facts), facts.tensors[first].dtype, facts.tensors["cos"].dtype
+
+    def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        norm(output, tensor, weight, eps)
+        return output
+
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        query, key = query.to(wide), key.to(wide)
+        rotate(query, key, cos, sin, positions, interleaved)
+        return query.to(dtype), key.to(dtype)
+
+    return normed, rotated
+
+
+def _load_normed(facts: Facts) -> Callable[..., Any]:
+    return norm_then_rope(*pair_of(facts, "query"))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_norm_rope(*pair_of(facts, "qkv"))
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
@@ -112,7 +141,7 @@ def _table(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", " or ".join(wanted), facts["table_dtype"])
 
 
-_LIMITS = (
+LIMITS = (
     limit.cpu_feature("avx2"),
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
     limit.dtype("float32", "float16", "bfloat16"),
@@ -131,9 +160,38 @@ KERNELS = (
         load=_load,
         layout="BSHD",
         accepts=("positions", "interleaved"),
-        limits=_LIMITS,  # it works on copies of its own
+        limits=LIMITS,  # it works on copies of its own
         deterministic=True,
         priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM_CPU,
+        load=_load_normed,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
+            limit.contiguous("query", "key", "q_weight", "k_weight"),
+        ),
+        deterministic=True,
+        priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM_CPU,
+        load=_load_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dim("head_dim", multiple=8),
+            limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
+        ),
+        deterministic=True,
+        priority=55,
     ),
     Kernel(
         id="vllm.cpu.rope_inplace",
@@ -143,7 +201,7 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=(
-            *_LIMITS,
+            *LIMITS,
             limit.last_stride_one("query", "key"),
             HeadsDense(("query", "key")),
             TokensInLine(("query", "key")),

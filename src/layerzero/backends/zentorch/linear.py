@@ -71,6 +71,10 @@ def _load_mlp(facts: Facts) -> Callable[..., Any]:
     return composed.block(facts, _product, times)
 
 
+def _load_qkv(facts: Facts) -> Callable[..., Any]:
+    return composed.projections(facts, _product(None))
+
+
 KERNELS = (
     Kernel(
         id="zentorch.linear_packed",
@@ -94,5 +98,18 @@ KERNELS = (
             priority=60,
         )
         for ending, operations, accepts, limits in composed.variants()
+    ),
+    *(
+        Kernel(
+            id=f"zentorch.qkv_packed{ending}",
+            operations=(operation,),
+            backend=ZENTORCH,
+            load=_load_qkv,
+            accepts=accepts,
+            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
+            deterministic=True,
+            priority=60,
+        )
+        for ending, operation, accepts, limits in composed.qkv_variants()
     ),
 )

@@ -1,4 +1,4 @@
-"""A feed-forward block out of the packed products that a library has: it brings two functions, and no block."""
+"""Blocks and projections out of the packed products that a library has: it brings two functions, and no block."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from layerzero.core.facts import Facts
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.fused import PACKED_OF
 from layerzero.ops.linear.packed import PackedWeight, belongs
+from layerzero.ops.linear.qkv import BIASES as QKV_BIASES
+from layerzero.ops.linear.qkv import QKV_PACKED_OF, Three, pieces
 
 Product = Callable[[Tensor, PackedWeight, Tensor | None], Tensor]
 """Of rows with a packed weight and a bias, and what follows it."""
@@ -82,6 +84,46 @@ def block(facts: Facts, product: Callable[[str | None], Product], times: Times) 
         "mlp.fused.joined": joined,
     }
     return blocks[str(facts["operation"])]
+
+
+QKV_ACCEPTS = (*QKV_BIASES, *QKV_PACKED_OF)
+QKV_JOINED_ACCEPTS = ("kv_features", "q_bias", "packed_q")
+
+
+def projections(facts: Facts, product: Product) -> Callable[..., Three]:
+    """What a kernel of mlp.qkv and mlp.qkv.joined calls, whose library has a product with a packed weight."""
+
+    def apart(
+        input: Tensor,  # noqa: A002
+        *_: Tensor,
+        packed_q: PackedWeight,
+        packed_k: PackedWeight,
+        packed_v: PackedWeight,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+    ) -> Three:
+        return product(input, packed_q, q_bias), product(input, packed_k, k_bias), product(input, packed_v, v_bias)
+
+    def joined(
+        input: Tensor,  # noqa: A002
+        *_: Tensor,
+        kv_features: int,
+        packed_q: PackedWeight,
+        q_bias: Tensor | None = None,
+    ) -> Three:
+        return pieces(product(input, packed_q, q_bias), kv_features)
+
+    return joined if facts["operation"] == "mlp.qkv.joined" else apart
+
+
+def qkv_variants() -> tuple[tuple[str, str, tuple[str, ...], tuple[limit.Limit, ...]], ...]:
+    """Of such a kernel: an ending of its id, its operation, what it accepts and demands."""
+    each = tuple(belongs(name, of) for name, of in QKV_PACKED_OF.items())
+    return (
+        ("", "mlp.qkv", QKV_ACCEPTS, (limit.contiguous(*QKV_BIASES), *each)),
+        (".joined", "mlp.qkv.joined", QKV_JOINED_ACCEPTS, (limit.contiguous("q_bias"), each[0])),
+    )
 
 
 def variants() -> tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[limit.Limit, ...]], ...]:

@@ -55,3 +55,24 @@ def mlp(
         return functional.linear(through, down_weight, down_bias)
 
     return run
+
+
+def qkv_linear(
+    input: Tensor,  # noqa: A002
+    q_weight: Tensor,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    kv_features: int | None = None,
+    **_: object,
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A product for each weight; of a joined one, a product and its parts."""
+    if k_weight is None or v_weight is None:
+        count = kv_features or 0
+        sizes = [q_weight.shape[0] - 2 * count, count, count]
+        return lambda: torch.split(functional.linear(input, q_weight, q_bias), sizes, -1)
+    pairs = (q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)
+    return lambda: tuple(functional.linear(input, weight, bias) for weight, bias in pairs)

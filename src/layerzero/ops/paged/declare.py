@@ -284,7 +284,8 @@ def _append_fake(*_: object, **__: object) -> None:
     return None
 
 
-def _check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
+def check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
+    """Values on the device: every slot in the cache, and none twice."""
     capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
     outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
     problems = [
@@ -347,7 +348,7 @@ APPEND_PAGED = Operation(
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
-    check_values=_check_slots,
+    check_values=check_slots,
     work=_append_work,
     sweep=append_sweep,
 )

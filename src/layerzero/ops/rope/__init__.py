@@ -1,11 +1,16 @@
-"""Positions: rotating queries and keys, the tables of angles that rotations read."""
+"""Positions: rotating queries and keys, with a norm and a split before it, the tables of angles that rotations read."""
 
 from __future__ import annotations
 
-from layerzero.ops.rope.declare import OPERATIONS
-from layerzero.ops.rope.route import FUNCTIONS
+from layerzero.ops.rope import declare, normed_route, route, split_route
+from layerzero.ops.rope.normed import QK_NORM_ROPE
+from layerzero.ops.rope.split import SPLIT_QKV_NORM_ROPE
 from layerzero.ops.rope.table import rope_frequencies, rope_table
 
 __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "rope_frequencies", "rope_table"]
+
+OPERATIONS = (*declare.OPERATIONS, QK_NORM_ROPE, SPLIT_QKV_NORM_ROPE)
+
+FUNCTIONS = (*route.FUNCTIONS, *normed_route.FUNCTIONS, *split_route.FUNCTIONS)
 
 EXPORTS = ("rope_frequencies", "rope_table")

@@ -33,7 +33,7 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = "twice the rounding of the output; both products and their sum are in float32"
 
-_INTERLEAVED = Param("interleaved", bool, False, example=True)
+INTERLEAVED = Param("interleaved", bool, False, example=True)
 
 AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
@@ -85,7 +85,7 @@ def check_positions(cos: Tensor, positions: Tensor | None = None, **_: object) -
     return [f"positions{place}: {wanted}, got {int(positions[tuple(place)])}" for place in outside]
 
 
-def _work(facts: Mapping[str, Any]) -> Work:
+def work(facts: Mapping[str, Any]) -> Work:
     """Six operations a pair; queries and keys read and written, two rows of the table for each token."""
     tokens, heads = facts["batch"] * facts["seq"], facts["heads"] + facts["kv_heads"]
     moved = 2.0 * tokens * heads * facts["head_dim"] * facts["dtype"].itemsize
@@ -108,7 +108,7 @@ _COMMON: dict[str, Any] = {
     "check_values": check_positions,
     "examples": examples,
     "complete": complete,
-    "work": _work,
+    "work": work,
     "sweep": sweep,
 }
 
@@ -125,7 +125,7 @@ ROPE = Operation(
             TensorSchema("query_out", QUERY, FLOATING, has_layout=True),
             TensorSchema("key_out", KEY, FLOATING, has_layout=True, dtype_from="key"),
         ),
-        params=(_INTERLEAVED,),
+        params=(INTERLEAVED,),
         axes=AXES,
         layouts=LAYOUTS,
     ),
@@ -149,7 +149,7 @@ ROPE_INPLACE = Operation(
             POSITIONS,
         ),
         outputs=(),
-        params=(_INTERLEAVED,),
+        params=(INTERLEAVED,),
         axes=AXES,
         layouts=LAYOUTS,
     ),

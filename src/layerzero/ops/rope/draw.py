@@ -13,9 +13,9 @@ _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 96, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 1, 4)
 
 
-def _table(draw: Draw, rows: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def draw_table(draw: Draw, rows: int, half: int, dtype: torch.dtype, *, angles_alone: bool) -> tuple[Tensor, Tensor]:
     """Side by side in one tensor, or each in memory of its own; now and then angles, now and then any numbers."""
-    if draw.chance(0.7):
+    if angles_alone or draw.chance(0.7):
         angles = draw.uniform((rows, half), torch.float32) * 6.3
         pair = angles.cos(), angles.sin()
     else:
@@ -37,7 +37,7 @@ def _positions(draw: Draw, rows: int, batch: tuple[int, ...], seq: int) -> Tenso
     return draw.laid_out(draw.integers(shape, rows - 1, kind), expand=False)
 
 
-def _arguments(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+def _arguments(draw: Draw, dtype: torch.dtype, *, angles_alone: bool = False) -> dict[str, Any]:
     kv_heads = draw.of((1, 2, 3))
     heads = kv_heads * draw.of((1, 2, 4))
     head_dim = draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS)
@@ -46,7 +46,7 @@ def _arguments(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     batch = () if draw.chance(0.5) else (draw.of((1, 2, 3)),)
     rows = draw.of((max(seq, 1), 40, 129))
     table = draw.of((torch.float32, dtype), (3, 2))
-    cos, sin = _table(draw, rows, half, table)
+    cos, sin = draw_table(draw, rows, half, table, angles_alone=angles_alone)
     arguments: dict[str, Any] = {
         "query": draw.normal((*batch, seq, heads, head_dim), dtype),
         "key": draw.normal((*batch, seq, kv_heads, head_dim), dtype),
@@ -88,4 +88,42 @@ def rope_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         return arguments
     arguments |= {name: draw.laid_out(arguments[name], expand=False) for name in ("query", "key")}
     draw.poison(arguments, ("query", "key"))
+    return arguments
+
+
+def norm_weights(draw: Draw, dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Weights of norms near 1 and what goes with them; near 0 where one is added to them."""
+    plus_one = draw.chance(0.25)
+    middle = 0.0 if plus_one else 1.0
+    arguments: dict[str, Any] = {
+        name: draw.laid_out((draw.normal((width,), torch.float32) * 0.2 + middle).to(dtype))
+        for name in ("q_weight", "k_weight")
+    }
+    if plus_one or draw.chance(0.2):
+        arguments["plus_one"] = plus_one
+    if draw.chance(0.3):
+        arguments["eps"] = draw.of((1e-6, 1e-5, 1e-3, 0.5))
+    return arguments
+
+
+def qk_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.qk_norm_rope``: tables of angles alone, since normalised numbers are what they are."""
+    arguments = _arguments(draw, dtype, angles_alone=True)
+    arguments |= norm_weights(draw, dtype, arguments["query"].shape[-1])
+    arguments |= {name: draw.laid_out(arguments[name]) for name in ("query", "key")}
+    draw.poison(arguments, ("query", "key"))
+    return arguments
+
+
+def split_qkv_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.split_qkv_norm_rope``: the parts of a call of ``lz.rope``, joined."""
+    arguments = _arguments(draw, dtype, angles_alone=True)
+    if arguments.pop("layout", None) == "BHSD":
+        arguments |= {name: arguments[name].transpose(1, 2) for name in ("query", "key")}
+    query, key = arguments.pop("query"), arguments.pop("key")
+    joined = torch.cat((query, key, draw.normal(key.shape, dtype)), -2).flatten(-2)
+    if draw.chance(0.6):
+        arguments |= norm_weights(draw, dtype, query.shape[-1])
+    arguments |= {"qkv": draw.laid_out(joined), "heads": query.shape[-2], "kv_heads": key.shape[-2]}
+    draw.poison(arguments, ("qkv",))
     return arguments

@@ -102,7 +102,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     problems = problems or size_problems(arguments, layout)
     if problems:
         raise InvalidCallError(function, problems)
-    return Routed(operation, canonical, layout, assumed, _varies(arguments, layout) if fixed else ())
+    return Routed(operation, canonical, layout, assumed, varying(arguments, layout) if fixed else ())
 
 
 def _named(function: str, layout: object, ndim: int) -> str:
@@ -161,7 +161,7 @@ def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     return problems
 
 
-def _varies(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
+def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
     """Sizes that may differ within a power of two; without positions the table must be long enough for all of them."""
     query, cos, positions = arguments["query"], arguments["cos"], arguments["positions"]
     if positions is not None:

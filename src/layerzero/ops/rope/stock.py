@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.ops.rope.reference import rows_of
 
@@ -21,6 +22,13 @@ def rope(
     layout: str | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """``x * cos + rotate_half(x) * sin`` in the dtype of the query, on cosines and sines of full width."""
+    turn = _turning(query, cos, sin, positions, interleaved, layout)
+    return lambda: (turn(query), turn(key))
+
+
+def _turning(
+    query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, layout: str | None
+) -> Callable[[Tensor], Tensor]:
     heads_first = query.ndim == 4 and layout == "BHSD"
     width, seq = 2 * cos.shape[-1], query.shape[-2 if heads_first else -3]
     pair = [each.to(query.dtype) for each in rows_of(cos, sin, positions, seq)]
@@ -38,7 +46,7 @@ def rope(
         turned = turned * full[0] + half_turn(turned) * full[1]
         return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
-    return lambda: (turn(query), turn(key))
+    return turn
 
 
 def rope_(
@@ -57,5 +65,63 @@ def rope_(
     def run() -> None:
         for tensor, result in zip((query, key), turn(), strict=True):
             tensor.copy_(result)
+
+    return run
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """``torch.nn.functional.rms_norm`` of each head, then the rotation."""
+    turn = _turning(query, cos, sin, positions, interleaved, layout)
+    return lambda: (
+        turn(_normed(query, q_weight, eps, plus_one)),
+        turn(_normed(key, k_weight, eps, plus_one)),
+    )
+
+
+def _normed(tensor: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """As Qwen's models do; as Gemma's in float32 where one is added to the weight."""
+    if not plus_one:
+        return functional.rms_norm(tensor, weight.shape, weight, eps)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return functional.rms_norm(tensor.to(wide), weight.shape, 1.0 + weight.to(wide), eps).to(tensor.dtype)
+
+
+def split_qkv_norm_rope(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Views of the product, the norms, the rotation; the values stay a view."""
+    count = heads + 2 * kv_heads
+    joined = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
+    query, key, value = torch.split(joined, [heads, kv_heads, kv_heads], -2)
+    turn = _turning(query, cos, sin, positions, interleaved, None)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        if q_weight is None or k_weight is None:
+            return turn(query), turn(key), value
+        return turn(_normed(query, q_weight, eps, plus_one)), turn(_normed(key, k_weight, eps, plus_one)), value
 
     return run

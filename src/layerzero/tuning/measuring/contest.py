@@ -283,7 +283,7 @@ def _first_result(plan: Plan, call: RandomCall) -> Any:
     copies = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
     with first_run(plan, ENGINE.ledger):
         result = plan.run(**_bound(call, copies))
-        wrong = failing.wrong_result(plan, result)
+        wrong = failing.wrong_result(plan, result, call.arguments)
         if wrong is not None:
             raise wrong
     if facts.device.torch_type == "cuda":

@@ -1,0 +1,133 @@
+"""Queries, keys and values of torch's products: three products, or one whose parts are the results.
+
+Each is there for three weights and for a joined one. Joining three weights copies them, which only many rows repay;
+three products with parts of a joined weight give dense results, and cost two launches more.
+On the CPU the same of oneDNN with packed weights.
+Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.linear import ONEDNN, onednn, pack
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.linear import composed
+from layerzero.ops.linear.packed import PackedWeight
+from layerzero.ops.linear.qkv import BIASES, Three, pieces
+
+
+def _load_three(facts: Facts) -> Callable[..., Any]:
+    linear = torch.nn.functional.linear
+
+    def apart(
+        input: Tensor,  # noqa: A002  # torch's name
+        q_weight: Tensor,
+        k_weight: Tensor,
+        v_weight: Tensor,
+        *,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+    ) -> Three:
+        return linear(input, q_weight, q_bias), linear(input, k_weight, k_bias), linear(input, v_weight, v_bias)
+
+    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:  # noqa: A002
+        sizes = [q_weight.shape[0] - 2 * kv_features, kv_features, kv_features]
+        biases = (None, None, None) if q_bias is None else torch.split(q_bias, sizes)
+        query, key, value = map(linear, (input,) * 3, torch.split(q_weight, sizes), biases)
+        return query, key, value
+
+    return joined if facts["operation"] == "mlp.qkv.joined" else apart
+
+
+def _load_one(facts: Facts) -> Callable[..., Any]:
+    linear = torch.nn.functional.linear
+
+    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:  # noqa: A002
+        return pieces(linear(input, q_weight, q_bias), kv_features)
+
+    return joined
+
+
+def _load_joining(facts: Facts) -> Callable[..., Any]:
+    linear, cat = torch.nn.functional.linear, torch.cat
+
+    def run(
+        input: Tensor,  # noqa: A002
+        *weights: Tensor,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        v_bias: Tensor | None = None,
+    ) -> Three:
+        sizes = [each.shape[0] for each in weights]
+        given = q_bias, k_bias, v_bias
+        bias = None
+        if any(each is not None for each in given):
+            zeros = (input.new_zeros(size) if each is None else each for each, size in zip(given, sizes, strict=True))
+            bias = cat(tuple(zeros))
+        product = linear(input, cat(weights), bias)
+        query, key, value = (
+            product.narrow(-1, first, size)
+            for first, size in zip((0, sizes[0], sizes[0] + sizes[1]), sizes, strict=True)
+        )
+        return query, key, value
+
+    return run
+
+
+def _load_onednn(facts: Facts) -> Callable[..., Any]:
+    operator, attribute, algorithm, _ = onednn(None)
+
+    def product(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        return operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
+
+    return composed.projections(facts, product)
+
+
+_KINDS = (
+    ("torch.qkv_linear", ("mlp.qkv",), _load_three, BIASES, 50),
+    ("torch.qkv_linear.joined", ("mlp.qkv.joined",), _load_one, ("kv_features", "q_bias"), 50),
+    ("torch.qkv_linear_apart.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias"), 30),
+    ("torch.qkv_linear_joining", ("mlp.qkv",), _load_joining, BIASES, 15),
+)
+
+KERNELS = (
+    *(
+        Kernel(
+            id=name,
+            operations=operations,
+            backend=TORCH,
+            load=load,
+            accepts=accepts,
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            grad=True,
+            deterministic=True,
+            graph_safe=True,
+            handles_negated=True,
+            device_guard=True,
+            priority=priority,
+        )
+        for name, operations, load, accepts, priority in _KINDS
+    ),
+    *(
+        Kernel(
+            id=f"torch.onednn_qkv_packed{ending}",
+            operations=(operation,),
+            backend=TORCH,
+            load=_load_onednn,
+            accepts=accepts,
+            limits=(*ONEDNN, *limits),
+            deterministic=True,
+            priority=55,
+        )
+        for ending, operation, accepts, limits in composed.qkv_variants()
+    ),
+)

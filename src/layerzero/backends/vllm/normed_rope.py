@@ -1,0 +1,209 @@
+"""vLLM's norm and rotation of each head: one launch over a joined tensor, or its norm and its rotation, three launches.
+
+Loaded as an operator library beside an installed vllm, which is never imported. Limits follow
+csrc/fused_qknorm_rope_kernel.cu of 0.20: one contiguous tensor (T, (H + K + V) * D) whose first H + K heads it
+normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
+256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets in 32
+bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here. The
+norm and the rotation apart: see vllm/norm.py and vllm/rope.py. Not run here yet.
+Library: vllm 0.20, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.norm_limits import ElementsBelow
+from layerzero.backends.rotary import HEADS_DIVIDE, TABLE_IN_FLOAT32, table_and_places
+from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.rope.composed import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
+from layerzero.ops.rope.split import parts
+
+
+def _norming(facts: Facts) -> Norm:
+    norm, head_dim = operators("_C.abi3.so", "_C").rms_norm.default, facts.size("head_dim")
+
+    def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = tensor.view(-1, head_dim)
+        output = torch.empty_like(rows)
+        norm(output, rows, weight, eps)
+        return output.view(tensor.shape)
+
+    return normed
+
+
+def rotating(facts: Facts) -> Rotate:
+    """Its rotation in place of contiguous tensors of their own."""
+    rotate = operators("_C.abi3.so", "_C").rotary_embedding.default
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        seq, batch = query.shape[-3], query.shape[0] if query.ndim == 4 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        tokens = batch * seq
+        pair = query.view(tokens, heads, head_dim), key.view(tokens, kv_heads, head_dim)
+        rotate(places, *pair, head_dim, table, not interleaved)
+        return query, key
+
+    return rotated
+
+
+def _load_composed(facts: Facts) -> Callable[..., Any]:
+    return norm_then_rope(_norming(facts), rotating(facts))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_norm_rope(_norming(facts), rotating(facts))
+
+
+def _load_fused_split(facts: Facts) -> Callable[..., Any]:
+    """The operator on a copy of the product, whose parts are the results."""
+    operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
+    head_dim = facts.size("head_dim")
+
+    def run(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        positions: Tensor | None = None,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        interleaved: bool,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seq, batch = qkv.shape[-2], qkv.shape[0] if qkv.ndim == 3 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        joined = qkv.clone(memory_format=torch.contiguous_format)
+        rows = joined.view(batch * seq, -1)
+        operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
+        return parts(joined, heads, kv_heads)
+
+    return run
+
+
+def _load_fused(facts: Facts) -> Callable[..., Any]:
+    operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        seq, batch = query.shape[-3], query.shape[0] if query.ndim == 4 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        joined = torch.cat((query, key), -2)
+        rows = joined.view(batch * seq, -1)
+        operator(rows, heads, kv_heads, 0, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
+        return joined[..., :heads, :], joined[..., heads:, :]
+
+    return run
+
+
+LIMITS = (limit.platform("cuda"), limit.arch(min=(8, 0)))
+FUSED_LIMITS = (
+    *LIMITS,
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", one_of=(64, 128, 256)),
+    limit.equal("rotary_dim", "head_dim"),
+    limit.contiguous("q_weight", "k_weight"),
+)
+"""What the fused operator demands, whoever joins its tensor."""
+
+KERNELS = (
+    Kernel(
+        id="vllm.qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM,
+        load=_load_composed,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", min=2),
+            TABLE_IN_FLOAT32,
+            HEADS_DIVIDE,
+            limit.contiguous("query", "key", "q_weight", "k_weight"),
+            limit.aligned(16, "query", "key", "q_weight", "k_weight"),
+            ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=65,
+    ),
+    Kernel(
+        id="vllm.fused_qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM,
+        load=_load_fused,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *FUSED_LIMITS,
+            HEADS_DIVIDE,
+            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys beside them
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", min=2),
+            TABLE_IN_FLOAT32,
+            HEADS_DIVIDE,
+            limit.contiguous("q_weight", "k_weight"),
+            limit.aligned(16, "q_weight", "k_weight"),
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=65,
+    ),
+    Kernel(
+        id="vllm.fused_split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_fused_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *FUSED_LIMITS,
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+            limit.one_of("q_weight", "float"),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=75,
+    ),
+)

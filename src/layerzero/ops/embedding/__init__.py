@@ -1,0 +1,8 @@
+"""Rows of a table by ids, of a whole vocabulary or of a shard of it."""
+
+from __future__ import annotations
+
+from layerzero.ops.embedding.declare import OPERATIONS
+from layerzero.ops.embedding.route import FUNCTIONS
+
+__all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -1,0 +1,168 @@
+"""Norm and rotation of queries and keys in one: posenc.qk_norm_rope.
+
+Math: ``rotate(x / sqrt(mean(x^2) + eps) * weight)`` over the features of each head; see :func:`qk_norm_rope_reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Param, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.rope import stock
+from layerzero.ops.rope.cases import case, sweep
+from layerzero.ops.rope.cases import examples as rope_examples
+from layerzero.ops.rope.declare import (
+    AXES,
+    COS_SIN,
+    DERIVED,
+    DERIVED_FROM,
+    INTERLEAVED,
+    KEY,
+    LAYOUTS,
+    POSITIONS,
+    QUERY,
+    check_positions,
+    complete,
+    derive_call,
+    work,
+)
+from layerzero.ops.rope.reference import rope_fake, rotated, rows_of, wide_dtype
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 2e-5),
+    torch.float16: Tolerance(1e-3, 6e-3),
+    torch.bfloat16: Tolerance(1e-2, 5e-2),
+}
+TOLERANCE_REASON = (
+    "kernels round between the norm and the rotation, whose two products may cancel: normalised numbers times their "
+    "weights reach 8 in calls that are drawn, where half a unit of bfloat16 is 0.016, and both of a pair are rounded"
+)
+
+EPS = Param("eps", float, 1e-6, example=0.1)
+PLUS_ONE = Param("plus_one", bool, False, example=True, works=False)
+
+
+def normed(tensor: Tensor, weight: Tensor, eps: float, plus_one: bool, wide: torch.dtype) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in the wide dtype."""
+    tensor, weight = tensor.to(wide), weight.to(wide)
+    scaled = tensor * torch.rsqrt(tensor.square().mean(-1, keepdim=True) + eps)
+    return scaled * (weight + 1.0 if plus_one else weight)
+
+
+def qk_norm_rope_reference(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head by its root mean square, scale it by the weight, or one plus that, and rotate it.
+
+    Shapes: as of ``posenc.rope``; q_weight and k_weight (D,).
+    Dtype: computes in float32 or what is wider of the tensors and rounds once; returns that of query and key.
+    Units: eps in x^2.
+    Source: Qwen3, arXiv:2505.09388; one plus the weight as Gemma 3, arXiv:2503.19786; RoFormer, arXiv:2104.09864.
+    """
+    wide = wide_dtype(query, cos, sin)
+    rows = [each.to(wide) for each in rows_of(cos, sin, positions, query.shape[-3])]
+    first, second = (
+        rotated(normed(tensor, weight, eps, plus_one, wide), *rows, interleaved=interleaved, wide=wide).to(tensor.dtype)
+        for tensor, weight in ((query, q_weight), (key, k_weight))
+    )
+    return first, second
+
+
+def norm_examples(
+    case_: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None, width: int
+) -> dict[str, Tensor]:
+    """Weights of norms as trained ones are: near 1, where one is not added to them."""
+    if device.type == "meta":
+        return {name: torch.empty(width, dtype=dtype, device=device) for name in ("q_weight", "k_weight")}
+    middle = 0.0 if case_.params.get("plus_one") else 1.0
+
+    def weight() -> Tensor:
+        where = device if generator is None else generator.device
+        return (torch.randn(width, generator=generator, device=where) * 0.2 + middle).to(device, dtype)
+
+    return {"q_weight": weight(), "k_weight": weight()}
+
+
+def _examples(
+    case_: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    made = rope_examples(case_, dtype, device, generator)
+    return made | norm_examples(case_, dtype, device, generator, case_.sizes["head_dim"])
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """What a rotation does, and four operations an element."""
+    rotation = work(facts)
+    elements = facts["batch"] * facts["seq"] * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"]
+    return Work(rotation.flops + 4.0 * elements, rotation.bytes)
+
+
+def norm_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with the numbers of a norm; types are the schema's business."""
+    eps = arguments["eps"]
+    if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
+        return [f"eps: wanted a finite number of at least 0, got {eps}"]
+    return []
+
+
+QK_NORM_ROPE = Operation(
+    schema=OperationSchema(
+        operation="posenc.qk_norm_rope",
+        inputs=(
+            TensorSchema("query", QUERY, FLOATING, has_layout=True),
+            TensorSchema("key", KEY, FLOATING, has_layout=True),
+            TensorSchema("q_weight", ("head_dim",), FLOATING),
+            TensorSchema("k_weight", ("head_dim",), FLOATING),
+            *COS_SIN,
+            POSITIONS,
+        ),
+        outputs=(
+            TensorSchema("query_out", QUERY, FLOATING, has_layout=True),
+            TensorSchema("key_out", KEY, FLOATING, has_layout=True, dtype_from="key"),
+        ),
+        params=(INTERLEAVED, EPS, PLUS_ONE),
+        axes=AXES,
+        layouts=LAYOUTS,
+    ),
+    summary="Root mean square norm of each head of queries and keys, then rotary positions",
+    reference=qk_norm_rope_reference,
+    fake=rope_fake,
+    cases=(
+        case("small", 2, 7, 4, 2, 64),
+        case("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
+        case("small_partial_plus_one", 2, 5, 4, 2, 80, 16, plus_one=True),
+        case("qwen3_8b_decode_b1", 1, 1, 32, 8, 128),
+        case("qwen3_8b_decode_b64", 64, 1, 32, 8, 128),
+        case("qwen3_8b_s512", 1, 512, 32, 8, 128),
+    ),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    derive=derive_call,
+    derived=DERIVED,
+    derived_from=DERIVED_FROM,
+    check_values=check_positions,
+    examples=_examples,
+    complete=complete,
+    work=_work,
+    sweep=sweep,
+    stock=stock.qk_norm_rope,
+)

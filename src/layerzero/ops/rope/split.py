@@ -1,0 +1,177 @@
+"""A joined product taken apart into queries, keys and values, normed and rotated: posenc.split_qkv_norm_rope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import HEAD_DIM
+from layerzero.ops.rope import stock
+from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import COS_SIN, DERIVED, DERIVED_FROM, INTERLEAVED, POSITIONS, check_positions
+from layerzero.ops.rope.normed import EPS, PLUS_ONE, TOLERANCE, TOLERANCE_REASON, norm_examples, normed
+from layerzero.ops.rope.reference import rotated, rows_of, wide_dtype
+
+
+def parts(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views (..., S, H, D) of a joined product (..., S, (H + 2 K) * D)."""
+    count = heads + 2 * kv_heads
+    each = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
+    return (
+        each.narrow(-2, 0, heads),
+        each.narrow(-2, heads, kv_heads),
+        each.narrow(-2, heads + kv_heads, kv_heads),
+    )
+
+
+def split_qkv_norm_rope_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart; normalise queries and keys by head where there are weights; rotate both.
+
+    Shapes: qkv (..., S, (H + 2 K) * D), queries first, then keys, then values; cos, sin and positions as of
+    ``posenc.rope``; q_weight and k_weight (D,) → (..., S, H, D), (..., S, K, D), (..., S, K, D)
+    Dtype, units and source: as of ``posenc.qk_norm_rope``; values are copied.
+    """
+    wide = wide_dtype(qkv, cos, sin)
+    rows = [each.to(wide) for each in rows_of(cos, sin, positions, qkv.shape[-2])]
+    query, key, value = parts(qkv, heads, kv_heads)
+    turned = []
+    for tensor, weight in ((query, q_weight), (key, k_weight)):
+        before = tensor.to(wide) if weight is None else normed(tensor, weight, eps, plus_one, wide)
+        turned.append(rotated(before, *rows, interleaved=interleaved, wide=wide).to(qkv.dtype))
+    return turned[0], turned[1], value.clone(memory_format=torch.contiguous_format)
+
+
+def _fake(qkv: Tensor, *_: Tensor, heads: int, kv_heads: int, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = parts(qkv, heads, kv_heads)
+    return qkv.new_empty(query.shape), qkv.new_empty(key.shape), qkv.new_empty(value.shape)
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    qkv, positions = arguments["qkv"], arguments.get("positions")
+    return {
+        "batch": math.prod(qkv.shape[:-2]),
+        "head_dim": values["features"] // (arguments["heads"] + 2 * arguments["kv_heads"]),
+        "rotary_dim": 2 * values["rotary_half"],
+        "input_ndim": qkv.ndim,
+        "table_dtype": dtype_name(arguments["cos"].dtype),
+        "position_dtype": "none" if positions is None else dtype_name(positions.dtype),
+    }
+
+
+def _case(
+    name: str,
+    tokens: tuple[int, int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    half: int = 0,
+    *,
+    norm: bool = False,
+    **params: object,
+) -> Case:
+    sizes = {"batch": tokens[0], "seq": tokens[1], "features": (heads + 2 * kv_heads) * head_dim}
+    sizes |= {"rotary_half": half or head_dim // 2, "table": 64 if name.startswith("small") else 4096}
+    weights = ("q_weight", "k_weight") if norm else ()
+    return Case(name, sizes, {"heads": heads, "kv_heads": kv_heads, **params}, ("positions", *weights))
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """A table of real angles, and the weights of norms that a case brings."""
+    size, params = case.sizes, case.params
+    cos, sin = cos_sin(size["table"], size["rotary_half"], device)
+    if "q_weight" not in case.given:
+        return {"cos": cos, "sin": sin}
+    heads: Any = params["heads"]
+    kv_heads: Any = params["kv_heads"]
+    width = size["features"] // (heads + 2 * kv_heads)
+    return {"cos": cos, "sin": sin, **norm_examples(case, dtype, device, generator, width)}
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """All read and written once; six operations a rotated pair, four an element that is normalised."""
+    tokens, turned = facts["batch"] * facts["seq"], facts["heads"] + facts["kv_heads"]
+    moved = 2.0 * tokens * facts["features"] * facts["dtype"].itemsize
+    norm = 0.0 if facts["q_weight"] == "none" else 4.0 * facts["head_dim"]
+    return Work(tokens * turned * (6.0 * facts["rotary_half"] + norm), moved + 4.0 * tokens * facts["rotary_dim"])
+
+
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """By tokens, with and without norms, for head counts of models; none where other sizes are named."""
+    tokens = (1, 8, 64, 512, 4096, 16384) if device == "cuda" else (1, 8, 64, 512)
+    for heads, kv_heads, head_dim in ((32, 8, 128), (16, 2, 128), (16, 16, 64)) if not narrow else ():
+        for each in tokens:
+            for norm in (False, True):
+                name = f"{each} tokens ({heads}/{kv_heads}/{head_dim}){' normed' if norm else ''}"
+                yield _case(name, (each, 1), heads, kv_heads, head_dim, norm=norm)
+
+
+SPLIT_QKV_NORM_ROPE = Operation(
+    schema=OperationSchema(
+        operation="posenc.split_qkv_norm_rope",
+        inputs=(
+            TensorSchema("qkv", ("...", "seq", "features"), FLOATING),
+            *COS_SIN,
+            POSITIONS,
+            TensorSchema("q_weight", ("head_dim",), FLOATING, required=False),
+            TensorSchema("k_weight", ("head_dim",), FLOATING, required=False),
+        ),
+        outputs=(
+            TensorSchema("query", ("...", "seq", "heads", "head_dim"), FLOATING),
+            TensorSchema("key", ("...", "seq", "kv_heads", "head_dim"), FLOATING),
+            TensorSchema("value", ("...", "seq", "kv_heads", "head_dim"), FLOATING),
+        ),
+        params=(Param("heads", int, example=4), Param("kv_heads", int, example=2), INTERLEAVED, EPS, PLUS_ONE),
+        axes=(
+            Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
+            Axis("seq", scales=True, live=True),
+            Axis("features", scales=True, implied=True),
+            Axis("table", live=True, works=False),
+            Axis("head_dim", codes=HEAD_DIM),
+        ),
+    ),
+    summary="Queries, keys and values out of a joined product, with norms and rotary positions",
+    reference=split_qkv_norm_rope_reference,
+    fake=_fake,
+    cases=(
+        _case("small", (2, 7), 4, 2, 64, norm=True),
+        _case("small_plain", (2, 7), 4, 2, 64),
+        _case("small_interleaved", (1, 9), 4, 4, 64, norm=True, interleaved=True),
+        _case("small_partial_plus_one", (2, 5), 4, 2, 80, 16, norm=True, plus_one=True),
+        _case("llama3_8b_decode_b1", (1, 1), 32, 8, 128),
+        _case("qwen3_8b_decode_b64", (64, 1), 32, 8, 128, norm=True),
+        _case("qwen3_8b_s512", (1, 512), 32, 8, 128, norm=True),
+    ),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    derive=_derive,
+    derived=(*DERIVED, "head_dim"),
+    derived_from={**DERIVED_FROM, "head_dim": ("features",)},
+    check_values=check_positions,
+    examples=_examples,
+    work=_work,
+    sweep=_sweep,
+    stock=stock.split_qkv_norm_rope,
+)
