@@ -59,6 +59,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--warm-judged", action="store_true", help="compile for what is judged, too, as lz.warmup would"
     )
+    parser.add_argument("--cold", action="store_true", help="compile nothing before judging: a fresh process")
+    parser.add_argument("--published", action="store_true", help="judge heads of models that no grid was made for")
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
     parser.add_argument("--build", metavar="I/N", help="only compile, every Nth artefact from the Ith")
     return parser.parse_args()
@@ -80,7 +82,7 @@ def main() -> None:
     grid = [job for job in default_grid(device.type, dtypes) if _wanted(job, given.only)]
     judged = [
         (group, job)
-        for group, job in judged_jobs(device.type, given.seed, given.random, dtypes)
+        for group, job in judged_jobs(device.type, given.seed, given.random, dtypes, published=given.published)
         if _wanted(job, given.only)
     ]
     if given.build:
@@ -98,7 +100,7 @@ def main() -> None:
         )  # fmt: skip
         results["tuned"] = tuned.to_dict()
         print(f"tuned: {tuned}", flush=True)
-    if "judge" in steps:  # as a deployment warms up: what an earlier process tuned is not compiled in this one
+    if "judge" in steps and not given.cold:  # as a deployment warms up: what was compiled elsewhere is not here
         used = [job for _, job in judged] if given.warm_judged else []
         for text in compile_all(artefacts([*grid, *used], device, leave_out), device):
             print(f"warmed: {text}", flush=True)

@@ -14,6 +14,22 @@ from layerzero.tuning.measuring.jobs import Job
 LLAMA, WIDE, GEMMA = Heads(32, 8, 128), Heads(16, 16, 64), Heads(16, 4, 256)
 DIFFUSION, UNET = Heads(24, 24, 128), Heads(10, 10, 64)
 
+PUBLISHED = (
+    *(Heads(28, 4, 128), Heads(64, 8, 128), Heads(40, 40, 128), Heads(48, 8, 128), Heads(32, 4, 128)),
+    *(
+        Heads(16, 2, 128),
+        Heads(12, 12, 64),
+        Heads(20, 20, 64),
+        Heads(14, 2, 64),
+        Heads(25, 5, 64),
+        Heads(71, 1, 64),
+        Heads(8, 4, 256),
+    ),
+    *(Heads(32, 32, 96), Heads(32, 32, 80), Heads(16, 16, 72), Heads(8, 1, 256)),
+)
+"""Heads of models that no grid was made for: Qwen2.5, Llama 70B and 13B, Mixtral, Qwen3, ViT, Whisper, Falcon, Gemma,
+Phi-3, Phi-2, SigLIP and others."""
+
 NAMED_ON_GPU = (
     *(prefill_case(LLAMA, 1, seq, causal=True) for seq in (128, 512, 2048, 8192, 32768)),
     *(prefill_case(LLAMA, batch, seq, causal=True) for batch, seq in ((4, 2048), (16, 512), (64, 128))),
@@ -43,8 +59,16 @@ NORMS_ON_GPU = ((1, 4096), (7, 5120), (64, 4096), (300, 3072), (2048, 2560), (40
 NORMS_ON_CPU = ((1, 4096), (3, 768), (64, 1024), (200, 2048), (512, 1024), (900, 768))
 
 
-def judged_jobs(device: str, seed: int, count: int, dtypes: tuple[str, ...]) -> list[tuple[str, Job]]:
-    """(group, job) of everything that is judged; ``named``, ``random`` and ``norm`` are the groups."""
+def judged_jobs(
+    device: str, seed: int, count: int, dtypes: tuple[str, ...], *, published: bool = False
+) -> list[tuple[str, Job]]:
+    """(group, job) of everything that is judged; ``named``, ``random`` and ``norm`` are the groups.
+
+    ``published`` leaves random calls alone, with heads of models that no grid was made for.
+    """
+    if published:
+        drawn = list(_random(seed, count, gpu=device == "cuda", heads=PUBLISHED))
+        return [("published", Job(name, case, dtype)) for dtype in dtypes for name, case in drawn]
     gpu = device == "cuda"
     named, norms = (NAMED_ON_GPU, NORMS_ON_GPU) if gpu else (NAMED_ON_CPU, NORMS_ON_CPU)
     drawn = list(_random(seed, count, gpu=gpu))
@@ -58,10 +82,11 @@ def judged_jobs(device: str, seed: int, count: int, dtypes: tuple[str, ...]) -> 
     return found
 
 
-def _random(seed: int, count: int, *, gpu: bool) -> Iterator[tuple[str, object]]:
+def _random(seed: int, count: int, *, gpu: bool, heads: tuple[Heads, ...] = ()) -> Iterator[tuple[str, object]]:
     """Attention between the tuned sizes: half prefill, a third decoding, the rest over pages."""
     draw = random.Random(seed)
-    heads = (LLAMA, WIDE, GEMMA, DIFFUSION, LLAMA, WIDE, UNET, Heads(40, 8, 128)) if gpu else (LLAMA, WIDE)
+    tuned = (LLAMA, WIDE, GEMMA, DIFFUSION, LLAMA, WIDE, UNET, Heads(40, 8, 128)) if gpu else (LLAMA, WIDE)
+    heads = heads or tuned
 
     def size(low: int, high: int) -> int:
         drawn = math.exp(draw.uniform(math.log(low), math.log(high)))
