@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from _asked import ASKED
 from _norm import register
 from _norm import right as right_norm
 from keeping import Found, cache, facts, tries
@@ -23,7 +24,6 @@ from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 
-CALLERS = 12
 STUCK_S = 60
 """Far more than any of it takes, on a machine that does nothing else and on a busy one."""
 
@@ -155,7 +155,7 @@ def threads(draw: random.Random, until: float, times: int | None) -> Found:
     """Callers beside threads that change everything that they depend on."""
     with cache():
         begin()
-        crowd = Crowd(draw, WORK, CALLERS)
+        crowd = Crowd(draw, WORK, ASKED.threads)
         while time.monotonic() < until and not any(crowd.zero.values()):
             time.sleep(0.1)
         crowd.end()
@@ -174,7 +174,7 @@ def forks(draw: random.Random, until: float, times: int | None) -> Found:
         for number in tries(until, times, zero):
             child = os.fork()
             if child == 0:
-                grow_up(random.Random(number))
+                grow_up(random.Random(ASKED.first + number))
             _, status = os.waitpid(child, 0)
             other["children"] += 1
             zero["children stuck"] += os.WIFSIGNALED(status)

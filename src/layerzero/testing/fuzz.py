@@ -114,6 +114,7 @@ def run(
     calls: int,
     seed: int,
     *,
+    first: int = 0,
     progress: Callable[[FuzzReport], None] | None = None,
     kernels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
@@ -121,11 +122,12 @@ def run(
     """Make random calls of every public function and compare each result with float64.
 
     Args:
+        first: the number of the first call: several processes make a run together.
         progress: called with the report so far, about once a second.
         kernels: ids, globs or libraries; each of them then runs on every call where it is legal, and nothing else does.
         device: where the tensors lie.
     """
-    return _run(range(calls), FuzzReport(seed), progress, kernels, device, thorough=False)
+    return _run(range(first, first + calls), FuzzReport(seed), progress, kernels, device, thorough=False)
 
 
 def replay(
