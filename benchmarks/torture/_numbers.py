@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -50,4 +51,4 @@ def shares(count: int | None, processes: int) -> list[tuple[int, int | None]]:
     if count is None:
         return [(0, None)]
     bounds = [count * each // processes for each in range(processes + 1)]
-    return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    return [(low, high - low) for low, high in itertools.pairwise(bounds) if high > low]

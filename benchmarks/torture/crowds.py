@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -189,6 +190,7 @@ def grow_up(draw: random.Random) -> None:
     """What a forked child does, until it ends."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(STUCK_S)
+    faulthandler.dump_traceback_later(STUCK_S * 0.9)  # where it is stuck
     try:
         fine = all(right(draw) for _ in range(4))
         lz.rms_norm(torch.empty(draw.randrange(1, 9999), 64), NORMS[8, 64][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
@@ -33,11 +34,8 @@ def calls(draw: random.Random, until: float, times: int | None) -> Found:
 
     logging.disable(logging.WARNING)  # that a reference runs is no news here
     torch.set_num_threads(THREADS)
-    with cache():
-        try:
-            report = fuzz.run(times or sys.maxsize, ASKED.seed, first=ASKED.first, progress=progress)
-        except Enough:
-            pass
+    with cache(), contextlib.suppress(Enough):
+        report = fuzz.run(times or sys.maxsize, ASKED.seed, first=ASKED.first, progress=progress)
     for failure in report.failures[:5]:
         print(failure)
     return {"wrong": len(report.failures)}, {

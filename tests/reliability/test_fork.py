@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from layerzero.core import forking
 
 BEGIN = """
 import os, random, signal, threading, time, torch, warnings
@@ -64,7 +67,8 @@ everything(3)
 """
 
 HELD = """
-ours = {id(each) for base in database._DATABASES for each in base.locks()} | {id(database._FORKING), id(WATCH._lock)}
+ours = {id(each) for base in database._DATABASES for each in base.locks()} | {id(database._FORKING)}
+ours |= {id(WATCH._lock), id(WATCH._looking)}
 held = [each for each in forking._LOCKS if id(each) not in ours]  # those are taken before a fork, by whoever forks
 taken, done = threading.Event(), threading.Event()
 def hold():
@@ -117,3 +121,30 @@ def test_a_child_needs_no_lock_that_another_thread_held(tmp_path):
 @pytest.mark.slow
 def test_children_of_a_busy_process_go_on(tmp_path):
     assert set(run(BUSY, tmp_path).strip("[]\n").split(", ")) == {"0"}
+
+
+def test_what_two_threads_add_at_once_hears_of_a_fork(monkeypatch):
+    class Heard:
+        def hear(self):
+            pass
+
+    kept = [Heard() for _ in range(800)]
+    methods = []
+    turns = threading.Barrier(4)
+
+    def add(some):
+        turns.wait()
+        for each in some:
+            forking._add(methods, each.hear)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=add, args=(kept[number::4],)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(methods) == len(kept)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -343,3 +345,90 @@ def test_rows_wait_while_a_connection_cannot_be_made(folder, kernel, monkeypatch
         assert known(store, kernel, 1) == {1: 10.0}
     store.spool.close()
     assert known(TimeStore(), kernel, 1) == {1: 10.0}
+
+
+def test_who_writes_merges_a_few_rows_by_the_way_its_own_first(folder, kernel, monkeypatch):
+    monkeypatch.setattr(merging, "merge", functools.partial(merging.merge, for_s=0.0))
+    monkeypatch.setattr(merging, "OWN_ROWS", 10)
+    monkeypatch.setattr(merging, "OWN_BYTES", 2000)
+    with turn_of_another(folder):
+        others = [TimeStore(), TimeStore()]
+        for number in range(100):
+            others[number % 2].record(kernel, facts(1000 + number), TIME)
+    for other in others:
+        other.spool._journal.close()
+    store = TimeStore()
+    with turn_of_another(folder):
+        store.record(kernel, facts(1), replace(TIME, median_us=20.0))
+    store.record(kernel, facts(2), replace(TIME, median_us=20.0))
+    assert on_disk(folder).count(20.0) == 2
+    assert len(on_disk(folder)) < 30
+    assert merging.merge(store.database, for_s=60.0)
+    assert len(on_disk(folder)) == 102
+
+
+def test_what_another_thread_merges_meanwhile_is_not_remembered(folder, kernel, monkeypatch):
+    store = TimeStore()
+    spool, remember = store.spool, store.spool._remember
+
+    def merged_first(rows):
+        def other():
+            if spool._lock.acquire(blocking=False):
+                spool._merge()
+                spool._drop()
+                spool._lock.release()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        remember(rows)
+
+    monkeypatch.setattr(spool, "_remember", merged_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(spool, "_merge_at", float("inf"))  # as while another process merges
+        store.record(kernel, facts(1), TIME)
+    spool._merge_at = spool._look_at = 0.0
+    store.look()
+    assert known(store, kernel, 1) == {1: 10.0}
+    assert not store.database.has_memory()
+
+
+def test_threads_lose_no_row_while_journals_are_begun_anew_and_merged(folder, kernel, monkeypatch):
+    monkeypatch.setattr(journal, "MAX_OWN", 3000)
+    store, failures = TimeStore(), []
+    asked = {rows: facts(rows) for rows in range(1, 121)}
+
+    def write(first):
+        try:
+            for rows in range(first, 121, 4):
+                store.record(kernel, asked[rows], replace(TIME, median_us=float(rows)))
+        except Exception as error:  # noqa: BLE001  # told below
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    store.settle()
+    assert on_disk(folder) == [float(rows) for rows in range(1, 121)]
+    assert not store.database.has_memory()
+
+
+def test_journals_are_merged_anew_only_between_merges(folder, kernel, monkeypatch):
+    store = TimeStore()
+    store.record(kernel, facts(1), TIME)
+    held = []
+
+    def seen(_):
+        try:
+            with places.turn(folder / "perfdb.sqlite", of="turn", wait_s=0.0):
+                held.append(False)
+        except TimeoutError:
+            held.append(True)
+
+    monkeypatch.setattr(journal, "forget_places", seen)
+    store.database.aside.append(folder / "gone")
+    store.look()
+    assert held == [True]

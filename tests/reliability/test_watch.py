@@ -135,3 +135,85 @@ def test_where_no_thread_can_be_started_misses_look(tmp_path, monkeypatch):
     other.record_verdict(kernel, facts, Verdict.WRONG)
     mine._look_at = 0.0
     assert mine.verdict(kernel, facts) is Verdict.WRONG
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """One whose forks are heard of, as those of the process's own are."""
+    watch, children = Watch(), []
+    fork = os.fork
+
+    def heard():
+        watch.before_fork()
+        child = fork()
+        watch.after_fork()
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", heard)
+    yield watch
+    watch.stop()
+
+
+def test_forks_never_put_off_a_look(watch):
+    target = Target()
+    watch.add(target)
+    thread = watch._thread
+    child = os.fork()
+    if child == 0:
+        mine = watch._thread
+        os._exit(0 if mine is not thread and mine.is_alive() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert watch._thread is thread, "it began anew, and waits its second again"
+    assert thread.is_alive()
+
+
+def test_a_fork_waits_for_a_look_and_not_for_a_thread_that_ends(watch, monkeypatch):
+    monkeypatch.setattr(watching, "EVERY_S", 0.0)
+    inside, fork = threading.Event(), threading.Event()
+
+    class Slow:
+        def look(self):
+            inside.set()
+            fork.wait(60)
+
+    slow = Slow()
+    watch.add(slow)
+    assert inside.wait(60)
+    monkeypatch.setattr(watching, "_STOP_S", 1e-3)
+    watch.before_fork()  # a look that does not end is waited for no longer than that
+    assert not watch._still
+    thread = watch._thread
+    del slow
+    fork.set()
+    watch.after_fork()
+    thread.join(60)
+    assert not thread.is_alive()
+    again = Target()
+    watch.add(again)
+    assert again.looked.wait(60)
+
+
+def test_a_look_goes_on_while_others_add(watch):
+    kept = [Target() for _ in range(3000)]
+    failures = []
+
+    def look():
+        try:
+            while len(watch._living()) < len(kept):
+                pass
+        except Exception as error:  # noqa: BLE001  # told below
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=look)
+        thread.start()
+        for each in kept:
+            watch.add(each)
+        thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not thread.is_alive()
+    assert not failures

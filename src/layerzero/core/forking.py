@@ -35,6 +35,9 @@ def _known(made: _Lock) -> _Lock:
     return made
 
 
+_ADDING = rlock()  # reentrant: what is collected meanwhile may end with something that adds
+
+
 def in_child(method: Callable[[], None]) -> None:
     """Call a function, or a method of an object that still lives, in every forked child, with all locks free."""
     _add(_IN_CHILD, method)
@@ -56,7 +59,8 @@ def around(before: Callable[[], None], after: Callable[[], None]) -> None:
 
 def _add(methods: list[Callable[[], Callable[[], None] | None]], method: Callable[[], None]) -> None:
     living = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
-    methods[:] = [*(each for each in methods if each() is not None), living]
+    with _ADDING:  # what two threads add at once is there for both
+        methods[:] = [*(each for each in methods if each() is not None), living]
 
 
 def _after_fork() -> None:

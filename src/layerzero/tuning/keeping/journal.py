@@ -8,6 +8,7 @@ merged, is removed.
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import os
 import uuid
@@ -105,10 +106,6 @@ class Place:
     path: Path
     end: int
 
-    def is_merged(self) -> bool:
-        """Whether the database holds all that stands before it."""
-        return merged_until(self.path) >= self.end or not self.path.exists()
-
     def settle(self) -> None:
         """Say so, once it does. Raises: OSError."""
         text = b"%d" % self.end
@@ -139,10 +136,17 @@ class Piece:
     damaged: int
 
 
-def waiting(folder: Path) -> Iterator[Piece]:
-    """What is not merged, a piece of each journal. A line that is being written waits."""
-    for path in _journals(folder):
-        piece = _piece(path)
+def waiting(folder: Path, *, first: Path | None = None, most: int = MAX_PIECE) -> Iterator[Piece]:
+    """What is not merged, a piece of each journal. A line that is being written waits.
+
+    Args:
+        first: the journal to begin with; the others follow in turn, so that none always comes last.
+        most: bytes of a piece, unless one addition is larger.
+    """
+    journals = _journals(folder)
+    start = bisect.bisect_left(journals, first) if first is not None else 0
+    for path in (*journals[start:], *journals[:start]):
+        piece = _piece(path, most)
         if piece is not None:
             yield piece
 
@@ -156,7 +160,7 @@ def _journals(folder: Path) -> list[Path]:
         return []
 
 
-def _piece(path: Path) -> Piece | None:
+def _piece(path: Path, most: int) -> Piece | None:
     """What comes next in a journal."""
     try:
         file = disk.open_plain(path)
@@ -164,7 +168,7 @@ def _piece(path: Path) -> Piece | None:
         return None
     try:
         at, size = merged_until(path), os.fstat(file).st_size
-        data = _whole_lines(file, at, size)
+        data = _whole_lines(file, at, size, most)
     finally:
         os.close(file)
     if not data:
@@ -178,9 +182,9 @@ def _piece(path: Path) -> Piece | None:
     return Piece(rows, Place(path, at + len(data)), damaged)
 
 
-def _whole_lines(file: int, at: int, size: int) -> bytes:
+def _whole_lines(file: int, at: int, size: int, most: int = MAX_PIECE) -> bytes:
     """Lines from a place on, at least one of them if there is any."""
-    data, most = b"", MAX_PIECE
+    data = b""
     while at + len(data) < size:
         part = os.pread(file, most, at + len(data))
         data += part

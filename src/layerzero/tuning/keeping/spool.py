@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerzero.core import forking
-from layerzero.tuning.keeping import journal, merging, salvage
+from layerzero.tuning.keeping import journal, merging, places, salvage
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import RETRY_S, Database, what_of
 from layerzero.tuning.keeping.journal import Journal, Place
@@ -79,8 +79,9 @@ class Spool:
             if self._waiting and time.monotonic() >= self._merge_at:
                 self._merge()
                 self._drop()
-            if self._waiting or self._unwritten:
-                self._remember(new)
+            with self._lock:  # what another thread merges meanwhile is not remembered for ever
+                if self._waiting or self._unwritten:
+                    self._remember(new)
 
     def _write(self) -> None:
         """Append to the journal what is not in it; what cannot be written is tried again later."""
@@ -146,7 +147,12 @@ class Spool:
     def _drop(self) -> None:
         """Let go of what the database has."""
         with self._lock:
-            self._waiting = [place for place in self._waiting if not place.is_merged()]
+            paths = {place.path for place in self._waiting}
+            merged: dict[Path, float] = {path: journal.merged_until(path) for path in paths}
+            merged |= dict.fromkeys(
+                [path for path in paths if not path.exists()], math.inf
+            )  # it goes when all of it is merged
+            self._waiting = [place for place in self._waiting if place.end > merged[place.path]]
             if not self._waiting and not self._unwritten and self.database.has_memory():
                 self.database.forget()
 
@@ -162,12 +168,19 @@ class Spool:
         """Bring sound rows of a file that was set aside into the one that took its place."""
         while self.database.aside:
             path = self.database.aside.pop()
-            assert self.database.path is not None
-            journal.forget_places(journal.folder_of(self.database.path))
+            self._forget_places()
             if path.is_file() and path.stat().st_size > _SMALL_BYTES:
                 threading.Thread(target=self._save_from, args=(path,), name="layerzero-salvage", daemon=True).start()
             else:
                 self._save_from(path)
+
+    def _forget_places(self) -> None:
+        """Have journals merged anew; who merges just now may still say of the old file that it has their rows."""
+        assert self.database.path is not None
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # one who is paused amid a merge holds up nobody
+                stack.enter_context(places.turn(self.database.path, of="turn"))
+            journal.forget_places(self._folder())
 
     def _save_from(self, path: Path) -> None:
         count = 0

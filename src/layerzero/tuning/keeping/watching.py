@@ -1,7 +1,7 @@
 """A thread that looks once a second what other processes wrote, so that who only makes hits hears of a ban.
 
 A hit reads no clock and asks nobody; the thread bumps the epoch where something was decided. It does not keep the
-process alive, stands still while the process forks, and goes on in parent and child.
+process alive, and waits while the process forks; a child has one of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class Watch:
     """The thread, and what it looks at for as long as somebody else holds it."""
 
     def __init__(self) -> None:
-        self._targets: weakref.WeakSet[Target] = weakref.WeakSet()
+        self._targets: tuple[weakref.ref[Target], ...] = ()  # never changed: read without a lock
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._lock = forking.rlock()
+        self._looking = forking.rlock()
+        self._still = False
+        forking.in_child(self._in_child)
 
     def add(self, target: Target) -> None:
         """Look at something from now on."""
-        self._targets.add(target)
+        with self._lock:
+            self._targets = (*(each for each in self._targets if each() is not None), weakref.ref(target))
         self.start()
 
     def running(self) -> bool:
@@ -52,7 +56,7 @@ class Watch:
     def start(self) -> None:
         """Have a thread if there is something to look at."""
         with self._lock:
-            if self._thread is None and len(self._targets):
+            if self._thread is None and self._living():
                 self._stop = threading.Event()
                 thread = threading.Thread(target=self._work, args=(self._stop,), name="layerzero-watch", daemon=True)
                 try:
@@ -72,17 +76,22 @@ class Watch:
         thread.join(_STOP_S)
         return True
 
+    def _living(self) -> list[Target]:
+        return [target for each in self._targets if (target := each()) is not None]
+
     def _work(self, stop: threading.Event) -> None:
         while not stop.wait(EVERY_S):
-            if not self._look():
+            with self._looking:
+                looked = self._look()
+            if not looked:
                 with self._lock:
-                    if self._stop is stop and not len(self._targets):
+                    if self._stop is stop and not self._living():
                         self._thread = None
                         return
 
     def _look(self) -> bool:
         """Look at everything; whether there was anything."""
-        targets = list(self._targets)
+        targets = self._living()
         for target in targets:
             try:
                 target.look()
@@ -91,17 +100,19 @@ class Watch:
         return bool(targets)
 
     def before_fork(self) -> None:
-        """Stand still: a lock that the thread holds would stay locked in the child."""
-        self._lock.acquire()  # held across the fork, so that nobody starts one
-        thread = self._thread
-        self._stop.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_STOP_S)
+        """Let a look end and none begin: a lock that it holds would stay locked in the child."""
+        self._lock.acquire()  # held across the fork, so that nobody starts one, and nobody else forks
+        self._still = self._looking.acquire(timeout=_STOP_S)
 
     def after_fork(self) -> None:
-        """Go on, in parent and child."""
-        was, self._thread = self._thread, None
+        """Let looks go on; the parent's thread, which was waiting, never noticed."""
+        if self._still:
+            self._looking.release()
         self._lock.release()
+
+    def _in_child(self) -> None:
+        """Have a thread of its own where the parent had one."""
+        was, self._thread = self._thread, None
         if was is not None:
             self.start()
 
