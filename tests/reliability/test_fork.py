@@ -118,6 +118,35 @@ def test_a_child_needs_no_lock_that_another_thread_held(tmp_path):
     assert end == "0"
 
 
+IMPORTING = """
+import os, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+from layerzero.core import forking
+import events
+thread = threading.Thread(target=__import__, args=("slow",))
+thread.start()
+events.begun.wait()
+pause = forking.time.sleep
+forking.time.sleep = lambda seconds: (events.go.set(), pause(seconds))  # it ends because the fork waits for it
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    import slow
+    os._exit(0 if slow.whole else 1)
+print(os.waitpid(child, 0)[1], flush=True)
+thread.join()
+"""
+
+
+def test_a_child_can_import_what_another_thread_was_importing(tmp_path):
+    (tmp_path / "events.py").write_text("import threading; begun, go = threading.Event(), threading.Event()")
+    (tmp_path / "slow.py").write_text("import events; events.begun.set(); events.go.wait(); import json; whole = True")
+    (tmp_path / "script.py").write_text(IMPORTING)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    assert ended.stdout.strip() == "0", ended.stderr
+
+
 @pytest.mark.slow
 def test_children_of_a_busy_process_go_on(tmp_path):
     assert set(run(BUSY, tmp_path).strip("[]\n").split(", ")) == {"0"}

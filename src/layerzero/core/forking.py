@@ -6,11 +6,14 @@ made anew in the child. Where one was held, what it guards may be half changed: 
 
 from __future__ import annotations
 
+import _frozen_importlib
+import _imp
 import inspect
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _Lock = TypeVar("_Lock")
@@ -76,6 +79,46 @@ def _after_fork() -> None:
         if method is not None:
             method()
 
+
+# Python's own locks
+
+
+IMPORTS_S = 1.0
+"""How long a fork waits for modules that other threads import."""
+
+_PAUSE_S = 0.001
+_MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})
+_holding: list[bool] = []
+
+
+def _others_import() -> bool:
+    """Whether another thread is amid an import: the lock of that module would stay locked in the child."""
+    here = threading.get_ident()
+    locks = [reference() for reference in list(_MODULE_LOCKS.values())]
+    return any(getattr(lock, "owner", None) not in (None, here) for lock in locks)
+
+
+def _let_imports_end() -> None:
+    """Fork between imports: CPython makes the lock of all imports anew in a child, but not those of single modules."""
+    until = time.monotonic() + IMPORTS_S
+    while True:
+        _imp.acquire_lock()  # nobody begins an import while it is held
+        if not _others_import():
+            _holding.append(True)
+            return
+        _imp.release_lock()
+        if time.monotonic() >= until:
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _let_imports_begin() -> None:
+    if _holding:
+        _holding.pop()
+        _imp.release_lock()
+
+
+around(_let_imports_end, _let_imports_begin)  # before any other: so it is the last that is called before a fork
 
 if hasattr(os, "register_at_fork"):  # elsewhere nobody forks
     os.register_at_fork(after_in_child=_after_fork)
