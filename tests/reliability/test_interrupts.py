@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
 import itertools
+import sys
 
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero import backends
+from layerzero.engine import config, scopes
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY, Registry
 
@@ -84,3 +89,83 @@ def test_nobody_finds_a_plan_that_is_in_its_first_run():
     for _ in range(2):
         lz.rms_norm(*call)
     assert found == [[], ["user.looks"]]
+
+
+SIGNALS_ARE_SEEN = ("CALL", "RESUME", "JUMP_BACKWARD")
+"""Instructions behind which Python runs handlers of signals."""
+
+
+@functools.cache
+def moments(code):
+    """Offsets of instructions before which an interrupt may come."""
+    before = itertools.pairwise(dis.get_instructions(code))
+    return {
+        each.offset
+        for last, each in before
+        if last.opname.startswith(SIGNALS_ARE_SEEN) and "INTRINSIC" not in last.opname
+    }
+
+
+@contextlib.contextmanager
+def interrupted(file, number):
+    """Ctrl-C at the moment of this number in a file, if there are so many."""
+    left = [number]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != file or frame.f_code.co_name == "__del__":  # Python swallows those
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in moments(frame.f_code):
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lambda: left[0] < 0
+    finally:
+        sys.settrace(None)
+
+
+def test_an_interrupt_leaves_a_scope_entered_or_not():
+    call, kernel = (torch.randn(4, 8), torch.randn(8)), "torch.rms_norm"
+    before = lz.which("rms_norm", *call)["kernel_id"]
+    other = "reference" if before == kernel else kernel
+    with lz.scope(debug=False):
+        pass  # what is read once is read
+    for number in itertools.count():
+        came = []
+        with lz.scope(debug=True):
+            outside = config.SCOPES.layers()
+            with contextlib.suppress(KeyboardInterrupt), interrupted(scopes.__file__, number) as struck:
+                came.append(struck)
+                with lz.scope(prefer_sources=[other]), lz.deterministic():
+                    pass
+            assert config.SCOPES.layers() == outside, number
+            assert config.SCOPES.active == 1, number
+        assert (config.SCOPES.active, config.SCOPES.layers()) == (0, ()), number
+        if not came[0]():
+            break
+    assert number > 50
+    assert lz.which("rms_norm", *call)["kernel_id"] == before
+
+
+def test_a_scope_is_entered_once_and_decorates_as_often_as_wanted():
+    block = lz.scope(debug=True)
+    with block, pytest.raises(RuntimeError, match="entered already"):
+        block.__enter__()
+    with block:
+        assert config.SCOPES.active == 1
+    seen = []
+
+    @lz.scope(debug=True)
+    def inside(deep):
+        seen.append(len(config.SCOPES.layers()))
+        if deep:
+            inside(False)
+
+    inside(True)
+    inside(False)
+    assert seen == [1, 2, 1]
+    assert config.SCOPES.active == 0

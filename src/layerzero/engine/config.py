@@ -6,16 +6,14 @@ Later wins, and each effective value knows its origin.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from layerzero.core import forking
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
+from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
 from layerzero.ops import OPERATIONS
 
@@ -257,76 +255,7 @@ CONFIGURATION = Configuration()
 """The settings of this process."""
 
 
-@dataclass(slots=True)
-class _Scope:
-    """The layers that hold in one context, and the policy they made of a state of the configuration."""
-
-    layers: tuple[Mapping[str, Any], ...]
-    base: Policy
-    policy: Policy
-
-
-class Scopes:
-    """How many ``with`` blocks are open in the process, and which hold in this context.
-
-    The call path tests ``active`` and reads the context variable only when it is not zero.
-    """
-
-    def __init__(self) -> None:
-        self.active = 0
-        self._watchers: list[Callable[[int], None]] = []
-        self._lock = forking.lock()
-        self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
-
-    def watch(self, watcher: Callable[[int], None]) -> None:
-        """Tell a hit path that is not Python how many blocks are open, now and from now on."""
-        with self._lock:
-            self._watchers.append(watcher)
-            watcher(self.active)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self.active += change
-            for watcher in self._watchers:
-                watcher(self.active)
-
-    @contextmanager
-    def scope(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Let settings hold inside the block, in this thread or task only.
-
-        Raises: PolicyError before the block is entered, if a key or value is wrong.
-        """
-        outer = self._current.get()
-        inner = checked(values, "scope")
-        for name in inner:
-            if not SETTINGS[name].scoped:
-                raise PolicyError(f"scope: {name} holds for the whole process; set it with lz.configure or in a file")
-        layers = (*(outer.layers if outer else ()), inner)
-        scope = _Scope(layers, CONFIGURATION.policy, CONFIGURATION.effective(*layers))
-        token = self._current.set(scope)
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-            self._current.reset(token)
-
-    def layers(self) -> tuple[Mapping[str, Any], ...]:
-        """The settings of the blocks that hold here, outermost first."""
-        scope = self._current.get()
-        return scope.layers if scope else ()
-
-    def policy(self) -> Policy:
-        """The policy that holds in this context."""
-        scope, base = self._current.get(), CONFIGURATION.policy
-        if scope is None:
-            return base
-        if scope.base is not base:  # lz.configure was called meanwhile
-            scope.policy, scope.base = CONFIGURATION.effective(*scope.layers), base
-        return scope.policy
-
-
-SCOPES = Scopes()
+SCOPES = Scopes(CONFIGURATION)
 """The scopes of this process."""
 
 
