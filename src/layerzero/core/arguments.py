@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,28 @@ class SizeCodes(NamedTuple):
 
 
 _NO_SIZE_CODES = SizeCodes()
+
+
+_INT64 = 2**63
+
+
+def too_large(value: object, *, floating: bool = False) -> bool:
+    """Whether an integer, or one in a sequence, is none that a kernel can be given: beyond int64, or beyond floats."""
+    if isinstance(value, int):
+        if floating:
+            return not -sys.float_info.max <= value <= sys.float_info.max
+        return not -_INT64 <= value < _INT64
+    return isinstance(value, (tuple, list)) and any(too_large(each) for each in value)
+
+
+def told(value: object) -> str:
+    """A value for an error message; Python refuses to write integers of many digits."""
+    if isinstance(value, int) and too_large(value):
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} of integers too large to write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +235,10 @@ class Param:
     def problem(self, value: object) -> str:
         """What is wrong with a value, with wanted and got; empty if nothing is."""
         if type(value) in self.plain and self.role in (Role.CHOSEN, Role.HANDLE):
-            return ""
+            return self._size_problem(value)
         if self.role is Role.BOUND:
-            fits = value is None or (type(value) is int and value >= 1)
-            return "" if fits else f"{self.name}: wanted a number of at least 1 or None, got {value!r}"
+            fits = value is None or (type(value) is int and 1 <= value < _INT64)
+            return "" if fits else f"{self.name}: wanted a number of at least 1 or None, got {told(value)}"
         if value is None and self.neutral is None:
             return ""
         accepted = (*self.kinds, int) if float in self.kinds else self.kinds
@@ -223,7 +246,14 @@ class Param:
             wanted = " or ".join(each.__name__ for each in self.kinds)
             if self.role is Role.HANDLE:
                 return f"{self.name}: wanted a {wanted} or None, got {type(value).__name__}"
-            return f"{self.name}: wanted {wanted}, got {value!r}"
+            return f"{self.name}: wanted {wanted}, got {told(value)}"
         if self.role is Role.PASSED and isinstance(value, (int, float)) and not self.least <= value <= self.most:
-            return f"{self.name}: wanted {self.least:g} to {self.most:g}, got {value!r}"
-        return ""
+            return f"{self.name}: wanted {self.least:g} to {self.most:g}, got {told(value)}"
+        return self._size_problem(value)
+
+    def _size_problem(self, value: object) -> str:
+        floating = float in self.kinds
+        if not too_large(value, floating=floating):
+            return ""
+        wanted = "a number that a float can hold" if floating else "integers of 64 bits"
+        return f"{self.name}: wanted {wanted}, got {told(value)}"

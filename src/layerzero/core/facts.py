@@ -111,9 +111,6 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
         return True
 
 
-_EXACT_INTEGERS = 2**53
-"""Below it, every integer is a float."""
-
 MAX_ALIGNMENT_BYTES = 16
 """Alignment beyond a vector load of 16 bytes is not told apart: it would split the plan cache for no kernel's good."""
 
@@ -322,7 +319,7 @@ class FactsBuilder:
             values.update(zip(named, facts.shape[len(facts.shape) - len(named) :], strict=True))
         for name in schema.chosen:
             value = arguments[name] if name in arguments else schema.neutral.get(name)
-            if type(value) is int and schema.param(name).kinds == (float,) and abs(value) < _EXACT_INTEGERS:
+            if type(value) is int and schema.param(name).kinds == (float,):
                 value = float(value)  # calls with 7 and 7.0 are equal, and share a plan: it holds one of them
             values[name] = value
         for name in schema.scalars:

@@ -214,11 +214,15 @@ class OperationSchema:
         problems = []
         for param in self.params:
             value = values.get(param.name, None if param.neutral is REQUIRED else param.neutral)
-            if type(value) not in param.plain or param.role is not Role.CHOSEN:
+            if type(value) not in param.plain or param.role is not Role.CHOSEN or type(value) in _SIZED:
                 problem = param.problem(value)
                 if problem:
                     problems.append(problem)
         return problems
+
+
+_SIZED = frozenset({int, tuple, list})
+"""Types of values that may be too large."""
 
 
 def _tensor_problem(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import PolicyError
 from layerzero.ops import FUNCTIONS
 
@@ -157,10 +158,10 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         try:
             flat[name] = msgspec.convert(list(value) if isinstance(value, tuple) else value, setting.kind, strict=True)
         except msgspec.ValidationError as error:
-            raise PolicyError(f"{origin}: {name}: {error}, got {value!r}") from None
+            raise PolicyError(f"{origin}: {name}: {error}, got {told(value)}") from None
         if setting.choices and value not in setting.choices:
             choices = " or ".join(repr(choice) for choice in setting.choices)
-            raise PolicyError(f"{origin}: {name}: wanted {choices}, got {value!r}")
+            raise PolicyError(f"{origin}: {name}: wanted {choices}, got {told(value)}")
         if setting.words and isinstance(value, str) and value not in setting.words:
             words = " or ".join(map(repr, setting.words))
             raise PolicyError(f"{origin}: {name}: wanted {words} or a list of names, got {value!r}")
@@ -170,7 +171,7 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
                 "remove the key until the feature exists"
             )
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= 0:
-            raise PolicyError(f"{origin}: {name}: wanted a number of at least 0, got {value}")
+            raise PolicyError(f"{origin}: {name}: wanted a number of at least 0, got {told(value)}")
         if setting.most is not None and value > setting.most:
-            raise PolicyError(f"{origin}: {name}: wanted a number of at most {setting.most:g}, got {value}")
+            raise PolicyError(f"{origin}: {name}: wanted a number of at most {setting.most:g}, got {told(value)}")
     return flat

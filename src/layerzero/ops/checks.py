@@ -7,16 +7,23 @@ from collections.abc import Mapping
 
 import torch
 
+from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 
 
 def check_dense(function: str, arguments: Mapping[str, object]) -> None:
-    """Raise InvalidCallError for nested and sparse tensors: they have no strides, and some not even a shape."""
+    """Raise InvalidCallError for what no route can look at.
+
+    Nested and sparse tensors have no strides, and some not even a shape; integers that no float holds make any
+    comparison of numbers raise.
+    """
     problems = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
+        elif type(value) is int and too_large(value, floating=True):
+            problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
     if problems:
         raise InvalidCallError(function, problems)
 
@@ -32,7 +39,7 @@ def score_problems(arguments: Mapping[str, object]) -> list[str]:
     if window is not None:
         counts = isinstance(window, (tuple, list)) and all(type(side) is int and side >= -1 for side in window)
         if not counts or len(window) != 2:  # type: ignore[arg-type]  # counts is False for what has no length
-            problems.append(f"window: wanted (left, right), each -1 (unbounded) or a count of keys, got {window!r}")
+            problems.append(f"window: wanted (left, right), each -1 (unbounded) or a count of keys, got {told(window)}")
     return problems
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.activation import declare, draw
@@ -120,11 +121,11 @@ def _value_problems(arguments: dict[str, Any]) -> list[str]:
     problems = []
     approximate, alpha, limit = (arguments.get(name) for name in ("approximate", "alpha", "limit"))
     if isinstance(approximate, str) and approximate not in ("none", "tanh"):
-        problems.append(f"approximate: wanted 'none' or 'tanh', got {approximate!r}")
+        problems.append(f"approximate: wanted 'none' or 'tanh', got {told(approximate)}")
     if isinstance(alpha, (int, float)) and not math.isfinite(alpha):
-        problems.append(f"alpha: wanted a finite number, got {alpha}")
+        problems.append(f"alpha: wanted a finite number, got {told(alpha)}")
     if isinstance(limit, (int, float)) and not (math.isfinite(limit) and limit > 0):
-        problems.append(f"limit: wanted a finite number above 0, got {limit}")
+        problems.append(f"limit: wanted a finite number above 0, got {told(limit)}")
     return problems
 
 

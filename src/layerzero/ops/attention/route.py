@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
@@ -137,7 +138,7 @@ def _layout(
         layout, assumed = layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
         return layout, layouts.assumption(query, key) if assumed else ""
     if not isinstance(layout, str) or layout not in layouts.LAYOUTS:
-        raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {layout!r}")
+        raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {told(layout)}")
     return layout, ""
 
 
@@ -176,7 +177,7 @@ def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
     if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
-        raise _invalid(f"causal: wanted bool, got {canonical['causal']!r}")
+        raise _invalid(f"causal: wanted bool, got {told(canonical['causal'])}")
     window = canonical["window"]
     if window is not None:
         canonical["window"] = None if tuple(window) == (-1, -1) else tuple(window)

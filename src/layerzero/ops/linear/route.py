@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
@@ -60,7 +61,7 @@ def activation_problems(activation: object) -> list[str]:
     """List what is wrong with the name of an activation; its type is the schema's business."""
     if not isinstance(activation, str) or activation in ACTIVATIONS:
         return []
-    return [f"activation: wanted {', '.join(ACTIVATIONS)} or None, got {activation!r}"]
+    return [f"activation: wanted {', '.join(ACTIVATIONS)} or None, got {told(activation)}"]
 
 
 def out_dtype_problems(arguments: dict[str, Any]) -> list[str]:

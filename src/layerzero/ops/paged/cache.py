@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -32,7 +33,7 @@ class PagedCache:
     def __init__(self, keys: Tensor, values: Tensor, layout: str = "NHD") -> None:
         problems = []
         if layout not in CACHE_LAYOUTS:
-            problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {layout!r}")
+            problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
         for name, tensor in (("keys", keys), ("values", values)):
             if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
                 got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -58,7 +59,16 @@ class PagedCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> PagedCache:
-        """Make one of zeros; ``value_dim`` is ``head_dim`` if None."""
+        """Make one of zeros; ``value_dim`` is ``head_dim`` if None. Raises: InvalidCallError for what is no size."""
+        sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes |= {} if value_dim is None else {"value_dim": value_dim}
+        problems = [
+            f"{name}: wanted a number of at least 0, got {told(size)}"
+            for name, size in sizes.items()
+            if type(size) is not int or size < 0 or too_large(size)
+        ]
+        if problems:
+            raise InvalidCallError("PagedCache.allocate", problems)
         inner = (kv_heads, page_size) if layout == "HND" else (page_size, kv_heads)
         keys = torch.zeros(pages, *inner, head_dim, dtype=dtype, device=device)
         values = torch.zeros(pages, *inner, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.core.reasons import ReasonCode
@@ -173,7 +174,7 @@ def _shape_problems(arguments: dict[str, Any], names: tuple[str, ...], ndim: int
 
 def _layout_problems(layout: object) -> list[str]:
     fits = isinstance(layout, str) and layout in CACHE_LAYOUTS
-    return [] if fits else [f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {layout!r}"]
+    return [] if fits else [f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}"]
 
 
 PAGED_ATTENTION = Function(

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
 
@@ -101,9 +102,9 @@ class StepMetadata(Handle):
             too, and is lost.
         """
         problems = [
-            f"{name}: wanted a number of at least 1, got {number!r}"
+            f"{name}: wanted a number from 1 to {_MOST_TOKENS}, got {told(number)}"
             for name, number in (("page_size", page_size), ("tokens", tokens))
-            if type(number) is not int or number < 1
+            if type(number) is not int or not 1 <= number <= _MOST_TOKENS
         ]
         if self.is_stale:
             problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
@@ -163,12 +164,13 @@ class _SlotMapping:
 
 
 _MOST_PAGES = 2**31
+_MOST_TOKENS = 2**31 - 1
 
 
 def _number_problems(name: str, number: object) -> list[str]:
-    if number is None or (type(number) is int and number >= 1):
+    if number is None or (type(number) is int and number >= 1 and not too_large(number)):
         return []
-    return [f"{name}: wanted a number of at least 1 or None, got {number!r}"]
+    return [f"{name}: wanted a number of at least 1 or None, got {told(number)}"]
 
 
 def table_problems(block_tables: object, context_lens: object) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
@@ -107,10 +108,10 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
 
 def _named(function: str, layout: object, ndim: int) -> str:
     if not isinstance(layout, str) or layout not in HEADS_AXIS:
-        raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {layout!r}"])
+        raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {told(layout)}"])
     if ndim == 3 and layout != "BSHD":
         raise InvalidCallError(
-            function, [f"layout: wanted none for three axes, which are tokens first; got {layout!r}"]
+            function, [f"layout: wanted none for three axes, which are tokens first; got {told(layout)}"]
         )
     return layout
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -67,6 +68,9 @@ def rope_table(
     return joined[:, :half], joined[:, half:]
 
 
+_MOST_DIM = 2**20
+
+
 def rope_frequencies(
     rotary_dim: int,
     *,
@@ -91,16 +95,18 @@ def rope_frequencies(
     Source: arXiv:2104.09864; linear arXiv:2306.15595; yarn arXiv:2309.00071; Llama 3 arXiv:2407.21783; longrope
         arXiv:2402.13753.
     """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise InvalidCallError("rope_frequencies", [f"rotary_dim: wanted an even number above 0, got {rotary_dim}"])
+    if type(rotary_dim) is not int or not 2 <= rotary_dim <= _MOST_DIM or rotary_dim % 2:
+        problem = f"rotary_dim: wanted an even number from 2 to {_MOST_DIM}, got {told(rotary_dim)}"
+        raise InvalidCallError("rope_frequencies", [problem])
     given = dict(scaling or {})
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = _ALIASES.get(kind, kind)
     problems = _problems(kind, given)
     if problems:
         raise InvalidCallError("rope_frequencies", problems)
-    theta = float(given.get("rope_theta") or DEFAULT_BASE) if base is None else float(base)
+    wanted_base = given.get("rope_theta") or DEFAULT_BASE if base is None else base
     try:
+        theta = float(wanted_base)
         frequencies, factor = _KINDS[kind](rotary_dim, theta, _Numbers(kind, given, max_positions), seq_len)
     except (ArithmeticError, ValueError) as error:
         if isinstance(error, InvalidCallError):
@@ -108,7 +114,8 @@ def rope_frequencies(
         frequencies, factor = torch.full((1,), torch.nan), math.nan
     if not (frequencies.isfinite().all() and math.isfinite(factor)):
         problem = (
-            f"wanted numbers that give finite angles, got base {theta:g}, rotary_dim {rotary_dim}, scaling {given}"
+            f"wanted numbers that give finite angles, got base {told(wanted_base)}, rotary_dim {rotary_dim}, "
+            f"scaling {told(given)}"
         )
         raise InvalidCallError("rope_frequencies", [problem])
     return frequencies, factor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense
@@ -39,11 +40,11 @@ def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
     p: Any = arguments.get("p")
     temperature: Any = arguments.get("temperature")
     if _is_number(p) and not declare.LEAST <= p <= 1:
-        found["p"] = f"p: wanted a share above 0 and up to 1, got {p!r}"
+        found["p"] = f"p: wanted a share above 0 and up to 1, got {told(p)}"
     least, most = declare.TEMPERATURES
     if _is_number(temperature) and not least <= temperature <= most:
         wanted = f"{least:g} to {most:g}; the likeliest place is what greedy picks"
-        found["temperature"] = f"temperature: wanted {wanted}, got {temperature!r}"
+        found["temperature"] = f"temperature: wanted {wanted}, got {told(temperature)}"
     for one, of_rows in _PAIRS:
         if one in arguments and (arguments[one] is None) == (arguments[of_rows] is None):
             got = "neither" if arguments[one] is None else "both"
