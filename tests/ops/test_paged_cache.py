@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.functions import CALLS
 from layerzero.ops.paged import written
 
 
@@ -56,6 +58,62 @@ def test_debug_mode_sees_it_where_the_call_was_chosen_before():
         cache = lz.PagedCache(*other, layout="NHD")
         with pytest.raises(lz.InvalidCallError, match="wanted layout='NHD'"):
             lz.paged_attention(query, cache.keys, cache.values, *step_of(), layout="HND")
+
+
+@pytest.fixture
+def undeclared(monkeypatch):
+    """As in a process in which nobody has said how a cache is written."""
+    monkeypatch.setattr(written, "_DECLARED", set())
+    ENGINE.bump()
+    yield
+    monkeypatch.undo()
+    ENGINE.bump()
+
+
+def kept(function):
+    return [plan for _, plan in CALLS[function].dispatcher.cache.plans()]
+
+
+@pytest.mark.usefixtures("path", "undeclared")
+@pytest.mark.parametrize("mine", ["NHD", "HND"])
+def test_a_kept_plan_notices_a_cache_that_is_written_otherwise(mine):
+    (other,) = {"NHD", "HND"} - {mine}
+    keys, values = torch.zeros(4, 16, 16, 8), torch.zeros(4, 16, 16, 8)  # nobody says how these are written
+    query, new = torch.randn(1, 1, 16, 8), torch.randn(3, 16, 8)
+    step, slots = step_of(), torch.arange(3)
+
+    def read(layout):
+        return lz.paged_attention(query, keys, values, *step, layout=layout)
+
+    def write(layout):
+        lz.append_paged_kv(new, new, keys, values, slots, layout=layout)
+
+    for call in (read, write) * 2:
+        call(other)
+    cache = lz.PagedCache(keys, values, layout=mine)
+    for call in (read, write) * 2:
+        call(mine)
+        with pytest.raises(lz.InvalidCallError, match=f"KV_CACHE_LAYOUT_MISMATCH.*wanted layout='{mine}'"):
+            call(other)
+    del cache
+    gc.collect()
+    for call in (read, write) * 2:
+        call(other)
+
+
+@pytest.mark.usefixtures("undeclared")
+def test_a_hit_looks_at_nothing_where_all_caches_are_written_in_its_layout():
+    cache, _ = written_cache("NHD")
+    for _ in range(2):
+        lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, *step_of(), layout="NHD")
+    sources = [plan.source for name in ("paged_attention", "append_paged_kv") for plan in kept(name)]
+    assert len(sources) == 2
+    assert not any("guard(" in source for source in sources)
+    other, _ = written_cache("HND")
+    assert not kept("paged_attention")
+    lz.paged_attention(torch.randn(1, 1, 16, 8), other.keys, other.values, *step_of(), layout="HND")
+    (plan,) = kept("paged_attention")
+    assert "guard(" in plan.source
 
 
 def test_what_is_gone_says_nothing_and_two_must_agree():

@@ -157,6 +157,9 @@ class Operation:
         adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
         check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
             mode, because reading them waits for the device.
+        guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
+            raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. Whoever makes
+            that another answer says so (:mod:`layerzero.core.outdated`).
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
         complete: sizes that follow from others, where a call is asked about by the shapes of its first tensors.
         work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
@@ -190,6 +193,7 @@ class Operation:
     derived_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     check_values: Callable[..., list[str]] | None = None
+    guard: Callable[[str, str | None], Callable[..., None] | None] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None
     work: Callable[[Mapping[str, Any]], Work] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core import forking
+from layerzero.core import forking, outdated
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
@@ -58,6 +58,7 @@ class Engine:
         self._lock = forking.rlock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
+        outdated.on_change(self.bump)
         forking.when_torn(self.bump)  # a table may hold half of a plan
 
     @property

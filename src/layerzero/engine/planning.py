@@ -44,7 +44,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         target, reads = split.load(kernel, facts, chunk), frozenset({EVERYTHING})
     else:
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
-    text = _text_of(function, candidate, facts, policy, reads)
+    guard = None if facts.operation.guard is None else facts.operation.guard(function.name, facts.layout)
+    text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None)
     namespace: dict[str, Any] = {
         **_NAMES,
         **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
@@ -52,6 +53,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
         "check_indices": functools.partial(_check_indices, function.name, _rules(facts)),
         "check_values": functools.partial(_check_values, function.name, facts.operation),
+        "guard": guard,
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
     }
@@ -78,9 +80,13 @@ TEXTS: Kept[_Text] = Kept()
 """Texts that name no size, by everything that they were made of."""
 
 
-def _text_of(function: Function, candidate: Candidate, facts: Facts, policy: Policy, reads: Reads) -> _Text:
+def _text_of(
+    function: Function, candidate: Candidate, facts: Facts, policy: Policy, reads: Reads, *, guarded: bool
+) -> _Text:
     """Write a plan, or take the text of a call that differed in sizes only."""
     guards = _guards(candidate.kernel, facts, reads)
+    if guarded:
+        guards.append(f"guard({', '.join(f'{name}={name}' for name in facts.tensors)})")
     adapters = facts.operation.adapters
     kinds = {adaptation.kind for adaptation in candidate.adaptations}
     if "split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items()):

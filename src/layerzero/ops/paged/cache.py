@@ -18,8 +18,8 @@ class PagedCache:
         lz.append_paged_kv(k, v, cache.keys, cache.values, step.slot_mapping(cache.page_size), layout=cache.layout)
         lz.paged_attention(q, cache.keys, cache.values, tables, lens, step=step, layout=cache.layout)
 
-    While it lives, calls on its memory that name another layout raise where a kernel is chosen for them, and always in
-    debug mode; a call that was chosen before is not looked at again.
+    While it lives, calls on its memory that name another layout raise, those that were chosen before too. It costs a
+    call in the one layout of all caches nothing; where there are caches of both, each call looks at its memory (1 us).
 
     Attributes:
         keys, values: (P, N, K, D) and (P, N, K, D_v) in ``NHD``; (P, K, N, D) and (P, K, N, D_v) in ``HND``.

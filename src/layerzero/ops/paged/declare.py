@@ -232,6 +232,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
         check_values=_check_tables,
+        guard=written.guard,
         examples=_examples,
         scratch=parts.scratch,
         parts=parts.parts,
@@ -349,6 +350,7 @@ APPEND_PAGED = Operation(
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
     check_values=check_slots,
+    guard=written.guard,
     work=_append_work,
     sweep=append_sweep,
 )

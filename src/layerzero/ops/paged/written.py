@@ -7,16 +7,19 @@ an object that knows its layout is told where a call names another one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from layerzero.core import forking
+from layerzero.core import forking, outdated
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 
 _LAYOUTS: dict[int, dict[int, str]] = {}
 """By the address of a storage, and by who said so."""
+
+_DECLARED: set[str] = set()
+"""Every layout that anybody ever said: a call in the only one of them needs no look at its memory."""
 
 _lock = forking.rlock()
 
@@ -32,6 +35,21 @@ def declare(owner: object, tensors: Mapping[str, Tensor], layout: str) -> None:
         with _lock:
             _LAYOUTS.setdefault(address, {})[id(owner)] = layout
         weakref.finalize(owner, _forget, address, id(owner))
+    if layout not in _DECLARED:
+        _DECLARED.add(layout)
+        outdated.tell()  # plans of the other layout look from now on
+
+
+def guard(function: str, layout: str | None) -> Callable[..., None] | None:
+    """What refuses caches that somebody says are written in another layout; None where all say this one."""
+    if layout is None or not _DECLARED - {layout}:
+        return None
+
+    def look(key_cache: Tensor, value_cache: Tensor, **_: Tensor) -> None:
+        if _LAYOUTS:
+            check(function, {"key_cache": key_cache, "value_cache": value_cache}, layout)
+
+    return look
 
 
 def _forget(address: int, owner: int) -> None:
