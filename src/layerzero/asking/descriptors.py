@@ -143,7 +143,7 @@ class Descriptors:
 
     def sync(self, *, again: bool = False) -> None:
         """Put the files of the setting in force; ``again`` reads them anew. Raises: DescriptorError each time."""
-        paths = CONFIGURATION.policy["descriptors"]
+        paths = CONFIGURATION.policy.descriptors
         if paths == self._paths and not again:
             return
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -193,6 +193,8 @@ class Param:
         random: whether results are random where it is not neutral.
         seeds: whether it decides which of the random results comes: a seed, an offset, a generator.
         implied: whether it follows from sizes.
+        kinds: its types as a tuple.
+        plain: the types of values that need no closer look.
     """
 
     name: str
@@ -211,17 +213,14 @@ class Param:
     random: bool = False
     seeds: bool = False
     implied: bool = False
+    kinds: tuple[type, ...] = field(init=False, repr=False, compare=False)
+    plain: frozenset[type] = field(init=False, repr=False, compare=False)
 
-    @property
-    def kinds(self) -> tuple[type, ...]:
-        """Its types as a tuple."""
-        return self.types if isinstance(self.types, tuple) else (self.types,)
-
-    @property
-    def plain(self) -> frozenset[type]:
-        """The types of values that need no closer look."""
-        plain = {*self.kinds, int} if float in self.kinds else {*self.kinds}
-        return frozenset(plain | {type(None)} if self.neutral is None else plain)
+    def __post_init__(self) -> None:
+        kinds = self.types if isinstance(self.types, tuple) else (self.types,)  # read for every call that is chosen for
+        plain = {*kinds, int} if float in kinds else {*kinds}
+        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "plain", frozenset(plain | {type(None)} if self.neutral is None else plain))
 
     def kind_of(self, value: object, arguments: Mapping[str, Any]) -> str:
         """What a choice sees of a handle."""

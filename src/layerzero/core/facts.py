@@ -171,6 +171,13 @@ class Facts(Mapping[str, object]):
         except KeyError:
             return self._values[fact_name(name, self.operation)]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A fact, or something else where the call has none of that name."""
+        values = self._values
+        if name in values:
+            return values[name]
+        return values.get(fact_name(name, self.operation), default)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

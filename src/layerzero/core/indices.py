@@ -44,14 +44,16 @@ class Rule(NamedTuple):
 
 def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, Any]) -> list[Rule]:
     """The rules for the tensors that a call brings, in its layout."""
+    if not schema.indexed:
+        return []
     places: dict[str, tuple[str, int]] = {}
     for tensor, axes in schema.axes_in(layout):
         if tensor.name in given:
             for place, axis in enumerate(axes):
                 places.setdefault(axis, (tensor.name, place))
     rules = []
-    for tensor in schema.inputs:
-        if tensor.name not in given or not tensor.is_index:
+    for tensor in schema.indexed:
+        if tensor.name not in given:
             continue
         axes = tensor.indexes or tensor.counts
         bounds = tuple(

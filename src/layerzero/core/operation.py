@@ -169,6 +169,8 @@ class Operation:
             where somebody asks for them by name, none where the operation does not know the name.
         stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
             result; None where torch has none for them.
+        name: the operation's name, ``attention.gqa.prefill``.
+        layouts: layouts that a call may have, that of the schema first; empty where axes have no layout.
         behind: by the name of every fact that its calls have, the axes that it follows from.
     """
 
@@ -202,8 +204,12 @@ class Operation:
     sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
     behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
+    name: str = field(init=False, repr=False, compare=False)
+    layouts: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.schema.operation)
+        object.__setattr__(self, "layouts", self.schema.layouts)
         axes = frozenset(axis for tensor in self.schema.inputs for axis in tensor.shape_vars)
         behind = dict.fromkeys((*GENERAL_FACTS, *self.schema.arguments), frozenset[str]())
         behind |= {axis: frozenset({axis}) for axis in axes if axis != "..."}
@@ -219,16 +225,6 @@ class Operation:
                 problems.append(f"properties: {each.name}: wanted arguments of the operation, got {name!r}")
         if problems:
             raise RegistrationError(f"operation {self.name!r}: {'; '.join(problems)}")
-
-    @property
-    def name(self) -> str:
-        """The operation's name, ``attention.gqa.prefill``."""
-        return self.schema.operation
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Layouts that a call may have, that of the schema first; empty where axes have no layout."""
-        return self.schema.layouts
 
     @property
     def _judged(self) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ class OperationSchema:
     scaling: frozenset[str] = field(init=False, repr=False, compare=False)
     implied: frozenset[str] = field(init=False, repr=False, compare=False)
     idle: frozenset[str] = field(init=False, repr=False, compare=False)
+    indexed: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     _axes: dict[str | None, tuple[tuple[TensorSchema, tuple[str, ...]], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -87,6 +88,7 @@ class OperationSchema:
         derived: dict[str, object] = {  # read for every candidate of every choice
             "required": tuple(tensor for tensor in self.inputs if tensor.required),
             "optional": optional,
+            "indexed": tuple(tensor for tensor in self.inputs if tensor.is_index),
             "mutated": tuple(tensor.name for tensor in self.inputs if tensor.mutated),
             "chosen": by_role[Role.CHOSEN],
             "scalars": by_role[Role.PASSED],

@@ -83,6 +83,9 @@ class Watched(Facts):
         self._record[0](name)
         return values[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return Mapping.get(self, name, default)  # asks for it by name, which is recorded
+
     def __iter__(self) -> Iterator[str]:
         self._record[0](EVERYTHING)
         return iter(self._values)

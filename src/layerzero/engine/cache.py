@@ -163,12 +163,13 @@ class PlanCache:
         return table
 
     def _table(self, policy: Policy) -> Table:
-        if policy not in self._tables and len(self._tables) >= MAX_TABLES:
-            oldest = next(each for each, table in self._tables.items() if table is not self.current)
-            del self._tables[oldest]
-        if policy not in self._tables:
-            self._tables[policy] = Table(self._new_index())
-        return self._tables[policy]
+        found = self._tables.get(policy)
+        if found is None:
+            if len(self._tables) >= MAX_TABLES:
+                oldest = next(each for each, table in self._tables.items() if table is not self.current)
+                del self._tables[oldest]
+            found = self._tables[policy] = Table(self._new_index())
+        return found
 
     def publish(self, policy: Policy) -> None:
         """Make a policy the process-wide one and empty every table."""

@@ -124,8 +124,9 @@ class Call:
 
     def _native_miss(self, exact: bytes, coarse: bytes, *values: Any) -> Any:
         arguments = self._arguments(values)
-        if any(value.is_neg() for value in values if isinstance(value, torch.Tensor)):
-            return self.python(**arguments)  # the C key does not tell; a plan chosen for such a call is not for others
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_neg():  # the C key does not tell
+                return self.python(**arguments)  # a plan chosen for such a call is not for others
         return self.dispatcher.miss(Key(exact, coarse, self.native), arguments)
 
     def _failed(self, plan: Plan, error: Exception, *values: Any) -> Any:

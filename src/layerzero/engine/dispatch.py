@@ -124,7 +124,19 @@ class Dispatcher:
 
     def _on_meta(self, arguments: dict[str, Any]) -> bool:
         """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
-        return any(tensor.is_meta for tensor in self.tensors(arguments))
+        for name in self.order:
+            value = arguments[name]
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return True
+        return False
+
+    def _capturing(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the call is made inside a CUDA graph capture."""
+        for name in self.order:
+            value = arguments[name]
+            if isinstance(value, torch.Tensor):
+                return value.is_cuda and torch.cuda.is_current_stream_capturing()
+        return False
 
     def explain(
         self,
@@ -185,19 +197,20 @@ class Dispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
-                if policy["sampling_rate"]:
+                if policy.sampling_rate:
                     from layerzero import _assembly
 
-                    _assembly.sample(plan, self.function, policy["sampling_rate"])
+                    _assembly.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
                 return plan
             failed.add(chosen.kernel.id)
 
     def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
+        policy = current_policy()
         if self._on_meta(arguments):
-            return fake_call(self.function.route(dict(arguments), current_policy().layout))
-        return self.run(self.plan_for(key, arguments, current_policy()), arguments)
+            return fake_call(self.function.route(dict(arguments), policy.layout))
+        return self.run(self.plan_for(key, arguments, policy), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
         """Choose for a call that is not in the table; callers of one key choose once.
@@ -209,18 +222,18 @@ class Dispatcher:
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
-            if policy["cache.enabled"]:
+            if policy.cache_enabled:
                 plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
             return plan
 
-        if state.capturing(self.tensors(arguments)):  # a capture waits for nobody
+        if self._capturing(arguments):  # a capture waits for nobody
             return chosen()
-        return FLIGHTS.once((self.function.name, key.exact, policy, epoch), chosen)
+        return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
         if not self.engine.watchers:
             conditions = reuse.conditions_of(plan, policy, self.order)
-            self.cache.insert(key, plan, policy, epoch, policy["cache.max_size"], conditions)
+            self.cache.insert(key, plan, policy, epoch, policy.cache_max_size, conditions)
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
@@ -293,11 +306,13 @@ class Dispatcher:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
         kernel, facts = plan.kernel, plan.report.facts
         adapted = planning.adapted_tensors(plan, arguments)
-        if kernel.layout in (None, facts.layout) and all(
-            adapted.get(name) is arguments[name] for name in facts.tensors
-        ):
-            plan.proved = True  # the very tensors that were judged, seen in the same way
-            return True
+        if kernel.layout is None or kernel.layout == facts.layout:
+            for name in facts.tensors:
+                if adapted.get(name) is not arguments[name]:
+                    break
+            else:
+                plan.proved = True  # the very tensors that were judged, seen in the same way
+                return True
         tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in facts.tensors}
         judged = facts.seen_in(kernel.layout)
         if tensors == judged.tensors and not plan.transforms_data:  # what was judged is what the kernel gets
@@ -325,11 +340,12 @@ class Dispatcher:
             failing.tell_departure(plan, departed)
         if policy.log_selections:
             tell_choice(plan)
-        empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
-        if plan.kernel.is_reference and policy.enabled and not empty:
-            failing.tell_reference(plan)
+        if plan.kernel.is_reference and policy.enabled:
+            empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
+            if not empty:
+                failing.tell_reference(plan)
         failing.tell_split(plan)
-        if policy["vet_in_background"]:
+        if policy.vet_in_background:
             from layerzero import _assembly
 
             _assembly.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)

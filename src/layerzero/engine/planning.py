@@ -89,7 +89,7 @@ def _text_of(
         guards.append(f"guard({', '.join(f'{name}={name}' for name in facts.tensors)})")
     adapters = facts.operation.adapters
     kinds = {adaptation.kind for adaptation in candidate.adaptations}
-    if "split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items()):
+    if kinds and ("split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items())):
         return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
     state = facts.sizeless(), _ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
@@ -153,6 +153,8 @@ def _function(name: str, parameters: tuple[str, ...], lines: list[str]) -> str:
 
 def _chunk(candidate: Candidate, facts: Facts) -> int:
     """Sequences that run at once, 0 where all do."""
+    if not candidate.adaptations:
+        return 0
     splits = any(adaptation.kind == "split" for adaptation in candidate.adaptations)
     return split.chunk(candidate.kernel, facts) if splits else 0
 

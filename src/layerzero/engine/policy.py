@@ -117,7 +117,7 @@ class Policy:
         self._by_name.update(self.values)
         # Read once for each refused candidate or hit; attributes are cheaper than the mapping.
         for name in _ATTRIBUTES:
-            object.__setattr__(self, name, self._by_name[name])
+            object.__setattr__(self, name.replace(".", "_"), self._by_name[name])
         object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))
 
     enabled: bool = field(init=False, compare=False, repr=False)
@@ -135,6 +135,11 @@ class Policy:
     avoid_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
     allow: tuple[str, ...] = field(init=False, compare=False, repr=False)
     deny: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    sampling_rate: float = field(init=False, compare=False, repr=False)
+    vet_in_background: bool = field(init=False, compare=False, repr=False)
+    cache_enabled: bool = field(init=False, compare=False, repr=False)
+    cache_max_size: int = field(init=False, compare=False, repr=False)
+    descriptors: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
@@ -155,6 +160,7 @@ _ATTRIBUTES = (
     *("enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "deterministic"),
     *("require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
     *("prefer_sources", "avoid_sources", "allow", "deny"),
+    *("sampling_rate", "vet_in_background", "cache.enabled", "cache.max_size", "descriptors"),
 )
 
 

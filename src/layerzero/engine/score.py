@@ -83,9 +83,10 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
                 terms.append(Term("stock", STOCK_POINTS))
             elif evidence and not any(term.name == "prefer" for term in bonus):
                 terms.append(Term("unmeasured", -UNMEASURED_PENALTY * confidence))
-            moves = sum([adaptation.moves_data for adaptation in candidate.adaptations])
-            if moves:
-                terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
+            if candidate.adaptations:
+                moves = sum([adaptation.moves_data for adaptation in candidate.adaptations])
+                if moves:
+                    terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
         scored.append(_with_evidence(candidate, (*terms, *bonus), found))
     refused = sorted(
         [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)

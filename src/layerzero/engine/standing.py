@@ -52,13 +52,13 @@ class _Kept(NamedTuple):
     """The standings of a kind of calls: who is refused, and who may be legal.
 
     Those of ``first`` come before the others where nothing was measured; both are in the order of their priorities.
-    ``of`` are the kernels, the device and the machine that they are about.
+    ``of`` are the kernels, the device, the machine and the policy that they are about.
     """
 
     refused: tuple[Candidate, ...]
     standings: tuple[Standing, ...]
     first: frozenset[str]
-    of: tuple[tuple[Kernel, ...], Device, Machine]
+    of: tuple[tuple[Kernel, ...], Device, Machine, Policy]
 
 
 class _Asked(NamedTuple):
@@ -77,7 +77,9 @@ class _Asked(NamedTuple):
 
     @staticmethod
     def about(facts: Facts, policy: Policy) -> _Asked:
-        odd = any(tensor.negated or 0 in tensor.shape for tensor in facts.tensors.values())
+        odd = False
+        for tensor in facts.tensors.values():
+            odd = odd or tensor.negated or 0 in tensor.shape
         return _Asked(facts, policy, odd, {None: facts, facts.layout: facts})
 
     def seen_in(self, layout: str | None) -> Facts:
@@ -147,8 +149,8 @@ class Standings:
         return split.last_resort(judged, facts, policy, lock, legality.limit_findings), None
 
     def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
-        here = id(facts.device), id(machine), tuple(map(id, kernels))  # what is kept holds them
-        key = facts.operation.name, facts.layout, policy, here, facts.sizeless()
+        here = id(facts.device), id(machine), id(policy), tuple(map(id, kernels))  # what is kept holds them
+        key = facts.operation.name, facts.layout, here, facts.sizeless()
         return self._kept.get(key, lambda: _kept(kernels, facts, policy, machine))
 
 
@@ -158,7 +160,7 @@ def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Mach
     found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.kernel.priority_on(facts.device)))
     refused = tuple(each.refused for each in found if each.refused is not None)
     open_ones = tuple(each for each in found if each.refused is None)
-    return _Kept(refused, open_ones, first, (tuple(kernels), facts.device, machine))
+    return _Kept(refused, open_ones, first, (tuple(kernels), facts.device, machine, policy))
 
 
 def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:

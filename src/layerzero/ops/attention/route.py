@@ -126,7 +126,7 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
             problems.append(f"{name}: Expected 4D tensor (BSHD or BHSD), got {tensor.ndim}D {tuple(tensor.shape)}")
     if problems:
         raise InvalidCallError(NAME, problems)
-    return tuple(tuple(arguments[name].shape) for name in ("query", "key", "value"))  # type: ignore[return-value]
+    return tuple(arguments["query"].shape), tuple(arguments["key"].shape), tuple(arguments["value"].shape)
 
 
 def _layout(

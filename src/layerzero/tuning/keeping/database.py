@@ -48,6 +48,7 @@ class Database:
     def __init__(self, path: Path | None) -> None:
         self.path = self.named = path
         self.aside: list[Path] = []
+        self._name = ""
         self._reader: Link | None = None
         self._writer: Link | None = None
         self._memory: sqlite3.Connection | None = None
@@ -60,7 +61,7 @@ class Database:
         _DATABASES.add(self)
 
     def _use(self, path: Path) -> None:
-        self.path = path
+        self.path, self._name = path, os.fspath(path)
         self._reader = Link(path, self._connect_reader)
         self._writer = Link(path, self._connect_writer)
 
@@ -68,7 +69,7 @@ class Database:
 
     def is_absent(self) -> bool:
         """Whether nobody has written yet, here or anywhere."""
-        return self._memory is None and (self.path is None or not os.access(self.path, os.F_OK))
+        return self._memory is None and (self.path is None or not os.access(self._name, os.F_OK))
 
     def is_open(self) -> bool:
         """Whether somebody has written, as far as the last question saw."""

@@ -50,8 +50,7 @@ class Watch:
 
     def running(self) -> bool:
         """Whether the thread looks; where no thread can be started, who asks has to look."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        return self._thread is not None  # a thread that ends says so itself: asking it costs a miss four calls
 
     def start(self) -> None:
         """Have a thread if there is something to look at."""
@@ -80,14 +79,19 @@ class Watch:
         return [target for each in self._targets if (target := each()) is not None]
 
     def _work(self, stop: threading.Event) -> None:
-        while not stop.wait(EVERY_S):
-            with self._looking:
-                looked = self._look()
-            if not looked:
-                with self._lock:
-                    if self._stop is stop and not self._living():
-                        self._thread = None
-                        return
+        try:
+            while not stop.wait(EVERY_S):
+                with self._looking:
+                    looked = self._look()
+                if not looked:
+                    with self._lock:
+                        if self._stop is stop and not self._living():
+                            self._thread = None
+                            return
+        except BaseException:  # whoever looks may end the process, or this thread
+            with self._lock:
+                self._thread = None if self._stop is stop else self._thread
+            raise
 
     def _look(self) -> bool:
         """Look at everything; whether there was anything."""
