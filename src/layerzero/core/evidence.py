@@ -83,7 +83,7 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     ignored = _NO_WORK | facts.operation.schema.idle
     bounds = facts.operation.schema.bounds  # what follows from one is a size of its own, as context_bound is
     named = [
-        (name, _amount(value) if name not in bounds or value is None else "given")
+        (name, "given" if name in bounds and value is not None else value if type(value) is str else _amount(value))
         for name, value in facts.items()
         if name not in ignored
     ]
@@ -93,10 +93,14 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
 
 
+_WRITTEN = frozenset({int, bool, str, type(None)})
+"""Types of facts that are their own text."""
+
+
 def _amount(value: object) -> str:
     if type(value) is float:
         return "0" if value == 0 else "set"
-    return value if type(value) is str else str(plain(value))
+    return str(value) if type(value) in _WRITTEN else str(plain(value))
 
 
 def _memory(facts: Facts) -> list[str]:

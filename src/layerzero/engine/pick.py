@@ -42,7 +42,7 @@ def pick(
     later: Later | None = None,
 ) -> Report:
     """Take the best legal candidate, or the one that a lock names; ``later`` judges those that cannot win."""
-    legal = [candidate for candidate in ranked if candidate.legal]
+    legal = [candidate for candidate in ranked if not candidate.reasons]
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
     locked = ""

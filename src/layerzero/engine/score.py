@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from layerzero.core.device import Device
 from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -55,19 +54,20 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     known = [each.kernel for each in legal if each.kernel.id in evidence]
     device = facts.device
     stock, first = _kept_first([each.kernel for each in legal], facts, policy)
-    anchor = max([kernel.priority_on(device) for kernel in known], default=0)
+    priority_of = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
+    anchor = max([priority_of[kernel.id] for kernel in known], default=0)
     quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
-        found, own = evidence.get(candidate.kernel.id), candidate.kernel.priority_on(device)
+        found, own = evidence.get(candidate.kernel.id), priority_of[candidate.kernel.id]
         bonus = _policy_terms(candidate, facts, policy)
         held_back = stock is not None and candidate.kernel.id not in first
         if found is not None and quickest is not None:
             best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
             slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
-            priority = min(own, quickest.priority_on(device)) if slower else own
+            priority = min(own, priority_of[quickest.id]) if slower else own
             terms = [
                 Term(str(found.provenance), confidence * points),
                 Term("priority", (1 - confidence) * priority),
@@ -91,7 +91,7 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     refused = sorted(
         [each for each in candidates if each.reasons], key=lambda each: (-each.kernel.priority, each.kernel.id)
     )
-    return _order(scored, confidence, device, first) + refused
+    return _order(scored, confidence, priority_of, first) + refused
 
 
 def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
@@ -156,7 +156,9 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
     return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
-def _order(scored: list[Candidate], confidence: float, device: Device, first: frozenset[str]) -> list[Candidate]:
+def _order(
+    scored: list[Candidate], confidence: float, priority_of: Mapping[str, int], first: frozenset[str]
+) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id, those of ``first`` before others.
 
     What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
@@ -173,6 +175,6 @@ def _order(scored: list[Candidate], confidence: float, device: Device, first: fr
             1.0 + max(best.noise, candidate.noise)
         )
         kernel = candidate.kernel
-        return 0.0 if tied else behind, kernel.id not in first, -kernel.priority_on(device), kernel.id
+        return 0.0 if tied else behind, kernel.id not in first, -priority_of[kernel.id], kernel.id
 
     return [each for _, _, each in sorted(scores, key=place)]

@@ -104,7 +104,7 @@ class TimeStore:
         times = self._times(database, work.key, graph)
         known: list[tuple[Any, ...]] = []
         worth = 1.0
-        waits = any(time.waits for time in times)
+        waits = bool([time for time in times if time.host_us is not None and time.waits])
         if waits or len({time.kernel for time in times}) < len(kernels):
             known = self._models(database, work.family, graph)
         if not times and not known:

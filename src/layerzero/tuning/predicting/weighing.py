@@ -83,7 +83,7 @@ def weighed(
     apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
     margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
-    for run in _runs(time for time in best.values() if time.waits):
+    for run in _runs([time for time in best.values() if time.host_us is not None and time.waits]):
         paces |= dict.fromkeys([time.kernel for time in run], _pace(run, hosts or {}))
     return {
         kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
