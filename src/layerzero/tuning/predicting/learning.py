@@ -39,6 +39,7 @@ _SELECTED = ", ".join(f"times.{name}" for name in (*sums.DECIDING, "crc"))
 _KNOWN = f"SELECT {sums.SELECTED} FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
 _TIME = f"""INSERT OR REPLACE INTO times (work, graph, {", ".join(sums.COLUMNS)}, crc)
     VALUES ({", ".join("?" * (len(sums.COLUMNS) + 3))})"""  # noqa: S608  # names of ours
+_FOUND = "SELECT 1 FROM times WHERE work = ? AND graph = ? AND crc = ?"
 _FORGET = f"DELETE FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
 _POINTS = f"""SELECT works.key, works.facts, {_SELECTED} FROM works CROSS JOIN times ON times.work = works.key
     WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?
@@ -140,6 +141,9 @@ def _insert(connection: sqlite3.Connection, row: Row, work: Work, values: Sequen
     about = (values[3], environment.device, environment.torch, environment.library)
     connection.execute(_ENVIRONMENT, (*about, msgspec.json.encode(environment).decode()))
     connection.execute(_TIME, values)
+    if connection.execute(_FOUND, (*values[:2], values[-1])).fetchone() is None:
+        # A flipped bit in one key puts what is searched for elsewhere than what is inserted, and no statement fails.
+        raise sqlite3.DatabaseError("a time that was just written is not found: its keys are out of order")
 
 
 def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> Kept:
