@@ -309,3 +309,20 @@ def test_a_paused_process_holds_up_nobody(path, kernels, reading):
             store.record(kernels[0], facts(8), TIME)
             assert store.evidence(kernels, facts(8))["user.a"].time_us == 10.0
     os.close(lock)
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")  # that models are damaged
+@pytest.mark.parametrize("column", ["kernel", "adapts"])
+def test_a_model_whose_names_are_no_text_goes_and_hides_no_time(path, kernels, column):
+    sql(path, f"UPDATE models SET {column} = CAST(x'75dfff' AS TEXT) WHERE kernel = 'user.a'")
+    store = TimeStore()
+    store.record(kernels[0], facts(3), replace(TIME, median_us=33.0))
+    for _ in range(2):
+        assert store.evidence(kernels, facts(3))["user.a"].time_us == 33.0
+    ended(store)
+    connection = sqlite3.connect(path)
+    connection.text_factory = bytes
+    names = connection.execute(f"SELECT {column} FROM models").fetchall()
+    connection.close()
+    assert (b"u\xdf\xff",) not in names
+    assert not [note for note in store.notes() if "cannot be" in note]

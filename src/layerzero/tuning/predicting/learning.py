@@ -46,6 +46,8 @@ _POINTS = f"""SELECT works.key, works.facts, {_SELECTED} FROM works CROSS JOIN t
     AND (noise <= ? OR device_us IS NOT NULL) LIMIT ?"""  # noqa: S608  # names of ours
 _MODEL = f"INSERT OR REPLACE INTO models ({sums.MODEL_COLUMNS}, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
 _SUBJECT = "family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
+_AS_BYTES = """CAST(family AS BLOB) IS ? AND graph IS ? AND CAST(kernel AS BLOB) IS ?
+    AND CAST(environment AS BLOB) IS ? AND CAST(adapts AS BLOB) IS ?"""
 _UNLEARN = f"DELETE FROM models WHERE {_SUBJECT}"  # noqa: S608  # names of ours
 _MARK = "INSERT OR REPLACE INTO stale (family, graph, kernel, environment, adapts, serial) VALUES (?, ?, ?, ?, ?, ?)"
 _UNMARK = f"DELETE FROM stale WHERE {_SUBJECT} AND serial = ?"  # noqa: S608  # names of ours
@@ -167,12 +169,30 @@ def stale_of(connection: sqlite3.Connection, family: bytes) -> list[Subject]:
     return connection.execute(_STALE_OF, (family, MODEL_FORMAT)).fetchall()
 
 
+def _is_text(subject: Subject) -> bool:
+    """Whether its names are text, as those of a damaged row may not be: no statement takes them."""
+    try:
+        return all(each.encode() is not None for each in subject if isinstance(each, str))
+    except UnicodeEncodeError:
+        return False
+
+
+def _forget_bytes(connection: sqlite3.Connection, subject: Subject) -> None:
+    """Remove what a damaged row says of a subject whose names are no text."""
+    parts = [each.encode("utf-8", "surrogateescape") if isinstance(each, str) else each for each in subject]
+    for table in ("models", "stale"):
+        connection.execute(f"DELETE FROM {table} WHERE {_AS_BYTES}", parts)  # noqa: S608  # names of ours
+
+
 def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] = ()) -> None:
     """Fit one model anew; ``new`` are rows that count even where a family has more than are looked at.
 
     Outside of transactions: what is read, fitted and written holds for the mark that was there before, and a mark made
     meanwhile stays.
     """
+    if not _is_text(subject):
+        in_transaction(connection, lambda inside: _forget_bytes(inside, subject))
+        return
     mark = connection.execute(_SERIAL, subject).fetchone()
     model = fitting.fit(list(_points(connection, subject, new)))
 
