@@ -28,7 +28,7 @@ def descriptors_in_force() -> None:
     """Have the capability descriptors that are configured; they work on the registry, and lie above it."""
     from layerzero.engine.config import CONFIGURATION
 
-    if CONFIGURATION.policy["descriptors"] or "layerzero.asking.descriptors" in sys.modules:
+    if CONFIGURATION.policy.descriptors or "layerzero.asking.descriptors" in sys.modules:
         import_module("layerzero.asking.descriptors").DESCRIPTORS.sync()
 
 

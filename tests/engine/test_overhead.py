@@ -42,3 +42,19 @@ def test_a_hit_in_c_calls_nothing_but_its_kernel():
     for guard in (True, False):
         bound = lz.bind(lz.attention, Q, K, V, layout="BSHD", guard=guard)
         assert events(lambda bound=bound: bound(Q, K, V)) == ["noop"]
+
+
+@pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT)
+def test_a_miss_asks_once_for_what_does_not_change():
+    """All kernels of the operation are candidates; what they have in common is kept between misses."""
+
+    def miss():
+        CALLS["attention"].dispatcher.cache.current.clear()
+        lz.attention(Q, K, V, causal=True, layout="BSHD")
+
+    for _ in range(3):
+        miss()
+    made = events(miss)
+    assert made[-1] != "noop"
+    assert "noop" in made
+    assert len(made) <= 540, len(made)
