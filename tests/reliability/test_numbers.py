@@ -17,6 +17,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import LayerZeroError
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.ops import FUNCTIONS
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import case_call
 
@@ -30,10 +31,10 @@ ODD = st.sampled_from([
 VALUES = st.one_of(HUGE, ODD, st.tuples(HUGE), st.tuples(HUGE, st.just(1)), st.tuples(ODD, HUGE))
 PLACES = [
     (name, operation.name, parameter.name)
-    for name, call in CALLS.items()
-    for operation in call.function.operations
-    for parameter in call.function.parameters
-    if parameter.name not in call.function.tensors
+    for name, function in FUNCTIONS.items()
+    for operation in function.operations
+    for parameter in function.parameters
+    if parameter.name not in function.tensors
 ]
 
 
@@ -52,8 +53,8 @@ def test_whatever_a_number_is_a_call_answers_or_says_what_is_wrong(place, value,
 
 CASES = {
     operation.name: case_call(operation, operation.cases[0], torch.float32).arguments
-    for call in CALLS.values()
-    for operation in call.function.operations
+    for function in FUNCTIONS.values()
+    for operation in function.operations
 }
 TABLES, LENGTHS = torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor([40], dtype=torch.int32)
 

@@ -96,7 +96,8 @@ def rope_frequencies(
         arXiv:2402.13753.
     """
     if type(rotary_dim) is not int or not 2 <= rotary_dim <= _MOST_DIM or rotary_dim % 2:
-        problem = f"rotary_dim: wanted an even number from 2 to {_MOST_DIM}, got {told(rotary_dim)}"
+        wanted = f"at most {_MOST_DIM}" if type(rotary_dim) is int and rotary_dim > 0 == rotary_dim % 2 else "above 0"
+        problem = f"rotary_dim: wanted an even number {wanted}, got {told(rotary_dim)}"
         raise InvalidCallError("rope_frequencies", [problem])
     given = dict(scaling or {})
     kind = given.get("rope_type") or given.get("type") or "default"
