@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 
 
@@ -20,7 +21,7 @@ def alibi_slopes(heads: int, *, dtype: torch.dtype = torch.float32, device: torc
     Source: arXiv:2108.12409.
     """
     if type(heads) is not int or heads < 1:
-        raise InvalidCallError("alibi_slopes", [f"heads: wanted a number of at least 1, got {heads!r}"])
+        raise InvalidCallError("alibi_slopes", [f"heads: wanted a number of at least 1, got {told(heads)}"])
     whole = 1 << (heads.bit_length() - 1)
     between = _of_power(2 * whole)[::2][: heads - whole]
     return torch.cat((_of_power(whole), between)).to(device=device, dtype=dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense
@@ -59,16 +60,18 @@ def _value_problems(arguments: dict[str, Any], shard: bool) -> list[str]:
     problems = []
     weight, scale, padding = (arguments[name] for name in ("weight", "scale", "padding_idx"))
     if scale is not None and not math.isfinite(scale):
-        problems.append(f"scale: wanted a finite number, got {scale}")
+        problems.append(f"scale: wanted a finite number, got {told(scale)}")
     if weight.shape[1] == 0:
         problems.append(f"weight: wanted rows of a width above 0, got shape {tuple(weight.shape)}")
     vocab = weight.shape[0]
     if not shard and not vocab and arguments["ids"].numel():
         problems.append(f"weight: wanted a row for each id, got shape {tuple(weight.shape)}")
     if padding is not None and shard and padding < 0:
-        problems.append(f"padding_idx: wanted an id of the vocabulary, 0 and above beside vocab_start, got {padding}")
+        problems.append(
+            f"padding_idx: wanted an id of the vocabulary, 0 and above beside vocab_start, got {told(padding)}"
+        )
     if padding is not None and not shard and not -vocab <= padding < vocab:
-        problems.append(f"padding_idx: wanted {-vocab} to {vocab - 1}, a row of weight, got {padding}")
+        problems.append(f"padding_idx: wanted {-vocab} to {vocab - 1}, a row of weight, got {told(padding)}")
     return problems
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense
@@ -55,7 +56,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         operation, without = QKV, {"kv_features"}
         problems = [f"{name}: wanted a tensor, got None" for name in WEIGHTS if arguments[name] is None]
         if arguments["kv_features"] is not None:
-            problems.append(f"kv_features: wanted None beside three weights, got {arguments['kv_features']!r}")
+            problems.append(f"kv_features: wanted None beside three weights, got {told(arguments['kv_features'])}")
     else:
         operation, without = QKV_JOINED, {*WEIGHTS[1:], *BIASES[1:], "packed_k", "packed_v"}
         problems = [
@@ -75,9 +76,11 @@ def _joined_problems(arguments: dict[str, Any]) -> list[str]:
     """What is wrong with how a joined weight is to be taken apart."""
     count, joined = arguments["kv_features"], arguments["q_weight"]
     if type(count) is not int or count < 1:
-        return [f"kv_features: wanted the rows of keys in q_weight, or k_weight and v_weight, got {count!r}"]
+        return [f"kv_features: wanted the rows of keys in q_weight, or k_weight and v_weight, got {told(count)}"]
     if isinstance(joined, Tensor) and joined.ndim == 2 and joined.shape[0] <= 2 * count:
-        return [f"q_weight: wanted more than 2 * {count} rows, queries before keys and values, got {joined.shape[0]}"]
+        return [
+            f"q_weight: wanted more than 2 * {told(count)} rows, queries before keys and values, got {joined.shape[0]}"
+        ]
     return []
 
 

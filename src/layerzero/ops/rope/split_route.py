@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense
@@ -76,7 +77,7 @@ def _qkv_problems(arguments: dict[str, Any]) -> list[str]:
     """What is wrong with what everything else is read by."""
     qkv, heads, kv_heads = (arguments[name] for name in ("qkv", "heads", "kv_heads"))
     problems = [
-        f"{name}: wanted a number above 0, got {count!r}"
+        f"{name}: wanted a number above 0, got {told(count)}"
         for name, count in (("heads", heads), ("kv_heads", kv_heads))
         if type(count) is not int or count < 1
     ]

@@ -18,6 +18,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
+from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, check_positions
 from layerzero.ops.rope_append import cases, stock
@@ -116,6 +117,7 @@ ROPE_APPEND = Operation(
     reference=rope_append_reference,
     cases=cases.CONTIGUOUS,
     check_values=_check_rows,
+    guard=written.guard,
     examples=cases.contiguous_examples,
     work=_work("batch", "seq"),
     sweep=cases.contiguous_sweep,
@@ -153,6 +155,7 @@ ROPE_APPEND_PAGED = Operation(
     reference=rope_append_paged_reference,
     cases=cases.PAGED,
     check_values=_check_places,
+    guard=written.guard,
     examples=cases.paged_examples,
     work=_work("tokens"),
     sweep=cases.paged_sweep,

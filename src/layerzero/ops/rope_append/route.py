@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
@@ -68,7 +69,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = _rank_problems(arguments, 3 if paged else 4)
     layout = arguments["layout"]
     if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
-        problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {layout!r}")
+        problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     if problems:
         raise InvalidCallError(_NAME, problems)
     written.check(_NAME, {each: arguments[each] for each in _CACHES}, layout)
