@@ -77,45 +77,21 @@ def _random(seed: int, offset: int) -> tuple[Any, ...]:
     return _DETERMINISTIC, None, seed, None, offset
 
 
-def _categorical(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...]) -> None:
-    module.sampling_from_probs(probs, ids, valid, None, *random)
+def _of(function: str, parameter: str = "") -> Draw:
+    """A function of the module that takes a count or a share, or neither, between the rows and where to draw from."""
+
+    def draw(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...], **given: Any) -> None:
+        asked: tuple[Any, ...] = ()
+        if parameter == "k":
+            asked = _counts(given.get("k"), given.get("row_k"), probs.shape[1], ids.dtype)
+        elif parameter == "p":
+            asked = _shares(given.get("p"), given.get("row_p"))
+        getattr(module, function)(probs, ids, valid, None, *asked, *random)
+
+    return draw
 
 
-def _top_k(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    k: int | None = None,
-    row_k: Tensor | None = None,
-) -> None:
-    counts = _counts(k, row_k, probs.shape[1], ids.dtype)
-    module.top_k_sampling_from_probs(probs, ids, valid, None, *counts, *random)
-
-
-def _top_p(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    p: float | None = None,
-    row_p: Tensor | None = None,
-) -> None:
-    module.top_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
-
-
-def _min_p(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    p: float | None = None,
-    row_p: Tensor | None = None,
-) -> None:
-    module.min_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
+_top_p = _of("top_p_sampling_from_probs", "p")
 
 
 def _top_k_top_p(
@@ -132,7 +108,7 @@ def _top_k_top_p(
     kept = torch.empty_like(probs)
     counting = torch.zeros(_RADIX_BYTES, dtype=torch.uint8, device=probs.device)
     module.top_k_renorm_probs(probs, kept, *_counts(k, row_k, probs.shape[1], torch.int32), _DETERMINISTIC, counting)
-    _top_p(module, kept, ids, valid, random, p, row_p)
+    _top_p(module, kept, ids, valid, random, p=p, row_p=row_p)
 
 
 def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Callable[..., Any]]:
@@ -200,10 +176,10 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
 KERNELS = tuple(
     _kernel(kind, source, draw, accepts, numbers, priority)
     for kind, draw, accepts, numbers, priority in (
-        ("categorical", _categorical, (), 1, 80),
-        ("topk", _top_k, ("k", "row_k"), _ROUNDS, 80),
+        ("categorical", _of("sampling_from_probs"), (), 1, 80),
+        ("topk", _of("top_k_sampling_from_probs", "k"), ("k", "row_k"), _ROUNDS, 80),
         ("topp", _top_p, ("p", "row_p"), _ROUNDS, 80),
-        ("minp", _min_p, ("p", "row_p"), 1, 80),
+        ("minp", _of("min_p_sampling_from_probs", "p"), ("p", "row_p"), 1, 80),
         ("topk_topp", _top_k_top_p, ("k", "row_k", "p", "row_p"), _ROUNDS, 80),
     )
     for source in ("logits", "probs")

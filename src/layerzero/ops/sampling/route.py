@@ -75,12 +75,10 @@ def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
 
 def _pair(kind: str, operations: list[Operation]) -> list[Function]:
     """The function that draws from logits, and the one that draws from probabilities."""
-    ending = "" if kind == "categorical" else f"_{kind}"
     found = []
     for source, operation in zip(("logits", "probs"), operations, strict=True):
-        name = f"sample{ending}" if source == "logits" else f"sample{ending}_probs"
-        signature = getattr(signatures, name)
-        drawing = draw.drawing(kind, source)
+        signature, drawing = signatures.drawing(kind, source), draw.drawing(kind, source)
+        name = signature.__name__
         found.append(Function(name, signature, _route(name, operation), (operation,), draw=drawing, weight=1))
     return found
 
