@@ -196,6 +196,20 @@ def test_rows_have_numbers_of_their_own(name, kernel, ending):
         assert set(row.tolist()) == kept(ROWS["pairs"], **of)
 
 
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+def test_rows_have_temperatures_of_their_own(name, kernel):
+    """What a row draws at its temperature is what it draws at that of all; 0 and less is the likeliest place."""
+    logits, warm = source(name, 3, 16), torch.tensor([0.3, 1.0, 0.0])
+    operation = FUNCTIONS[name].operations[0]
+    with lz.scope(locks={operation.name: kernel}):
+        ids = getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], row_temperature=warm.repeat(500), seed=5)
+        divided = logits / torch.tensor([0.3, 1.0, 1e-6]).unsqueeze(1)
+        assert torch.equal(ids, getattr(lz, name)(divided.repeat(500, 1), **KINDS[name], seed=5))
+        assert bool((ids.view(500, 3)[:, 2] == logits[2].argmax()).all())
+        with pytest.raises(lz.InvalidCallError, match="wanted temperature for all rows or row_temperature for each"):
+            getattr(lz, name)(logits, **KINDS[name], temperature=0.5, row_temperature=warm)
+
+
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (0, 5), (4, 1)])
 def test_any_number_of_leading_axes(name, shape):

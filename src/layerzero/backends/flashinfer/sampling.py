@@ -121,11 +121,12 @@ def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Call
             tensor: Tensor,
             *,
             temperature: float | None = None,
+            row_temperature: Tensor | None = None,
             seed: int | None = None,
             generator: torch.Generator | None = None,
             **given: Any,
         ) -> Tensor:
-            probs = probabilities(tensor.detach(), temperature, logits=logits)
+            probs = probabilities(tensor.detach(), temperature, row_temperature, logits=logits)
             probs = probs.view(-1, probs.shape[-1])
             rows = len(probs)
             ids = torch.empty(rows, dtype=torch.int64, device=probs.device)
@@ -156,7 +157,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         operations=(f"sampling.{kind}" if logits else f"sampling.{kind}.probs",),
         backend=FLASHINFER,
         load=_loader(draw, numbers, logits=logits),
-        accepts=(*accepts, *(("temperature",) if logits else ()), "seed", "generator"),
+        accepts=(*accepts, *(("temperature", "row_temperature") if logits else ()), "seed", "generator"),
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),

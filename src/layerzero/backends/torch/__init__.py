@@ -12,6 +12,7 @@ MODULES = (
     "greedy",
     "inductor",
     "linear",
+    "logits",
     "mlp",
     "norm",
     "normed_rope",

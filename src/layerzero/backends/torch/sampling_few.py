@@ -45,6 +45,7 @@ def few_of(facts: Facts) -> Few | None:
         p: float | None = None,
         row_p: Tensor | None = None,
         temperature: float | None = None,
+        row_temperature: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor | None:
@@ -59,7 +60,7 @@ def few_of(facts: Facts) -> Few | None:
             return None
         if row_k is not None:
             values = values.masked_fill(values < last, -torch.inf if logits else 0.0)
-        weights = probabilities(values[..., :most], temperature, logits=logits)
+        weights = probabilities(values[..., :most], temperature, row_temperature, logits=logits)
         upto = weights.cumsum(-1)
         total = upto[..., -1:]
         if shared:

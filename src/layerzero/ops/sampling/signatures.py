@@ -87,9 +87,11 @@ _TEMPERATURE = (
         "temperature",
         "float | None",
         """\
-        temperature: what logits are divided by, from 1e-6; 1 if None.""",
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.""",
     ),
 )
+_ROW_TEMPERATURE = (_Argument("row_temperature", "Tensor | None"),)
 _RANDOM = (
     _Argument(
         "seed",
@@ -119,7 +121,9 @@ _UNDRAWABLE = {"logits": "+inf, -inf everywhere", "probs": "infinity, a number b
 def drawing(kind: str, source: str) -> Signature:
     """The signature of the function that draws from ``logits`` or ``probs``, by the kind of its operation."""
     kept = _KEPT[kind]
-    beside = (*kept.of_rows, *(_TEMPERATURE if source == "logits" else ()), *_RANDOM)
+    beside = (*kept.of_rows, *_RANDOM)
+    if source == "logits":
+        beside = (*kept.of_rows, *_TEMPERATURE, *_ROW_TEMPERATURE, *_RANDOM)
     told = "\n".join(each.text for each in (*kept.arguments, *beside) if each.text)
     doc = [f"Draw {kept.summary}{'' if source == 'logits' else ', from probabilities'}.", ""]
     doc += [f"    {kept.more}", ""] if kept.more else []

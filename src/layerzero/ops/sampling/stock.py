@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.sampling.formulas import count_of, generator_of, of_row
+from layerzero.ops.sampling.formulas import count_of, generator_of, of_row, tempered
+from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
 
 Run = Callable[[], Tensor]
 
@@ -23,12 +24,10 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
 
     def make(*tensors: Tensor, seed: int | None = None, generator: torch.Generator | None = None, **given: Any) -> Run:
         tensor = tensors[0] if tensors else given.pop("logits" if logits else "probs")
-        temperature = given.pop("temperature", None)
+        divisors = given.pop("temperature", None), given.pop("row_temperature", None)
 
         def run() -> Tensor:
-            weights = tensor.float()
-            if logits:
-                weights = (weights if temperature is None else weights / temperature).softmax(-1)
+            weights = tempered(tensor.float(), *divisors).softmax(-1) if logits else tensor.float()
             own = generator_of(seed, generator, tensor.device)
             vocab = weights.shape[-1]
             flat = weights.reshape(-1, vocab)
@@ -73,3 +72,36 @@ def _filtered(
         drop[..., 0] = False
         values = values.masked_fill(drop, 0.0)
     return values, order
+
+
+def penalties(logits: Tensor, said: Tensor, **given: Any) -> Run:
+    """The expression that engines have: counts by a scatter, then whole rows."""
+    prompt_ids, prompt_mask = given.get("prompt_ids"), given.get("prompt_mask")
+
+    def run() -> Tensor:
+        counts = said if said.shape == logits.shape else counts_of(said, logits.shape[-1])
+        asked = prompt_mask if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
+        seen = counts > 0 if asked is None else (counts > 0) | asked
+        numbers = (
+            of_row(given.get(name), given.get(f"row_{name}")) for name in ("repetition", "presence", "frequency")
+        )
+        return penalised(logits, seen, counts, *numbers).to(logits.dtype)
+
+    return run
+
+
+def bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Run:
+    """A scatter into a copy."""
+    return lambda: biased(logits.clone(), bias_ids, bias)
+
+
+def logprobs(
+    logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+) -> Run:
+    """``torch.log_softmax`` of all places, of which one is taken."""
+
+    def run() -> Tensor:
+        wide = tempered(logits.float(), temperature, row_temperature)
+        return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    return run
