@@ -187,6 +187,7 @@ __all__ = [
     "unlock",
     "unregister_kernel",
     "validate",
+    "verify_speculative",
     "vet",
     "warmup",
     "which",
@@ -1019,4 +1020,38 @@ def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, li
         limit: what the gate is at most, and up on either side; above 0.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for numbers that mean nothing.
     Source: gpt-oss, arXiv:2508.10925.
+    """
+
+def verify_speculative(
+    draft_ids: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor | None = None,
+    parents: Tensor | None = None,
+    *,
+    greedy: bool = False,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tell which drafted tokens stand, and draw the one behind them, so that tokens come as the target draws them.
+
+    A node is tried if the one that it follows was the last to stand, in the order of the nodes. It stands with the
+    probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
+    those beside it, and for the next token. A draft that was drawn without putting back has rows of what was left.
+
+    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
+        tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.
+    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; ids and parents int32 or int64;
+        computes in float32 or wider; returns int64.
+    Args:
+        draft_ids: the drafted tokens, from 0 to V - 1.
+        target_probs: what the target gives at the root, and behind each node.
+        draft_probs: what each token was drawn from; None where the draft was certain.
+        parents: the node that each one follows, which comes before it, -1 for the root; None for a chain. A node whose
+            parent comes later is never tried.
+        greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
+        seed: gives the same tokens wherever the same kernel runs the same call; from 0.
+        generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary and for rows of the
+        target that nothing can be drawn of. On a GPU, where looking means waiting, such a row gives some token.
+    Source: arXiv:2211.17192, arXiv:2302.01318; of trees arXiv:2305.09781.
     """

@@ -42,17 +42,19 @@ Draw = Callable[..., None]
 """Calls one of the module's functions on probabilities, ids, a flag for each row, and where to draw from."""
 
 
-def _module(facts: Facts) -> Hashable:
+def module_of(facts: Facts) -> Hashable:
     """One module holds every draw."""
     return facts.device.sm, "sampling"
 
 
-def _prebuilt(facts: Facts) -> bool:
+def prebuilt(facts: Facts) -> bool:
+    """Whether a package brought it."""
     return is_shipped("sampling", facts)
 
 
 @functools.cache
-def _built() -> Any:
+def built() -> Any:
+    """The module, compiled or found."""
     from flashinfer.jit.sampling import gen_sampling_module
 
     return gen_sampling_module().build_and_load()
@@ -72,7 +74,7 @@ def _counts(k: int | None, row_k: Tensor | None, vocab: int, dtype: torch.dtype)
     return row_k.reshape(-1).clamp(1, vocab).to(dtype), 0
 
 
-def _random(seed: int, offset: int) -> tuple[Any, ...]:
+def random_of(seed: int, offset: int) -> tuple[Any, ...]:
     """How draws are to be deterministic, and their seed and offset: as a tensor, and as a number."""
     return _DETERMINISTIC, None, seed, None, offset
 
@@ -115,7 +117,7 @@ def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Call
     def load(facts: Facts) -> Callable[..., Any]:
         from flashinfer.sampling import get_seed_and_offset
 
-        module = _built()
+        module = built()
 
         def run(
             tensor: Tensor,
@@ -132,7 +134,7 @@ def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Call
             ids = torch.empty(rows, dtype=torch.int64, device=probs.device)
             valid = torch.empty(rows, dtype=torch.bool, device=probs.device)
             start = get_seed_and_offset(rows * numbers, generator, probs.device) if seed is None else (seed, 0)
-            draw(module, probs, ids, valid, _random(*start), **given)
+            draw(module, probs, ids, valid, random_of(*start), **given)
             return ids.view(tensor.shape[:-1])
 
         return run
@@ -167,8 +169,8 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         grad=True,
         deterministic=True,
         jit=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        build_key=module_of,
+        prebuilt=prebuilt,
         device_guard=True,
         priority=priority,
     )

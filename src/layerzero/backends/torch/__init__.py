@@ -21,5 +21,6 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "verify",
 )
 """The files that declare kernels, a family each."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sampling import declare, logits, logits_route, route
+from layerzero.ops.sampling import declare, logits, logits_route, route, verify, verify_route
 
-OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS)
-FUNCTIONS = (*route.FUNCTIONS, *logits_route.FUNCTIONS)
+OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *verify.OPERATIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits_route.FUNCTIONS, *verify_route.FUNCTIONS)
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

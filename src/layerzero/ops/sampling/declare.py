@@ -48,11 +48,12 @@ def on_device(generator: torch.Generator, tensor: Tensor) -> bool:
     return theirs.type == "meta" or (mine.type == theirs.type and (mine.index or 0) == (theirs.index or 0))
 
 
-def _kind(generator: torch.Generator, tensor: Tensor) -> str:
+def kind_of_generator(generator: torch.Generator, tensor: Tensor) -> str:
+    """What a choice depends on of a generator: that it draws where the tensor lies."""
     return "given" if on_device(generator, tensor) else FOREIGN
 
 
-def _generator(seed: int | None, name: str) -> Callable[..., torch.Generator]:
+def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]:
     """A generator on the device of a call's tensor: of this seed, or of one that goes on from call to call."""
 
     def make(arguments: Mapping[str, Any], capturable: bool = False) -> torch.Generator:
@@ -154,8 +155,8 @@ def _from(
         None,
         Role.HANDLE,
         made_of=(source,),
-        kind=_kind,
-        make=_generator(None, source),
+        kind=kind_of_generator,
+        make=generator_for(None, source),
         changes_result=True,
         seeds=True,
     )
@@ -174,7 +175,7 @@ def _from(
         judge=judge(kind, logits=logits),
         properties=(
             reproducible("seed", 1, 2),
-            reproducible("generator", *(_generator(each, source) for each in (1, 2))),
+            reproducible("generator", *(generator_for(each, source) for each in (1, 2))),
         ),
         kind=OpKind.SAMPLING,
         derive=_derive,

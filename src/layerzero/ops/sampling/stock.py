@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.ops.sampling.formulas import count_of, generator_of, of_row, tempered
 from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
+from layerzero.ops.sampling.verify_formulas import chain_of, walked, walked_greedily
 
 Run = Callable[[], Tensor]
 
@@ -103,5 +104,37 @@ def logprobs(
     def run() -> Tensor:
         wide = tempered(logits.float(), temperature, row_temperature)
         return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    return run
+
+
+def verify(
+    target_probs: Tensor,
+    draft_ids: Tensor,
+    parents: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The walk, node by node, as models' code has it."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        above = chain_of(draft_ids) if parents is None else parents
+        own = generator_of(seed, generator, target_probs.device)
+        drafted = None if draft_probs is None else draft_probs.float()
+        return walked(draft_ids, target_probs.float(), drafted, above, own)
+
+    return run
+
+
+def verify_greedily(
+    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """``torch.argmax`` and the walk."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        above = chain_of(draft_ids) if parents is None else parents
+        return walked_greedily(draft_ids, target_probs.argmax(-1), above)
 
     return run
