@@ -2,10 +2,10 @@
 
 Read: ``chain_speculative_sampling`` of csrc/flashinfer_sampling_binding.cu and include/flashinfer/sampling.cuh, at
 fb28d7242. Its last arguments are those of the draws in ``sampling``. A block a row; float32 rows, dense, which it loads
-as wide as divides them; int32 tokens. A token stands where u * q < p, what falls is drawn of max(p - q, 0), as here; the
-chain's lengths it adds to what their tensors hold. Where a row begins is computed in 32 bits. It wants what each token
-was drawn from: a draft that was certain gets 1 at its token, 0 elsewhere. Seed and offset are numbers of the call, so
-that none is captured. Not run here yet.
+as wide as divides them; int32 tokens. A token stands where u * q < p, what falls is drawn of max(p - q, 0), as here;
+it adds the chain's lengths to what their tensors hold. Where a row begins is computed in 32 bits. It wants what each
+token was drawn from: a draft that was certain gets 1 at its token, 0 elsewhere. Seed and offset are numbers of the
+call, so that none is captured. Not run here yet.
 Library: flashinfer-python 0.7.2, Apache-2.0.
 """
 
