@@ -1,0 +1,5 @@
+"""Operations on every element."""
+
+from __future__ import annotations
+
+ORACLES = {}
