@@ -7,6 +7,7 @@ MODULES = (
     "alibi",
     "attention",
     "cuda_attention",
+    "elementwise",
     "embedding",
     "flex_attention",
     "greedy",
