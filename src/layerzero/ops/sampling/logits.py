@@ -206,7 +206,7 @@ LOGPROBS = Operation(
     cases=tuple(
         Case(label, {"rows": rows, "vocab": vocab}) for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
     ),
-    tolerance=dict.fromkeys(FLOATING, Tolerance(1e-5, 3e-5)),
+    tolerance=dict.fromkeys(TOLERANCE, Tolerance(1e-5, 3e-5)),
     tolerance_reason="logits are read as they are and summed in float32, whose steps at 50 are 4e-6",
     derive=_derive,
     derived=("rows",),
