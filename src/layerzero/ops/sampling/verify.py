@@ -40,7 +40,7 @@ _OUTPUTS = (
     TensorSchema("ids", ("batch", "verified"), IDS),
     TensorSchema("nodes", ("batch", "drafted"), IDS),
 )
-_SIZES = {"small": (4, 2, 8), "odd": (3, 5, 1003), "llama2_batch": (8, 4, 32000), "llama3_decode": (1, 5, 128256)}
+_SIZES = {"small": (33, 2, 8), "odd": (3, 5, 1003), "llama2_batch": (8, 4, 32000), "llama3_decode": (1, 5, 128256)}
 
 
 def _parents(*, required: bool) -> TensorSchema:
