@@ -13,15 +13,25 @@ from layerzero.core.distribution import Distribution
 from layerzero.engine.reference import moved
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
-from oracles import activation, attention, elementwise, linear, norm, paged, rope, sampling, verify
+from oracles import (
+    activation,
+    attention,
+    elementwise,
+    embedding,
+    linear,
+    norm,
+    paged,
+    positions,
+    rope,
+    sampling,
+    verify,
+)
 
 Oracle = Callable[[Mapping[str, Any]], Any]
 
-ORACLES: dict[str, Oracle] = {
-    name: oracle
-    for family in (activation, attention, elementwise, linear, norm, paged, rope, sampling, verify)
-    for name, oracle in family.ORACLES.items()
-}
+FAMILIES = (activation, attention, elementwise, embedding, linear, norm, paged, positions, rope, sampling, verify)
+
+ORACLES: dict[str, Oracle] = {name: oracle for family in FAMILIES for name, oracle in family.ORACLES.items()}
 """By the name of an operation, what gives its results: a tuple of arrays, the written tensors after the returned ones.
 
 What is drawn is a pair instead: the probabilities of each row, and what may come.

@@ -36,7 +36,22 @@ def _fused(c, kind):
     return (product(inner, c["down_weight"], c.get("down_bias")),)
 
 
+def _qkv(c):
+    return tuple(product(c["input"], c[f"{each}_weight"], c.get(f"{each}_bias")) for each in "qkv")
+
+
+def _qkv_joined(c):
+    joined, kv = product(c["input"], c["q_weight"], c.get("q_bias")), c["kv_features"]
+    return (
+        joined[..., : joined.shape[-1] - 2 * kv],
+        joined[..., -2 * kv : -kv or None],
+        joined[..., joined.shape[-1] - kv :],
+    )
+
+
 ORACLES = {
+    "mlp.qkv": _qkv,
+    "mlp.qkv.joined": _qkv_joined,
     "mlp.linear": _linear,
     "mlp.fused": lambda c: _fused(c, "plain"),
     "mlp.fused.gated": lambda c: _fused(c, "gated"),
