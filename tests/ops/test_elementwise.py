@@ -35,6 +35,19 @@ def test_what_is_added_to_a_residual_is_rounded_once(dtype):
         assert bool(((got.double() - want).abs() <= near * want.abs() + 1e-6).all())
 
 
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("given", [{}, {"scale": 0.5}, {"row_scale": torch.full((4,), 0.5)}], ids=["", "one", "rows"])
+def test_a_negated_residual_keeps_its_sign(given, kernel):
+    """torch's copy into a negated view of another dtype drops the sign."""
+    residual, x = torch._neg_view(-numbers(4, 8).half()), numbers(4, 8, seed=1).half()
+    want = residual.double() + x.double() * (0.5 if given else 1.0)
+    operation = "elementwise.scaled_add" if given else "elementwise.add"
+    lock = f"torch.{operation.partition('.')[2]}" if kernel == "torch" else f"reference.{operation}"
+    with lz.scope(locks={operation: lock}):
+        lz.add_residual_(residual, x, **given)
+    torch.testing.assert_close(residual.double(), want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_cast_has_memory_of_its_own(dtype):
     x = numbers(4, 6).T

@@ -47,7 +47,7 @@ def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
         elif scale is not None and exact:
             residual.add_(input, alpha=scale)
         elif scale is not None:
-            residual.copy_(residual.to(wide).add_(input.to(wide), alpha=scale))
+            residual.add_(input.to(wide) * scale)
 
     return run
 

@@ -120,7 +120,7 @@ def _add_bias(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
 
 def _add(residual: Tensor, input: Tensor) -> None:  # noqa: A002
     """Added in place. Shapes: (*, D), (*, D). Dtype: computes in float32 or wider, rounds once."""
-    residual.copy_(_wide(residual) + _wide(input))
+    residual.add_(_wide(input))  # torch 2.13 converts into a negated view without negating, where it copies
 
 
 def _scaled_add(
@@ -132,7 +132,7 @@ def _scaled_add(
 ) -> None:
     """Added in place, scaled. Shapes: (*, D), (*, D), (*). Dtype: computes in float32 or wider, rounds once."""
     factor: Any = scale if row_scale is None else row_scale.unsqueeze(-1)
-    residual.copy_(_wide(residual) + _wide(input) * factor)
+    residual.add_(_wide(input) * factor)
 
 
 def _softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
