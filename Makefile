@@ -36,8 +36,9 @@ check: $(VENV)/.dev ## lint, types, and generated files
 	$(BIN)/python -m pytest -q tests/contract
 	$(BIN)/layerzero docs --check
 
-fuzz: $(VENV)/.dev ## 100,000 random calls against float64
+fuzz: $(VENV)/.dev ## 100,000 random calls against the references in float64, 20,000 against numpy
 	$(BIN)/layerzero fuzz --calls 100000
+	PYTHONPATH=tests $(BIN)/python -m oracles --calls 20000
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[plots]'

@@ -114,13 +114,19 @@ __all__ = [
     "TensorSchema",
     "Tolerance",
     "__version__",
+    "add_bias",
+    "add_logit_bias",
+    "add_residual_",
     "add_rms_norm",
     "alibi_bias",
     "alibi_slopes",
     "append_paged_kv",
+    "apply_penalties",
     "attention",
     "avoid",
     "bind",
+    "cast",
+    "chosen_logprobs",
     "configure",
     "confirm_suspects",
     "descriptor",
@@ -177,6 +183,7 @@ __all__ = [
     "scope",
     "silu",
     "silu_mul",
+    "softmax",
     "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
@@ -187,6 +194,7 @@ __all__ = [
     "unlock",
     "unregister_kernel",
     "validate",
+    "verify_speculative",
     "vet",
     "warmup",
     "which",
@@ -200,6 +208,42 @@ KernelSpec = Kernel
 SelectionContext = Facts
 SelectionContextBuilder = FactsBuilder
 SelectionReport = Report
+
+def add_bias(input: Tensor, bias: Tensor) -> Tensor:
+    """Add a number for each feature to every row.
+
+    Shapes: input (*, D), bias (D,) → (*, D)
+    Dtype: floating, the same for both; computes in float32 or wider; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    """
+
+def add_logit_bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
+    """Add numbers to a few places of each row; ``-inf`` forbids one.
+
+    Shapes: logits (*, V), bias_ids (*, N), bias (*, N) → (*, V)
+    Dtype: logits floating, bias_ids int32 or int64, bias float32; computes in float32 or wider; returns logits.dtype.
+    Args:
+        bias_ids: the places, from 0 to V - 1; -1 is none; numbers of a place that is named twice are added up.
+    Raises: InvalidCallError for what does not fit, and on a CPU for places beyond the vocabulary.
+    Source: the OpenAI interface.
+    """
+
+def add_residual_(
+    residual: Tensor,
+    input: Tensor,
+    scale: float | None = None,
+    *,
+    row_scale: Tensor | None = None,
+) -> None:
+    """Add the input to the residual in place, scaled where a scale is given: ``residual += scale * input``.
+
+    Shapes: residual and input (*, D), the same; row_scale (*)
+    Dtype: floating, the same for both, row_scale float32; computes in float32 or wider, rounds once.
+    Args:
+        scale: -1e6 to 1e6; in place of it, row_scale: one for each row, as a mixture of experts has them.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
+        overlaps itself in memory, or that shares memory with what is added.
+    """
 
 def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     """Add the input to the residual in place and return the sum, normalised by its root mean square.
@@ -256,6 +300,40 @@ def append_paged_kv(
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
         tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
+
+def apply_penalties(
+    logits: Tensor,
+    output_ids: Tensor | None = None,
+    prompt_ids: Tensor | None = None,
+    *,
+    output_counts: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
+    repetition: float | None = None,
+    presence: float | None = None,
+    frequency: float | None = None,
+    row_repetition: Tensor | None = None,
+    row_presence: Tensor | None = None,
+    row_frequency: Tensor | None = None,
+) -> Tensor:
+    """Make what was said already less likely: by repetition first, then by frequency, then by presence.
+
+    Repetition divides logits above 0 and multiplies those below, of places in the output or the prompt. Frequency is
+    taken off for each time that a place is in the output, presence once if it is there.
+
+    Shapes: logits (*, V), output_ids (*, L), prompt_ids (*, P) → (*, V)
+    Dtype: logits floating, ids and counts int32 or int64, masks bool; computes in float32 or wider; returns
+        logits.dtype.
+    Args:
+        output_ids: the tokens that were said, from 0 to V - 1; -1 is none.
+        prompt_ids: those of the prompt, which count for repetition alone.
+        output_counts: in place of output_ids, how often each place was said, (*, V).
+        prompt_mask: in place of prompt_ids, whether each place is in the prompt, (*, V).
+        repetition: 1e-4 to 1e4; None does nothing, as 1.
+        presence, frequency: -1e4 to 1e4; None does nothing, as 0.
+        row_repetition, row_presence, row_frequency: in place of one for all, one for each row, (*) float32.
+    Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
+    Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
     """
 
 @overload
@@ -335,6 +413,32 @@ def attention(
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
         NoKernelFoundError if policy leaves no kernel.
     Source: arXiv:1706.03762.
+    """
+
+def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Write the same numbers in another floating dtype, rounded to the nearest, into memory of its own.
+
+    Shapes: input (*, D) → (*, D), contiguous
+    Dtype: floating; returns out_dtype.
+    Raises: InvalidCallError for dtypes that are not floating.
+    """
+
+def chosen_logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float | None = None,
+    row_temperature: Tensor | None = None,
+) -> Tensor:
+    """Tell the logarithm of the probability that one place of each row has.
+
+    Shapes: logits (*, V), ids (*) → (*)
+    Dtype: logits floating, ids int32 or int64; computes in float32 or wider; returns float32.
+    Args:
+        ids: from 0 to V - 1.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
     """
 
 def embedding(
@@ -706,6 +810,7 @@ def sample(
     logits: Tensor,
     *,
     temperature: float | None = None,
+    row_temperature: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -714,7 +819,8 @@ def sample(
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        temperature: what logits are divided by, from 1e-6; 1 if None.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -728,6 +834,7 @@ def sample_minp(
     *,
     row_p: Tensor | None = None,
     temperature: float | None = None,
+    row_temperature: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -738,7 +845,8 @@ def sample_minp(
     Args:
         p: the share of the likeliest place's probability, above 0 and up to 1. In place of it, row_p: for each row,
             (*) float32, where 0 and less keeps all, 1 and more the likeliest place.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -789,6 +897,7 @@ def sample_topk(
     *,
     row_k: Tensor | None = None,
     temperature: float | None = None,
+    row_temperature: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -801,7 +910,8 @@ def sample_topk(
     Args:
         k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
             or int64, where 0 and less is 1.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -843,6 +953,7 @@ def sample_topk_topp(
     row_k: Tensor | None = None,
     row_p: Tensor | None = None,
     temperature: float | None = None,
+    row_temperature: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -858,7 +969,8 @@ def sample_topk_topp(
             or int64, where 0 and less is 1.
         p: the share of what the k likeliest have, above 0 and up to 1. In place of it, row_p: for each row,
             (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -903,6 +1015,7 @@ def sample_topp(
     *,
     row_p: Tensor | None = None,
     temperature: float | None = None,
+    row_temperature: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -915,7 +1028,8 @@ def sample_topp(
     Args:
         p: the share, above 0 and up to 1. In place of it, row_p: for each row,
             (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -971,6 +1085,16 @@ def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
     Source: arXiv:2002.05202.
     """
 
+def softmax(input: Tensor, temperature: float | None = None) -> Tensor:
+    """Bring the exponentials of a row to a sum of 1: ``exp(x / t) / sum(exp(x / t))`` over the last axis.
+
+    Shapes: input (*, D) → (*, D)
+    Dtype: floating; computes in float32 or wider; returns input.dtype.
+    Args:
+        temperature: what is divided by, 1e-6 to 1e6; 1 if None.
+    Raises: InvalidCallError for other dtypes. A row of -inf alone, or with NaN or +inf in it, gives NaN.
+    """
+
 def split_qkv_norm_rope(
     qkv: Tensor,
     heads: int,
@@ -1019,4 +1143,38 @@ def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, li
         limit: what the gate is at most, and up on either side; above 0.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for numbers that mean nothing.
     Source: gpt-oss, arXiv:2508.10925.
+    """
+
+def verify_speculative(
+    draft_ids: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor | None = None,
+    parents: Tensor | None = None,
+    *,
+    greedy: bool = False,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tell which drafted tokens stand, and draw the one behind them, so that tokens come as the target draws them.
+
+    A node is tried if the one that it follows was the last to stand, in the order of the nodes. It stands with the
+    probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
+    those beside it, and for the next token. A draft that was drawn without putting back has rows of what was left.
+
+    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
+        tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.
+    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; ids and parents int32 or int64;
+        computes in float32 or wider; returns int64.
+    Args:
+        draft_ids: the drafted tokens, from 0 to V - 1.
+        target_probs: what the target gives at the root, and behind each node.
+        draft_probs: what each token was drawn from; None where the draft was certain.
+        parents: the node that each one follows, which comes before it, -1 for the root; None for a chain. A node whose
+            parent comes later is never tried.
+        greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
+        seed: gives the same tokens wherever the same kernel runs the same call; from 0.
+        generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary and for rows of the
+        target that nothing can be drawn of. On a GPU, where looking means waiting, such a row gives some token.
+    Source: arXiv:2211.17192, arXiv:2302.01318; of trees arXiv:2305.09781.
     """

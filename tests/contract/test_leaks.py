@@ -51,6 +51,8 @@ WORDS = {
     "n": "a letter: a count, a line break",
     "p": "a letter: a tag of HTML, part of a name",
     "packed": "put together",
+    "parents": "of a folder",
+    "presence": "being there",
     "rows": "of a table, a database, a tensor",
     "sample": "a time that was measured",
     "scale": "of a plot",

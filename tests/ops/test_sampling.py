@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.torch import sampling_few
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Given
 from layerzero.engine.registry import REGISTRY
@@ -168,6 +169,28 @@ def test_seeds_and_generators_decide_what_is_drawn(name):
     assert torch.equal(before, call(tensor, **given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 400])
+def test_the_largest_of_blocks_are_the_largest(count, dtype):
+    """As topk says, among ties any of the equals; of a vocabulary that is no whole blocks, too."""
+    logits = (torch.randn(2, 3, 4096, generator=generator()) * 3).to(dtype)
+    logits[0, 0, 100:140] = 20.0
+    for tensor in (logits, logits[..., :1001], logits[0, 0]):
+        values, places = sampling_few.largest(tensor, count)
+        assert torch.equal(values, tensor.topk(count).values)
+        assert torch.equal(tensor.gather(-1, places), values)
+        assert all(len(set(each)) == count for each in places.reshape(-1, count).tolist())
+
+
+@pytest.mark.parametrize("name", ["sample_topk", "sample_topk_topp", "sample_topk_probs", "sample_topk_topp_probs"])
+def test_few_rows_are_drawn_of_as_many_are(name):
+    """What Python draws of a few rows has the sets that torch's operators have of many."""
+    tensor, given = source(name, 1, 64), parameters(name)
+    many = set(getattr(lz, name)(tensor.expand(4000, -1), **given, seed=1).tolist())
+    own = generator(2)
+    assert {int(getattr(lz, name)(tensor, **given, generator=own)) for _ in range(600)} == many
+
+
 def test_a_seed_leaves_torchs_own_generator_as_it_was():
     before = torch.get_rng_state()
     lz.sample(torch.randn(3, 8, generator=generator()), seed=4)
@@ -194,6 +217,20 @@ def test_rows_have_numbers_of_their_own(name, kernel, ending):
         if "p" in KINDS[name]:
             of["least" if name == "sample_minp" else "p"] = share
         assert set(row.tolist()) == kept(ROWS["pairs"], **of)
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+def test_rows_have_temperatures_of_their_own(name, kernel):
+    """What a row draws at its temperature is what it draws at that of all; 0 and less is the likeliest place."""
+    logits, warm = source(name, 3, 16), torch.tensor([0.3, 1.0, 0.0])
+    operation = FUNCTIONS[name].operations[0]
+    with lz.scope(locks={operation.name: kernel}):
+        ids = getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], row_temperature=warm.repeat(500), seed=5)
+        divided = logits / torch.tensor([0.3, 1.0, 1e-6]).unsqueeze(1)
+        assert torch.equal(ids, getattr(lz, name)(divided.repeat(500, 1), **KINDS[name], seed=5))
+        assert bool((ids.view(500, 3)[:, 2] == logits[2].argmax()).all())
+        with pytest.raises(lz.InvalidCallError, match="wanted temperature for all rows or row_temperature for each"):
+            getattr(lz, name)(logits, **KINDS[name], temperature=0.5, row_temperature=warm)
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -186,7 +186,7 @@ def library(monkeypatch):
     module.get_seed_and_offset = lambda increment, generator, device: (numbers.append(increment), (40, 2))[1]
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
-    monkeypatch.setattr(flashinfer, "_built", lambda: found)
+    monkeypatch.setattr(flashinfer, "built", lambda: found)
     found.numbers = numbers
     return found
 

@@ -12,6 +12,7 @@ import torch
 from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
+from layerzero.asking.sets import OperationFinding, served
 from layerzero.core.device import Device
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import Suspect
@@ -55,6 +56,7 @@ class Diagnosis:
         plugin_errors: plugins that failed to load, or were left out, and why.
         descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
+        asked_for: what each operation of the set has that was asked about, if one was.
     """
 
     versions: dict[str, str]
@@ -67,9 +69,11 @@ class Diagnosis:
     health: dict[str, Counts] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
+    asked_for: tuple[OperationFinding, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
+        asked_for: dict[str, object] = {"asked_for": [each.to_dict() for each in self.asked_for]}
         return {
             "versions": self.versions,
             "devices": [{"platform": d.platform, "name": d.name, "sm": d.sm_number} for d in self.devices],
@@ -92,7 +96,7 @@ class Diagnosis:
             "plugin_errors": self.plugin_errors,
             "descriptors": list(self.descriptors),
             "issues": list(self.issues),
-        }
+        } | (asked_for if self.asked_for else {})
 
     def health_lines(self) -> list[str]:
         """What failed, a line for each kernel and operation."""
@@ -113,16 +117,21 @@ class Diagnosis:
         lines += [f"  {line}" for line in self.health_lines()]
         lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
         lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
+        lines += [f"  {each}" for each in self.asked_for]
         lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
         return "\n".join(lines)
 
 
-def doctor(*, load: bool = False) -> Diagnosis:
+def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
     """Diagnose this machine: devices, libraries and why each unusable one is unusable, kernels that rest, issues.
 
     Args:
         load: also load every usable library's kernels, so that a broken installation shows now and not in a call.
+        asked_for: also tell what each operation of a set has here: ``decoder``, ``encoder``, ``diffusion``,
+            ``embedding``.
+    Raises: ValueError for a word that names no set, with the nearest.
     """
+    findings = () if asked_for is None else served(asked_for)
     devices = [Device.detect("cpu")]
     if torch.cuda.is_available():
         devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
@@ -165,6 +174,7 @@ def doctor(*, load: bool = False) -> Diagnosis:
         health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
         failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
         suspects=suspects,
+        asked_for=findings,
     )
 
 

@@ -100,7 +100,9 @@ main.command(
 )(calls.command(calls.named))
 
 
-@main.command(**_examples("doctor", "doctor --load --strict", "doctor --confirm --module my_kernels"))
+@main.command(
+    **_examples("doctor", "doctor --load --strict", "doctor --for decoder", "doctor --confirm --module my_kernels")
+)
 def doctor(
     load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
     confirm: Annotated[
@@ -112,6 +114,10 @@ def doctor(
         typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
+    asked_for: Annotated[
+        str | None,
+        typer.Option("--for", metavar="SET", help="Also tell what each operation of decoders, encoders, … has here."),
+    ] = None,
     json: AsJson = False,
 ) -> Answer:
     """Diagnose this machine and its libraries.
@@ -127,7 +133,7 @@ def doctor(
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
     ask_a_child()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
-    diagnosis = diagnose(load=load)
+    diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
     data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
     return Answer(data, lambda: [*(f"confirmed: {each}" for each in confirmed), *tables.diagnosis(diagnosis)], code)

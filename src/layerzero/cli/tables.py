@@ -155,6 +155,14 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
         state = Text(f"usable{library.known}", style="green") if library.reason is None else _reason(library.reason)
         _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
     yield table
+    if found.asked_for:
+        table = _table("operation", "dtype", "has here", "calls get", "instead")
+        for finding in found.asked_for:
+            style = "green" if finding.served == "optimised" else "yellow"
+            has, gets = Text(finding.served, style=style), ", ".join(finding.chosen)
+            instead = ", ".join(name for name in finding.kernels if name not in finding.chosen) or finding.refused
+            _row(table, finding.operation, finding.dtype, has, gets, instead)
+        yield table
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
     for line in found.health_lines():

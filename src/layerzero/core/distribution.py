@@ -30,6 +30,8 @@ class Distribution:
         alpha: how improbable the counts of a right kernel may be before they count as wrong.
         support: which places may come at all, where that is more than those with a probability: where a tie decides
             which place is kept, any of them may. No counts are taken of such rows.
+        nothing: whether a draw may be -1, which is none; its probability is then the first of each row, and the
+            others follow.
 
     Shapes: probabilities and support (*, N), result (*) or (*, draws)
     """
@@ -38,6 +40,7 @@ class Distribution:
     reason: str
     alpha: float = 1e-6
     support: Callable[[Mapping[str, Any]], Tensor] | None = None
+    nothing: bool = False
 
     def __str__(self) -> str:
         return f"draws of the reference's probabilities: those that may come, by a chi-square test at {self.alpha:g}"
@@ -52,10 +55,14 @@ class Distribution:
         support = found > 0 if self.support is None else self.support(arguments)
         return found / found.sum(-1, keepdim=True), support
 
+    def places(self, got: Tensor) -> Tensor:
+        """Where the probabilities of draws stand."""
+        return got.long() + self.nothing
+
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the reference's is one draw
         """Say which draw cannot come."""
         probabilities, support = given.basis
-        got = given.canonical(got.detach()).long()
+        got = self.places(given.canonical(got.detach()))
         several = got.ndim == support.ndim
         got = got if several else got.unsqueeze(-1)
         count = support.shape[-1]
@@ -63,14 +70,16 @@ class Distribution:
         outside = said & ((got < 0) | (got >= count))
         if outside.any():
             where = first_of(outside)
-            return f"{place_of(where, several)}: wanted a place from 0 to {count - 1}, got {int(got[where])}"
+            wanted = f"{-self.nothing} to {count - 1 - self.nothing}"
+            return f"{place_of(where, several)}: wanted a place from {wanted}, got {int(got[where]) - self.nothing}"
         never = said & ~support.gather(-1, got.clamp(0, max(count - 1, 0)))
         if not never.any():
             return ""
         where = first_of(never)
         row = f"row {where[:-1]} has {int(support[where[:-1]].sum())} that can"
         wrong = f"{int(never.sum())} of {got.numel()} draws cannot come"
-        return f"{wrong}; first at {place_of(where, several)}: got {int(got[where])}, of probability 0; {row}"
+        found = f"got {int(got[where]) - self.nothing}, of probability 0"
+        return f"{wrong}; first at {place_of(where, several)}: {found}; {row}"
 
     def unlikely(self, counts: Tensor, probabilities: Tensor) -> str:
         """Say how counts of draws are too improbable, all rows together; empty if they are not.

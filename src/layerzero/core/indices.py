@@ -49,7 +49,8 @@ def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, An
     places: dict[str, tuple[str, int]] = {}
     for tensor, axes in schema.axes_in(layout):
         if tensor.name in given:
-            for place, axis in enumerate(axes):
+            first = -len(axes) if axes[:1] == ("...",) else 0  # from the end, where nobody knows how many come first
+            for place, axis in enumerate(axes, first):
                 places.setdefault(axis, (tensor.name, place))
     rules = []
     for tensor in schema.indexed:

@@ -46,8 +46,9 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
     it. Within the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
 
-    Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 100
-    where torch's has none; where it has, torch's keeps (1 - c) * 10 before the quickest.
+    Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 200
+    where torch's has none. Where it has, no priority counts more than that of torch's, which keeps (1 - c) * 10 before
+    a quicker one.
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
@@ -67,16 +68,17 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
             best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
             slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
-            priority = min(own, priority_of[quickest.id]) if slower else own
+            most = math.inf if stock is None else priority_of[stock.id]
+            if slower and stock is None:
+                most = priority_of[quickest.id]
             terms = [
                 Term(str(found.provenance), confidence * points),
-                Term("priority", (1 - confidence) * priority),
+                Term("priority", (1 - confidence) * min(own, most)),
             ]
             if candidate.kernel is stock and slower:
-                lead = quickest.priority_on(device) - priority + STOCK_MARGIN
-                terms.append(Term("stock", (1 - confidence) * lead))
+                terms.append(Term("stock", (1 - confidence) * STOCK_MARGIN))
             elif held_back and stock is not None and stock.id not in evidence:
-                terms.append(Term("stock", (1 - confidence) * STOCK_POINTS))
+                terms.append(Term("stock", 2 * (1 - confidence) * STOCK_POINTS))
         else:
             terms = [Term("priority", own)]
             if held_back:

@@ -115,10 +115,10 @@ def _one_result(trial: Trial, name: str) -> Outcome:
             problem = compare.kind_problem(got, wanted, dtype)
             if problem or got is None:
                 return Outcome("wrong", f"{name}: {problem}; {repeated.call.text}")
-            ids = given.canonical(got).movedim(place, 0).long()
+            ids = judge.places(given.canonical(got)).movedim(place, 0)
             ids = ids.reshape(rows, copies, *ids.shape[1:]).movedim(1, -1).reshape(len(flat), -1)
             if bool(((ids < 0) | (ids >= count)).any()):
-                return Outcome("wrong", f"{name}: wanted places from 0 to {count - 1}, got {int(ids.min())} and up")
+                return Outcome("wrong", f"{name}: wanted {count} places, got {int(ids.min())} and up")
             offset = torch.arange(len(flat), device=ids.device).unsqueeze(1) * count
             counts += torch.bincount((ids + offset).flatten(), minlength=counts.numel()).view_as(counts)
     never = counts[said] * (flat[said] == 0)

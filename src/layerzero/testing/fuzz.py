@@ -23,6 +23,9 @@ from layerzero.engine.policy import names_kernel
 from layerzero.testing.compare import Expected, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall, random_call
 
+Truth = Callable[[RandomCall], Expected]
+"""Says what a call should give."""
+
 EVERY_KERNEL_SHARE = 0.2
 """Share of calls on which every legal kernel runs, not only the winner."""
 
@@ -118,6 +121,7 @@ def run(
     progress: Callable[[FuzzReport], None] | None = None,
     kernels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
+    truth: Truth = expected,
 ) -> FuzzReport:
     """Make random calls of every public function and compare each result with float64.
 
@@ -126,15 +130,21 @@ def run(
         progress: called with the report so far, about once a second.
         kernels: ids, globs or libraries; each of them then runs on every call where it is legal, and nothing else does.
         device: where the tensors lie.
+        truth: what says what is right: the operation's own reference in float64 if nobody says better.
     """
-    return _run(range(first, first + calls), FuzzReport(seed), progress, kernels, device, thorough=False)
+    return _run(range(first, first + calls), FuzzReport(seed), progress, kernels, device, truth, thorough=False)
 
 
 def replay(
-    seed: int, number: int, *, kernels: Sequence[str] | None = None, device: torch.device | str = "cpu"
+    seed: int,
+    number: int,
+    *,
+    kernels: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+    truth: Truth = expected,
 ) -> FuzzReport:
     """Make one call of a run again, on every legal kernel and on a kept plan."""
-    return _run([number], FuzzReport(seed), None, kernels, device, thorough=True)
+    return _run([number], FuzzReport(seed), None, kernels, device, truth, thorough=True)
 
 
 def _run(
@@ -143,6 +153,7 @@ def _run(
     progress: Callable[[FuzzReport], None] | None,
     kernels: Sequence[str] | None,
     device: torch.device | str,
+    truth: Truth,
     *,
     thorough: bool,
 ) -> FuzzReport:
@@ -152,7 +163,7 @@ def _run(
         warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
         for number in numbers:
             torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
-            _Round(report, number, kernels, device, thorough=thorough).play()
+            _Round(report, number, kernels, device, truth, thorough=thorough).play()
             report.calls += 1
             now = time.perf_counter()
             report.seconds = now - started
@@ -182,10 +193,11 @@ class _Round:
         number: int,
         kernels: Sequence[str] | None,
         device: torch.device | str,
+        truth: Truth,
         *,
         thorough: bool,
     ) -> None:
-        self.report, self.number, self.kernels, self.device = report, number, kernels, device
+        self.report, self.number, self.kernels, self.device, self.truth = report, number, kernels, device, truth
         shares = random.Random(f"{report.seed}:{number}:ways")  # noqa: S311  # reproducible, not secret
         every, reuse, grad = (shares.random() for _ in range(3))
         self.every = thorough or every < EVERY_KERNEL_SHARE
@@ -194,7 +206,7 @@ class _Round:
 
     def play(self) -> None:
         call = self._call(0)
-        truth = expected(call)
+        truth = self.truth(call)
         answer = explain(call.function, **call.arguments)
         if self.kernels is None:
             self._compare(call, _of_chosen(answer, truth), answer.kernel_id or "nothing", "chosen", nullcontext())
@@ -223,7 +235,7 @@ class _Round:
         call = self._call(1)
         cache = CALLS[call.function].dispatcher.cache
         kept = cache.size()
-        truth = _of_chosen(answer, expected(call))
+        truth = _of_chosen(answer, self.truth(call))
         self._compare(call, truth, answer.kernel_id or "nothing", "reused", nullcontext())
         self.report.reused += cache.size() == kept
 

@@ -42,17 +42,19 @@ Draw = Callable[..., None]
 """Calls one of the module's functions on probabilities, ids, a flag for each row, and where to draw from."""
 
 
-def _module(facts: Facts) -> Hashable:
+def module_of(facts: Facts) -> Hashable:
     """One module holds every draw."""
     return facts.device.sm, "sampling"
 
 
-def _prebuilt(facts: Facts) -> bool:
+def prebuilt(facts: Facts) -> bool:
+    """Whether a package brought it."""
     return is_shipped("sampling", facts)
 
 
 @functools.cache
-def _built() -> Any:
+def built() -> Any:
+    """The module, compiled or found."""
     from flashinfer.jit.sampling import gen_sampling_module
 
     return gen_sampling_module().build_and_load()
@@ -72,50 +74,26 @@ def _counts(k: int | None, row_k: Tensor | None, vocab: int, dtype: torch.dtype)
     return row_k.reshape(-1).clamp(1, vocab).to(dtype), 0
 
 
-def _random(seed: int, offset: int) -> tuple[Any, ...]:
+def random_of(seed: int, offset: int) -> tuple[Any, ...]:
     """How draws are to be deterministic, and their seed and offset: as a tensor, and as a number."""
     return _DETERMINISTIC, None, seed, None, offset
 
 
-def _categorical(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...]) -> None:
-    module.sampling_from_probs(probs, ids, valid, None, *random)
+def _of(function: str, parameter: str = "") -> Draw:
+    """A function of the module that takes a count or a share, or neither, between the rows and where to draw from."""
+
+    def draw(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...], **given: Any) -> None:
+        asked: tuple[Any, ...] = ()
+        if parameter == "k":
+            asked = _counts(given.get("k"), given.get("row_k"), probs.shape[1], ids.dtype)
+        elif parameter == "p":
+            asked = _shares(given.get("p"), given.get("row_p"))
+        getattr(module, function)(probs, ids, valid, None, *asked, *random)
+
+    return draw
 
 
-def _top_k(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    k: int | None = None,
-    row_k: Tensor | None = None,
-) -> None:
-    counts = _counts(k, row_k, probs.shape[1], ids.dtype)
-    module.top_k_sampling_from_probs(probs, ids, valid, None, *counts, *random)
-
-
-def _top_p(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    p: float | None = None,
-    row_p: Tensor | None = None,
-) -> None:
-    module.top_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
-
-
-def _min_p(
-    module: Any,
-    probs: Tensor,
-    ids: Tensor,
-    valid: Tensor,
-    random: tuple[Any, ...],
-    p: float | None = None,
-    row_p: Tensor | None = None,
-) -> None:
-    module.min_p_sampling_from_probs(probs, ids, valid, None, *_shares(p, row_p), *random)
+_top_p = _of("top_p_sampling_from_probs", "p")
 
 
 def _top_k_top_p(
@@ -132,30 +110,31 @@ def _top_k_top_p(
     kept = torch.empty_like(probs)
     counting = torch.zeros(_RADIX_BYTES, dtype=torch.uint8, device=probs.device)
     module.top_k_renorm_probs(probs, kept, *_counts(k, row_k, probs.shape[1], torch.int32), _DETERMINISTIC, counting)
-    _top_p(module, kept, ids, valid, random, p, row_p)
+    _top_p(module, kept, ids, valid, random, p=p, row_p=row_p)
 
 
 def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Callable[..., Any]]:
     def load(facts: Facts) -> Callable[..., Any]:
         from flashinfer.sampling import get_seed_and_offset
 
-        module = _built()
+        module = built()
 
         def run(
             tensor: Tensor,
             *,
             temperature: float | None = None,
+            row_temperature: Tensor | None = None,
             seed: int | None = None,
             generator: torch.Generator | None = None,
             **given: Any,
         ) -> Tensor:
-            probs = probabilities(tensor.detach(), temperature, logits=logits)
+            probs = probabilities(tensor.detach(), temperature, row_temperature, logits=logits)
             probs = probs.view(-1, probs.shape[-1])
             rows = len(probs)
             ids = torch.empty(rows, dtype=torch.int64, device=probs.device)
             valid = torch.empty(rows, dtype=torch.bool, device=probs.device)
             start = get_seed_and_offset(rows * numbers, generator, probs.device) if seed is None else (seed, 0)
-            draw(module, probs, ids, valid, _random(*start), **given)
+            draw(module, probs, ids, valid, random_of(*start), **given)
             return ids.view(tensor.shape[:-1])
 
         return run
@@ -180,7 +159,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         operations=(f"sampling.{kind}" if logits else f"sampling.{kind}.probs",),
         backend=FLASHINFER,
         load=_loader(draw, numbers, logits=logits),
-        accepts=(*accepts, *(("temperature",) if logits else ()), "seed", "generator"),
+        accepts=(*accepts, *(("temperature", "row_temperature") if logits else ()), "seed", "generator"),
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
@@ -190,8 +169,8 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         grad=True,
         deterministic=True,
         jit=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        build_key=module_of,
+        prebuilt=prebuilt,
         device_guard=True,
         priority=priority,
     )
@@ -200,10 +179,10 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
 KERNELS = tuple(
     _kernel(kind, source, draw, accepts, numbers, priority)
     for kind, draw, accepts, numbers, priority in (
-        ("categorical", _categorical, (), 1, 80),
-        ("topk", _top_k, ("k", "row_k"), _ROUNDS, 80),
+        ("categorical", _of("sampling_from_probs"), (), 1, 80),
+        ("topk", _of("top_k_sampling_from_probs", "k"), ("k", "row_k"), _ROUNDS, 80),
         ("topp", _top_p, ("p", "row_p"), _ROUNDS, 80),
-        ("minp", _min_p, ("p", "row_p"), 1, 80),
+        ("minp", _of("min_p_sampling_from_probs", "p"), ("p", "row_p"), 1, 80),
         ("topk_topp", _top_k_top_p, ("k", "row_k", "p", "row_p"), _ROUNDS, 80),
     )
     for source in ("logits", "probs")

@@ -7,11 +7,13 @@ MODULES = (
     "alibi",
     "attention",
     "cuda_attention",
+    "elementwise",
     "embedding",
     "flex_attention",
     "greedy",
     "inductor",
     "linear",
+    "logits",
     "mlp",
     "norm",
     "normed_rope",
@@ -20,5 +22,6 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "verify",
 )
 """The files that declare kernels, a family each."""

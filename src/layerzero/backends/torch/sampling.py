@@ -103,6 +103,7 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
         tensor: Tensor,
         *,
         temperature: float | None = None,
+        row_temperature: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         **given: Any,
@@ -111,10 +112,17 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
         if on_cpu:
             check_signs(tensor, name)
         if few is not None:
-            found = few(tensor, temperature=temperature, seed=seed, generator=generator, **given)
+            found = few(
+                tensor,
+                temperature=temperature,
+                row_temperature=row_temperature,
+                seed=seed,
+                generator=generator,
+                **given,
+            )
             if found is not None:
                 return found
-        weights = probabilities(tensor, temperature, logits=logits)
+        weights = probabilities(tensor, temperature, row_temperature, logits=logits)
         own = generator_of(seed, generator, tensor.device)
         least = threshold(weights, **given)
         if least is not None:
@@ -137,12 +145,13 @@ def _load_topp(facts: Facts) -> Callable[..., Any]:
         p: float | None = None,
         row_p: Tensor | None = None,
         temperature: float | None = None,
+        row_temperature: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         tensor = tensor.detach()
         check_signs(tensor, name)
-        weights = probabilities(tensor, temperature, logits=logits)
+        weights = probabilities(tensor, temperature, row_temperature, logits=logits)
         weights = weights.reshape(-1, weights.shape[-1])
         own = generator_of(seed, generator, tensor.device)
         upto = weights.cumsum(-1)
@@ -181,11 +190,12 @@ def _load_sorted(facts: Facts) -> Callable[..., Any]:
         p: float | None = None,
         row_p: Tensor | None = None,
         temperature: float | None = None,
+        row_temperature: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         tensor = tensor.detach()
-        values, order = probabilities(tensor, temperature, logits=logits).sort(-1, descending=True)
+        values, order = probabilities(tensor, temperature, row_temperature, logits=logits).sort(-1, descending=True)
         shares = parts(values)
         if kind != "topp":
             shares = shares * (values >= nth(values, count_of(k, row_k, vocab)))
@@ -221,7 +231,7 @@ def _of(*kinds: str) -> tuple[str, ...]:
 
 
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
-_RANDOM = ("temperature", "seed", "generator")
+_RANDOM = ("temperature", "row_temperature", "seed", "generator")
 _CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
 
 

@@ -1,8 +1,10 @@
-"""Draws of token ids, from logits or probabilities, of all places or of the likeliest; and the likeliest itself."""
+"""Draws of token ids, what is done to logits before them, and what is asked of them after."""
 
 from __future__ import annotations
 
-from layerzero.ops.sampling.declare import OPERATIONS
-from layerzero.ops.sampling.route import FUNCTIONS
+from layerzero.ops.sampling import declare, logits, logits_route, route, verify, verify_route
+
+OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *verify.OPERATIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits_route.FUNCTIONS, *verify_route.FUNCTIONS)
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -62,6 +62,8 @@ def examples(name: str, usual: Mapping[str, object]) -> Examples:
         where = device if generator is None else generator.device
         logits = torch.randn(shape, generator=generator, device=where) * 3
         values = logits if name == "logits" else logits.softmax(-1)
+        if "row_temperature" in case.given:
+            beside["row_temperature"] = (torch.rand(shape[:1], generator=generator, device=where) + 0.5).to(device)
         return {name: values.to(device, dtype), **beside}
 
     return made

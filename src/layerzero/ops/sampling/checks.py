@@ -18,9 +18,10 @@ def check_values(layout: str | None = None, **arguments: Tensor) -> list[str]:
         tensor = arguments.get(name)
         if tensor is not None:
             problems += undrawable(tensor, name)
-    row_p = arguments.get("row_p")
-    if row_p is not None and bool(row_p.isnan().any()):
-        problems.append("row_p: wanted a number for each row, got NaN")
+    for name in ("row_p", "row_temperature"):
+        of_rows = arguments.get(name)
+        if of_rows is not None and bool(of_rows.isnan().any()):
+            problems.append(f"{name}: wanted a number for each row, got NaN")
     return problems
 
 

@@ -29,7 +29,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.ops.sampling import stock
 from layerzero.ops.sampling.cases import cases, examples, sweep
 from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values
-from layerzero.ops.sampling.formulas import Rule, drawn, generator_of, min_p, probabilities, top_k, top_p
+from layerzero.ops.sampling.formulas import TEMPERATURES, Rule, drawn, generator_of, min_p, probabilities, top_k, top_p
 from layerzero.ops.sampling.judging import judge
 
 AXES = (Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("vocab", scales=True))
@@ -39,7 +39,6 @@ COUNTS = frozenset({torch.int32, torch.int64})
 LEAST = 2.0**-126
 """The smallest share: what float32 has above 0 without losing digits."""
 
-TEMPERATURES = (1e-6, 1e6)
 MOST_SEED = 2**63 - 1
 
 
@@ -49,11 +48,12 @@ def on_device(generator: torch.Generator, tensor: Tensor) -> bool:
     return theirs.type == "meta" or (mine.type == theirs.type and (mine.index or 0) == (theirs.index or 0))
 
 
-def _kind(generator: torch.Generator, tensor: Tensor) -> str:
+def kind_of_generator(generator: torch.Generator, tensor: Tensor) -> str:
+    """What a choice depends on of a generator: that it draws where the tensor lies."""
     return "given" if on_device(generator, tensor) else FOREIGN
 
 
-def _generator(seed: int | None, name: str) -> Callable[..., torch.Generator]:
+def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]:
     """A generator on the device of a call's tensor: of this seed, or of one that goes on from call to call."""
 
     def make(arguments: Mapping[str, Any], capturable: bool = False) -> torch.Generator:
@@ -67,7 +67,14 @@ SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True
 K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
 P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
 ROW_K = TensorSchema("row_k", ("...",), COUNTS, required=False, same_dtype=False)
-ROW_P = TensorSchema("row_p", ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
+
+
+def of_rows(name: str) -> TensorSchema:
+    """A number for each row, in place of one for all."""
+    return TensorSchema(name, ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
+
+
+ROW_P, ROW_TEMPERATURE = of_rows("row_p"), of_rows("row_temperature")
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -105,11 +112,12 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
         tensor: Tensor,
         *,
         temperature: float | None = None,
+        row_temperature: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         **given: Any,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, logits=logits)
+        weights = probabilities(tensor.detach(), temperature, row_temperature, logits=logits)
         if tensor.device.type == "cpu":
             check_signs(tensor, name)
             check_drawable(weights.sum(-1), tensor, name)
@@ -147,15 +155,15 @@ def _from(
         None,
         Role.HANDLE,
         made_of=(source,),
-        kind=_kind,
-        make=_generator(None, source),
+        kind=kind_of_generator,
+        make=generator_for(None, source),
         changes_result=True,
         seeds=True,
     )
     return Operation(
         schema=OperationSchema(
             operation=name,
-            inputs=(TensorSchema(source, ("...", "vocab"), FLOATING), *inputs),
+            inputs=(TensorSchema(source, ("...", "vocab"), FLOATING), *inputs, *((ROW_TEMPERATURE,) if logits else ())),
             outputs=(TensorSchema("ids", ("...",), IDS),),
             params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
             axes=AXES,
@@ -167,7 +175,7 @@ def _from(
         judge=judge(kind, logits=logits),
         properties=(
             reproducible("seed", 1, 2),
-            reproducible("generator", *(_generator(each, source) for each in (1, 2))),
+            reproducible("generator", *(generator_for(each, source) for each in (1, 2))),
         ),
         kind=OpKind.SAMPLING,
         derive=_derive,

@@ -13,10 +13,11 @@ from layerzero.ops.draw import Draw
 _VOCAB = (1, 2, 3, 7, 16, 32, 33, 64, 100, 257, 1000)
 _SHARES = (0.05, 0.3, 0.5, 0.9, 0.95, 1.0, 1)
 _COUNTS = (1, 2, 3, 5, 40, 2000)
+_TEMPERATURES = (0.3, 1.0, 1.5, 2)
 
 
-def _logits(draw: Draw) -> Tensor:
-    """Logits in float32."""
+def logits_of(draw: Draw) -> Tensor:
+    """Logits in float32: usual, peaked, flat, tied or padded."""
     rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
     rows = (0, *rows) if draw.chance(0.02) else rows
     shape = (*rows, draw.of(_VOCAB))
@@ -34,7 +35,7 @@ def _logits(draw: Draw) -> Tensor:
 
 
 def _source(draw: Draw, dtype: torch.dtype, name: str) -> dict[str, Any]:
-    logits = _logits(draw)
+    logits = logits_of(draw)
     values = logits if name == "logits" else logits.softmax(-1)
     return {name: draw.laid_out(values.to(dtype), expand=name == "logits")}  # one place so often adds up to anything
 
@@ -52,10 +53,16 @@ def _counts(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
     return {"k": draw.of(_COUNTS)}
 
 
-def _randomness(draw: Draw, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = (
-        {"temperature": draw.of((0.3, 1.0, 1.5, 2))} if name == "logits" and draw.chance(0.4) else {}
-    )
+def temperatures(draw: Draw, rows: tuple[int, ...]) -> Tensor:
+    """A temperature for each row."""
+    return draw.laid_out(draw.uniform(rows, torch.float32) * 2 + 0.25)
+
+
+def _randomness(draw: Draw, name: str, rows: tuple[int, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if name == "logits" and draw.chance(0.4):
+        of_rows = draw.chance(0.3)
+        found = {"row_temperature": temperatures(draw, rows)} if of_rows else {"temperature": draw.of(_TEMPERATURES)}
     kind = draw.of(("", "seed", "generator"), (3, 2, 1))
     if kind == "seed":
         found["seed"] = draw.of((0, 1, 2**63 - 1))
@@ -67,9 +74,10 @@ def _randomness(draw: Draw, name: str) -> dict[str, Any]:
 def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     def draw_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments = _source(draw, dtype, name)
+        rows = tuple(arguments[name].shape[:-1])
         for each in more:
-            arguments |= each(draw, tuple(arguments[name].shape[:-1]))
-        return arguments | _randomness(draw, name)
+            arguments |= each(draw, rows)
+        return arguments | _randomness(draw, name, rows)
 
     return draw_call
 

@@ -25,12 +25,23 @@ Rule = Callable[..., Tensor]
 """Which places of a row are kept, by the arguments of a call."""
 
 
-def probabilities(tensor: Tensor, temperature: float | None = None, *, logits: bool) -> Tensor:
+TEMPERATURES = (1e-6, 1e6)
+"""What logits may be divided by: less leaves nothing of a difference but which is larger, more nothing of it."""
+
+
+def probabilities(
+    tensor: Tensor, temperature: float | None = None, row_temperature: Tensor | None = None, *, logits: bool
+) -> Tensor:
     """Probabilities of logits or of what is said to be some, in float32 or wider."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    if not logits:
-        return wide
-    return (wide if temperature is None else wide / temperature).softmax(-1)
+    return tempered(wide, temperature, row_temperature).softmax(-1) if logits else wide
+
+
+def tempered(logits: Tensor, temperature: float | None = None, row_temperature: Tensor | None = None) -> Tensor:
+    """Logits divided by a temperature, or each row by its own."""
+    if row_temperature is not None:
+        return logits / row_temperature.clamp(*TEMPERATURES).unsqueeze(-1)
+    return logits if temperature is None else logits / temperature
 
 
 def parts(weights: Tensor) -> Tensor:

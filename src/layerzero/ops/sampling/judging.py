@@ -66,7 +66,7 @@ def judge(kind: str, *, logits: bool) -> Distribution:
 
     def weights_of(arguments: Mapping[str, Any]) -> Tensor:
         tensor = arguments["logits" if logits else "probs"]
-        return probabilities(tensor, arguments.get("temperature"), logits=logits)
+        return probabilities(tensor, arguments.get("temperature"), arguments.get("row_temperature"), logits=logits)
 
     def of_kept(arguments: Mapping[str, Any]) -> Tensor:
         weights = weights_of(arguments)

@@ -13,8 +13,9 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense
 from layerzero.ops.sampling import declare, draw, signatures
+from layerzero.ops.sampling.formulas import TEMPERATURES
 
-_PAIRS = (("k", "row_k"), ("p", "row_p"))
+_PAIRS = (("k", "row_k"), ("p", "row_p"), ("temperature", "row_temperature"))
 
 
 def _route(name: str, operation: Operation) -> Callable[..., Routed]:
@@ -41,12 +42,14 @@ def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
     temperature: Any = arguments.get("temperature")
     if _is_number(p) and not declare.LEAST <= p <= 1:
         found["p"] = f"p: wanted a share above 0 and up to 1, got {told(p)}"
-    least, most = declare.TEMPERATURES
+    least, most = TEMPERATURES
     if _is_number(temperature) and not least <= temperature <= most:
         wanted = f"{least:g} to {most:g}; the likeliest place is what greedy picks"
         found["temperature"] = f"temperature: wanted {wanted}, got {told(temperature)}"
     for one, of_rows in _PAIRS:
-        if one in arguments and (arguments[one] is None) == (arguments[of_rows] is None):
+        if one not in arguments or (arguments[one] is None) != (arguments[of_rows] is None):
+            continue
+        if arguments[one] is not None or one != "temperature":  # which divides by 1 where there is none
             got = "neither" if arguments[one] is None else "both"
             found[of_rows] = f"{one}: wanted {one} for all rows or {of_rows} for each, got {got}"
     if arguments.get("seed") is not None and arguments.get("generator") is not None:
@@ -76,12 +79,10 @@ def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
 
 def _pair(kind: str, operations: list[Operation]) -> list[Function]:
     """The function that draws from logits, and the one that draws from probabilities."""
-    ending = "" if kind == "categorical" else f"_{kind}"
     found = []
     for source, operation in zip(("logits", "probs"), operations, strict=True):
-        name = f"sample{ending}" if source == "logits" else f"sample{ending}_probs"
-        signature = getattr(signatures, name)
-        drawing = draw.drawing(kind, source)
+        signature, drawing = signatures.drawing(kind, source), draw.drawing(kind, source)
+        name = signature.__name__
         found.append(Function(name, signature, _route(name, operation), (operation,), draw=drawing, weight=1))
     return found
 

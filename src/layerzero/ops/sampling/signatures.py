@@ -1,281 +1,165 @@
-"""The signatures of sampling's functions, with what users read of them; the engine makes the callables."""
+"""The signatures of sampling's functions, with what users read of them; the engine makes the callables.
+
+Those that draw differ in what they keep. Each is written once here, as what it keeps and the arguments that say so, and
+made for logits and for probabilities.
+"""
 
 from __future__ import annotations
 
-import torch
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch  # noqa: F401  # annotations name it
 from torch import Tensor
 
-
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row by its probability.
-
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; computes in float32 or wider; returns int64.
-    Args:
-        temperature: what logits are divided by, from 1e-6; 1 if None.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        +inf, -inf everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+Signature = Callable[..., Tensor]
 
 
-def sample_probs(
-    probs: Tensor,
-    *,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row by its probability, from probabilities.
+class _Argument(NamedTuple):
+    """An argument: its name, its annotation, and the lines that users read of it, none where another tells of it."""
 
-    Shapes: probs (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; each row adds up to 1 but for rounding; returns int64.
-    Args:
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        infinity, a number below 0, 0 everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+    name: str
+    annotation: str
+    text: str = ""
 
 
-def sample_topk(
-    logits: Tensor,
-    k: int | None = None,
-    *,
-    row_k: Tensor | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among the k likeliest.
+class _Kept(NamedTuple):
+    """What a function keeps of a row: the end of its first sentence, more of it, its arguments, and where from."""
 
-    A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too.
+    summary: str
+    more: str = ""
+    arguments: tuple[_Argument, ...] = ()
+    of_rows: tuple[_Argument, ...] = ()
+    source: str = ""
 
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; computes in float32 or wider; returns int64.
-    Args:
+
+_ROW_K, _ROW_P = _Argument("row_k", "Tensor | None"), _Argument("row_p", "Tensor | None")
+_TIES = "A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too."
+_K = _Argument(
+    "k",
+    "int | None",
+    """\
         k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
+            or int64, where 0 and less is 1.""",
+)
+
+
+def _share(of_what: str, ends: str) -> _Argument:
+    text = f"""\
+        p: the share{of_what}, above 0 and up to 1. In place of it, row_p: for each row,
+            (*) float32, where 0 and less keeps {ends}."""
+    return _Argument("p", "float | None", text)
+
+
+_LIKELIEST = "the likeliest place, 1 and more all"
+
+_KEPT = {
+    "categorical": _Kept("a place of each row by its probability"),
+    "topk": _Kept("a place of each row among the k likeliest", _TIES, (_K,), (_ROW_K,), "arXiv:1805.04833"),
+    "topp": _Kept(
+        "a place of each row among the likeliest that have the share p together",
+        "A place is kept if those that are likelier have less than p together: at least one, and all equals of the "
+        "last.",
+        (_share("", _LIKELIEST),),
+        (_ROW_P,),
+        "arXiv:1904.09751",
+    ),
+    "minp": _Kept(
+        "a place of each row among those at least p times as likely as the likeliest",
+        "",
+        (_share(" of the likeliest place's probability", "all, 1 and more the likeliest place"),),
+        (_ROW_P,),
+        "arXiv:2407.01082",
+    ),
+    "topk_topp": _Kept(
+        "a place among the k likeliest, and of these among those that have the share p",
+        "A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of "
+        "what\n    such places have together: top-k first, then top-p of the rest, as engines do.",
+        (_K, _share(" of what the k likeliest have", _LIKELIEST)),
+        (_ROW_K, _ROW_P),
+        "arXiv:1805.04833, arXiv:1904.09751",
+    ),
+}
+
+_TEMPERATURE = (
+    _Argument(
+        "temperature",
+        "float | None",
+        """\
+        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
+            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.""",
+    ),
+)
+_ROW_TEMPERATURE = (_Argument("row_temperature", "Tensor | None"),)
+_RANDOM = (
+    _Argument(
+        "seed",
+        "int | None",
+        """\
+        seed: gives the same ids wherever the same kernel runs the same call; from 0.""",
+    ),
+    _Argument(
+        "generator",
+        "torch.Generator | None",
+        """\
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
+            which ``torch.manual_seed`` seeds.""",
+    ),
+)
+
+_DTYPE = {
+    "logits": "floating; computes in float32 or wider; returns int64.",
+    "probs": "floating; each row adds up to 1 but for rounding; returns int64.",
+}
+_RAISES = """\
     Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        +inf, -inf everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1805.04833.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+        {}. On a GPU, where looking means waiting, such a row gives some place."""
+_UNDRAWABLE = {"logits": "+inf, -inf everywhere", "probs": "infinity, a number below 0, 0 everywhere"}
 
 
-def sample_topk_probs(
-    probs: Tensor,
-    k: int | None = None,
-    *,
-    row_k: Tensor | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among the k likeliest, from probabilities.
-
-    A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too.
-
-    Shapes: probs (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; each row adds up to 1 but for rounding; returns int64.
-    Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        infinity, a number below 0, 0 everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1805.04833.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+def drawing(kind: str, source: str) -> Signature:
+    """The signature of the function that draws from ``logits`` or ``probs``, by the kind of its operation."""
+    kept = _KEPT[kind]
+    beside = (*kept.of_rows, *_RANDOM)
+    if source == "logits":
+        beside = (*kept.of_rows, *_TEMPERATURE, *_ROW_TEMPERATURE, *_RANDOM)
+    told = "\n".join(each.text for each in (*kept.arguments, *beside) if each.text)
+    doc = [f"Draw {kept.summary}{'' if source == 'logits' else ', from probabilities'}.", ""]
+    doc += [f"    {kept.more}", ""] if kept.more else []
+    doc += [f"    Shapes: {source} (*, V) → (*), a place from 0 to V - 1", f"    Dtype: {_DTYPE[source]}"]
+    doc += [
+        "    Args:",
+        told,
+        _RAISES.format(_UNDRAWABLE[source]),
+        *([f"    Source: {kept.source}."] if kept.source else []),
+        "    ",
+    ]
+    name = "_".join(("sample", *((kind,) if kind != "categorical" else ()), *(("probs",) if source == "probs" else ())))
+    return _function(name, _Argument(source, "Tensor"), kept.arguments, beside, "\n".join(doc))
 
 
-def sample_topp(
-    logits: Tensor,
-    p: float | None = None,
-    *,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among the likeliest that have the share p together.
+def _function(
+    name: str, first: _Argument, by_place: tuple[_Argument, ...], by_name: tuple[_Argument, ...], doc: str
+) -> Signature:
+    """A function that has a signature, and nothing that runs."""
 
-    A place is kept if those that are likelier have less than p together: at least one, and all equals of the last.
+    def signature(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the signature only; the engine makes the callable")
 
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; computes in float32 or wider; returns int64.
-    Args:
-        p: the share, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        +inf, -inf everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1904.09751.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def sample_topp_probs(
-    probs: Tensor,
-    p: float | None = None,
-    *,
-    row_p: Tensor | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among the likeliest that have the share p together, from probabilities.
-
-    A place is kept if those that are likelier have less than p together: at least one, and all equals of the last.
-
-    Shapes: probs (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; each row adds up to 1 but for rounding; returns int64.
-    Args:
-        p: the share, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        infinity, a number below 0, 0 everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1904.09751.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def sample_minp(
-    logits: Tensor,
-    p: float | None = None,
-    *,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among those at least p times as likely as the likeliest.
-
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; computes in float32 or wider; returns int64.
-    Args:
-        p: the share of the likeliest place's probability, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps all, 1 and more the likeliest place.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        +inf, -inf everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:2407.01082.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def sample_minp_probs(
-    probs: Tensor,
-    p: float | None = None,
-    *,
-    row_p: Tensor | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place of each row among those at least p times as likely as the likeliest, from probabilities.
-
-    Shapes: probs (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; each row adds up to 1 but for rounding; returns int64.
-    Args:
-        p: the share of the likeliest place's probability, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps all, 1 and more the likeliest place.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        infinity, a number below 0, 0 everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:2407.01082.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def sample_topk_topp(
-    logits: Tensor,
-    k: int | None = None,
-    p: float | None = None,
-    *,
-    row_k: Tensor | None = None,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place among the k likeliest, and of these among those that have the share p.
-
-    A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of what
-    such places have together: top-k first, then top-p of the rest, as engines do.
-
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; computes in float32 or wider; returns int64.
-    Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        p: the share of what the k likeliest have, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        +inf, -inf everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1805.04833, arXiv:1904.09751.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def sample_topk_topp_probs(
-    probs: Tensor,
-    k: int | None = None,
-    p: float | None = None,
-    *,
-    row_k: Tensor | None = None,
-    row_p: Tensor | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a place among the k likeliest, and of these among those that have the share p, from probabilities.
-
-    A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of what
-    such places have together: top-k first, then top-p of the rest, as engines do.
-
-    Shapes: probs (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; each row adds up to 1 but for rounding; returns int64.
-    Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        p: the share of what the k likeliest have, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        infinity, a number below 0, 0 everywhere. On a GPU, where looking means waiting, such a row gives some place.
-    Source: arXiv:1805.04833, arXiv:1904.09751.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+    place, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(first.name, place, annotation=first.annotation),
+        *(inspect.Parameter(each.name, place, default=None, annotation=each.annotation) for each in by_place),
+        *(inspect.Parameter(each.name, named, default=None, annotation=each.annotation) for each in by_name),
+    ]
+    signature.__name__ = signature.__qualname__ = name
+    signature.__doc__ = doc
+    signature.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": "Tensor"}
+    signature.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect looks for first
+        parameters, return_annotation="Tensor"
+    )
+    return signature
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.sampling.formulas import count_of, generator_of, of_row
+from layerzero.ops.sampling.formulas import count_of, generator_of, of_row, tempered
+from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
+from layerzero.ops.sampling.verify_formulas import chain_of, walked, walked_greedily
 
 Run = Callable[[], Tensor]
 
@@ -23,12 +25,10 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
 
     def make(*tensors: Tensor, seed: int | None = None, generator: torch.Generator | None = None, **given: Any) -> Run:
         tensor = tensors[0] if tensors else given.pop("logits" if logits else "probs")
-        temperature = given.pop("temperature", None)
+        divisors = given.pop("temperature", None), given.pop("row_temperature", None)
 
         def run() -> Tensor:
-            weights = tensor.float()
-            if logits:
-                weights = (weights if temperature is None else weights / temperature).softmax(-1)
+            weights = tempered(tensor.float(), *divisors).softmax(-1) if logits else tensor.float()
             own = generator_of(seed, generator, tensor.device)
             vocab = weights.shape[-1]
             flat = weights.reshape(-1, vocab)
@@ -73,3 +73,68 @@ def _filtered(
         drop[..., 0] = False
         values = values.masked_fill(drop, 0.0)
     return values, order
+
+
+def penalties(logits: Tensor, said: Tensor, **given: Any) -> Run:
+    """The expression that engines have: counts by a scatter, then whole rows."""
+    prompt_ids, prompt_mask = given.get("prompt_ids"), given.get("prompt_mask")
+
+    def run() -> Tensor:
+        counts = said if said.shape == logits.shape else counts_of(said, logits.shape[-1])
+        asked = prompt_mask if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
+        seen = counts > 0 if asked is None else (counts > 0) | asked
+        numbers = (
+            of_row(given.get(name), given.get(f"row_{name}")) for name in ("repetition", "presence", "frequency")
+        )
+        return penalised(logits, seen, counts, *numbers).to(logits.dtype)
+
+    return run
+
+
+def bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Run:
+    """A scatter into a copy."""
+    return lambda: biased(logits.clone(), bias_ids, bias)
+
+
+def logprobs(
+    logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+) -> Run:
+    """``torch.log_softmax`` of all places, of which one is taken."""
+
+    def run() -> Tensor:
+        wide = tempered(logits.float(), temperature, row_temperature)
+        return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    return run
+
+
+def verify(
+    target_probs: Tensor,
+    draft_ids: Tensor,
+    parents: Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The walk, node by node, as models' code has it."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        above = chain_of(draft_ids) if parents is None else parents
+        own = generator_of(seed, generator, target_probs.device)
+        drafted = None if draft_probs is None else draft_probs.float()
+        return walked(draft_ids, target_probs.float(), drafted, above, own)
+
+    return run
+
+
+def verify_greedily(
+    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """``torch.argmax`` and the walk."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        above = chain_of(draft_ids) if parents is None else parents
+        return walked_greedily(draft_ids, target_probs.argmax(-1), above)
+
+    return run

@@ -1,0 +1,136 @@
+"""Whether a machine has optimised kernels for all that a kind of model calls, and what each operation falls back to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import torch
+
+from layerzero.asking.answers import explain
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Operation
+from layerzero.core.plan import Report
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
+from layerzero.ops.calls import accepted, arguments_of, function_for, is_call_of
+from layerzero.ops.sets import SETS
+
+_STOCK = "torch"
+"""The library that is always there."""
+
+_USUAL = {"cuda": torch.bfloat16, "cpu": torch.float32}
+"""What models run in on a kind of device."""
+
+
+class Served(StrEnum):
+    """What an operation has on a machine."""
+
+    OPTIMISED = "optimised"
+    """A library's kernel may run every one of its named calls."""
+    PARTLY = "partly optimised"
+    """A library's kernel may run some of them."""
+    STOCK = "torch alone"
+    """Nothing but torch's own operators, and expressions of them."""
+    REFERENCE = "reference alone"
+    """Nothing but the definition."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFinding:
+    """One operation of a set on this machine.
+
+    Attributes:
+        operation: its name.
+        served: what it has.
+        dtype: that of the calls that were asked about.
+        kernels: those of libraries that may run any of its named calls.
+        chosen: what these calls get today.
+        refused: a library's kernel that may run none of them, and why; empty where there is none, or where others may.
+    """
+
+    operation: str
+    served: Served
+    dtype: str
+    kernels: tuple[str, ...]
+    chosen: tuple[str, ...]
+    refused: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        gets = f"calls get {', '.join(self.chosen)}" if self.chosen else "no call finds a kernel"
+        others = [each for each in self.kernels if each not in self.chosen]
+        more = f"; {', '.join(others)} may run them, too" if others else ""
+        return (
+            f"{self.operation}: {self.served} ({self.dtype}): {gets}{more}{f'; {self.refused}' if self.refused else ''}"
+        )
+
+
+def served(name: str, device: Device | None = None) -> tuple[OperationFinding, ...]:
+    """Tell for each operation of a set whether an optimised kernel may run its named calls here.
+
+    Args:
+        name: of the set: ``decoder``.
+        device: another device than this machine's best.
+    Raises: ValueError for a word that names no set, with the nearest.
+    """
+    if name not in SETS:
+        raise ValueError(f"wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
+    if device is None:
+        device = Device.detect("cuda" if torch.cuda.is_available() else "cpu")
+    return tuple(_finding(REGISTRY.operation(each), device) for each in SETS[name].operations)
+
+
+def _finding(operation: Operation, device: Device) -> OperationFinding:
+    dtype = _USUAL.get(device.platform, torch.bfloat16)
+    dtype = dtype if dtype in operation.dtypes else operation.dtypes[0]
+    cases = [case for case in operation.cases if is_call_of(operation, case, dtype)]
+    reports = [report for case in cases if (report := _asked(operation, case, dtype, device)) is not None]
+    legal = [
+        {
+            each.kernel.id
+            for each in report.candidates
+            if each.legal and each.kernel.backend.name not in (_STOCK, "reference")
+        }
+        for report in reports
+    ]
+    chosen = tuple(dict.fromkeys(report.kernel_id for report in reports if report.kernel_id))
+    if legal and all(legal):
+        state = Served.OPTIMISED
+    elif any(legal):
+        state = Served.PARTLY
+    else:
+        theirs = {each.kernel.backend.name for report in reports for each in report.candidates if each.legal}
+        state = Served.STOCK if _STOCK in theirs else Served.REFERENCE
+    kernels = tuple(sorted(set().union(*legal)))
+    return OperationFinding(operation.name, state, dtype_name(dtype), kernels, chosen, "" if kernels else _why(reports))
+
+
+def _asked(operation: Operation, case: Case, dtype: torch.dtype, device: Device) -> Report | None:
+    function = function_for(operation)
+    arguments = accepted(function, arguments_of(operation, case, dtype, "meta"))
+    try:
+        return explain(function.name, **arguments, device=device)
+    except InvalidCallError:  # a named call that this device's other rules forbid
+        return None
+
+
+def _why(reports: list[Report]) -> str:
+    """The first reason of a kernel that a library has for such calls: what to install, or what it lacks."""
+    for report in reports:
+        for each in report.candidates:
+            if each.kernel.backend.name not in (_STOCK, "reference") and device_fits(
+                report, each.kernel.backend.platforms
+            ):
+                return f"{each.kernel.id}: {each.reasons[0]}"
+    return ""
+
+
+def device_fits(report: Report, platforms: tuple[str, ...]) -> bool:
+    """Whether a library could run where a call was asked about."""
+    return report.facts.device.platform in platforms

@@ -1,0 +1,98 @@
+"""torch's own operators on every element; each computes in float32 where its tensors are narrower, and rounds once.
+
+But for a scaled addition on a CPU: torch 2.13 rounds the factor to the tensors' dtype there, so that it is written out.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+
+
+def _load_add_bias(facts: Facts) -> Callable[..., Any]:
+    operator: Callable[..., Any] = torch.add
+    return operator
+
+
+def _load_add(facts: Facts) -> Callable[..., Any]:
+    def run(residual: Tensor, input: Tensor) -> None:  # noqa: A002  # torch's name
+        residual.add_(input)
+
+    return run
+
+
+def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
+    dtype: Any = facts["dtype"]
+    wide = torch.promote_types(dtype, torch.float32)
+    exact = wide is dtype or facts.device.platform != "cpu"
+
+    def run(
+        residual: Tensor,
+        input: Tensor,  # noqa: A002
+        *,
+        row_scale: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
+        if row_scale is not None:
+            residual.addcmul_(input, row_scale.unsqueeze(-1))
+        elif scale is not None and exact:
+            residual.add_(input, alpha=scale)
+        elif scale is not None:
+            residual.add_(input.to(wide) * scale)
+
+    return run
+
+
+def _load_softmax(facts: Facts) -> Callable[..., Any]:
+    dtype: Any = facts["dtype"]
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def run(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
+        if temperature is None:
+            return torch.softmax(input, -1)
+        return torch.softmax(input.to(wide) / temperature, -1).to(dtype)
+
+    return run
+
+
+def _load_cast(facts: Facts) -> Callable[..., Any]:
+    dtype: Any = facts["out_dtype"]
+
+    def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002
+        return input.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    return run
+
+
+KERNELS = tuple(
+    Kernel(
+        id=f"torch.{name}",
+        operations=(f"elementwise.{name}",),
+        backend=TORCH,
+        load=load,
+        accepts=accepts,
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=grad,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=40,
+    )
+    for name, load, accepts, grad in (
+        ("add_bias", _load_add_bias, (), True),
+        ("add", _load_add, (), False),
+        ("scaled_add", _load_scaled_add, ("row_scale", "scale"), False),
+        ("softmax", _load_softmax, ("temperature",), True),
+        ("cast", _load_cast, ("out_dtype",), True),
+    )
+)

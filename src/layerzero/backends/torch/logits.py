@@ -1,0 +1,111 @@
+"""Penalties, biases and log-probabilities as torch expressions that touch no more of a row than they change or need.
+
+``torch.penalties`` copies the logits and works out new values for the places that were said alone, where the expression
+of engines makes four passes over whole rows. ``torch.logprobs`` needs the sum of a row and one number, and writes none
+of the others.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.sampling.formulas import of_row, tempered
+from layerzero.ops.sampling.logits import PENALTIES_BY
+from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
+
+_NUMBERS = tuple(each.name for each in PENALTIES_BY)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _by(given: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(of_row(given.get(name), given.get(f"row_{name}")) for name in _NUMBERS)
+
+
+def _load_penalties(facts: Facts) -> Callable[..., Any]:
+    def run(logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None = None, **given: Any) -> Tensor:
+        vocab = logits.shape[-1]
+        counts = seen = counts_of(output_ids, vocab)
+        places = output_ids.clamp(min=0).long()
+        if prompt_ids is not None:
+            seen = seen + counts_of(prompt_ids, vocab)
+            places = torch.cat((places, prompt_ids.clamp(min=0).long()), -1)
+        own = _wide(logits.gather(-1, places))
+        less = penalised(own, seen.gather(-1, places) > 0, counts.gather(-1, places), *_by(given))
+        # a place that is named twice gets one value twice, and the place 0 of what is none that which it should have
+        return logits.scatter(-1, places, less.to(logits.dtype))
+
+    return run
+
+
+def _load_counted(facts: Facts) -> Callable[..., Any]:
+    def run(logits: Tensor, output_counts: Tensor, *, prompt_mask: Tensor | None = None, **given: Any) -> Tensor:
+        said = output_counts > 0
+        seen = said if prompt_mask is None else said | prompt_mask
+        return penalised(_wide(logits), seen, output_counts, *_by(given)).to(logits.dtype, copy=True)
+
+    return run
+
+
+def _load_bias(facts: Facts) -> Callable[..., Any]:
+    def run(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        return biased(wide, bias_ids, bias).to(logits.dtype)
+
+    return run
+
+
+def _load_logprobs(facts: Facts) -> Callable[..., Any]:
+    def run(
+        logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+    ) -> Tensor:
+        wide = tempered(_wide(logits), temperature, row_temperature)
+        own = wide.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+        return (own - wide.logsumexp(-1)).float()
+
+    return run
+
+
+KERNELS = tuple(
+    Kernel(
+        id=name,
+        operations=(operation,),
+        backend=TORCH,
+        load=load,
+        accepts=accepts,
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=40,
+    )
+    for name, operation, load, accepts in (
+        (
+            "torch.penalties",
+            "sampling.penalties",
+            _load_penalties,
+            ("prompt_ids", *_NUMBERS, *(f"row_{name}" for name in _NUMBERS)),
+        ),
+        (
+            "torch.penalties_counted",
+            "sampling.penalties.counted",
+            _load_counted,
+            ("prompt_mask", *_NUMBERS, *(f"row_{name}" for name in _NUMBERS)),
+        ),
+        ("torch.logit_bias", "sampling.bias", _load_bias, ()),
+        ("torch.logprobs", "sampling.logprobs", _load_logprobs, ("temperature", "row_temperature")),
+    )
+)

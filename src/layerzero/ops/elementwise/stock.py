@@ -1,0 +1,39 @@
+"""torch's own operators, with the arguments of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Any]
+
+
+def add_bias(input: Tensor, bias: Tensor) -> Run:  # noqa: A002  # torch's name
+    """``+``."""
+    return lambda: input + bias
+
+
+def add_residual(
+    residual: Tensor,
+    input: Tensor,  # noqa: A002
+    *,
+    row_scale: Tensor | None = None,
+    scale: float | None = None,
+) -> Run:
+    """``+=``, of what was multiplied before."""
+    if row_scale is not None:
+        return lambda: residual.add_(input * row_scale.unsqueeze(-1).to(input.dtype))
+    return lambda: residual.add_(input, alpha=1 if scale is None else scale)
+
+
+def softmax(input: Tensor, *, temperature: float | None = None) -> Run:  # noqa: A002
+    """``torch.softmax``."""
+    return lambda: (input if temperature is None else input / temperature).softmax(-1)
+
+
+def cast(input: Tensor, *, out_dtype: torch.dtype) -> Run:  # noqa: A002
+    """``Tensor.to``."""
+    return lambda: input.to(out_dtype, copy=True)

@@ -1,0 +1,219 @@
+"""What happens to logits before a draw, and what is asked of them after it.
+
+sampling.penalties          less of what was said already, by lists of token ids
+sampling.penalties.counted  the same by how often each place was said
+sampling.bias               numbers added to a few places of each row
+sampling.logprobs           the logarithm of the probability of one place of each row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.sampling import stock
+from layerzero.ops.sampling.declare import AXES, COUNTS, ROW_TEMPERATURE, TEMPERATURE, of_rows
+from layerzero.ops.sampling.formulas import of_row, tempered
+from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
+
+TOLERANCE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.bfloat16: Tolerance(1e-2, 1e-2),
+}
+TOLERANCE_REASON = "twice the rounding of the logits' dtype; numbers of rows are float32"
+
+MOST = 1e4
+REPETITION = Param("repetition", float, None, Role.PASSED, 1 / MOST, MOST, example=1.3)
+PRESENCE = Param("presence", float, None, Role.PASSED, -MOST, MOST, example=0.5)
+FREQUENCY = Param("frequency", float, None, Role.PASSED, -MOST, MOST, example=0.25)
+PENALTIES_BY = (REPETITION, PRESENCE, FREQUENCY)
+
+_LOGITS = TensorSchema("logits", ("...", "vocab"), FLOATING)
+_SAID = tuple(
+    TensorSchema(name, ("...", axis), COUNTS, required, same_dtype=False, indexes=("vocab",), holes=True)
+    for name, axis, required in (("output_ids", "output_len", True), ("prompt_ids", "prompt_len", False))
+)
+_COUNTED = (
+    TensorSchema("output_counts", ("...", "vocab"), COUNTS, same_dtype=False),
+    TensorSchema("prompt_mask", ("...", "vocab"), frozenset({torch.bool}), required=False, same_dtype=False),
+)
+_ROWS = tuple(of_rows(f"row_{each.name}") for each in PENALTIES_BY)
+_SIZES = ((33, 32), (5, 1003), (8, 32000), (1, 128256))
+_NAMES = ("small", "odd", "llama2_batch", "llama3_decode")
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    return {"rows": math.prod(arguments["logits"].shape[:-1])}
+
+
+def _like(logits: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _work(flops: float, read: float) -> Callable[[Mapping[str, Any]], Work]:
+    """So many operations for each number, and so many times its bytes read and written."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        elements = facts["rows"] * facts["vocab"]
+        return Work(flops * elements, read * elements * facts["dtype"].itemsize)
+
+    return work
+
+
+def _penalties_reference(
+    logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None = None, **numbers: Any
+) -> Tensor:
+    """Penalties by ids. Shapes: (*, V), (*, L), (*, P) → (*, V). Dtype: computes in float32 or wider."""
+    said = counts_of(output_ids, logits.shape[-1])
+    asked = None if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
+    return _counted_reference(logits, said, prompt_mask=asked, **numbers)
+
+
+def _counted_reference(
+    logits: Tensor, output_counts: Tensor, *, prompt_mask: Tensor | None = None, **numbers: Any
+) -> Tensor:
+    """Penalties by counts. Shapes: (*, V), (*, V), (*, V) → (*, V). Dtype: computes in float32 or wider."""
+    seen = output_counts > 0 if prompt_mask is None else (output_counts > 0) | prompt_mask
+    by = [of_row(numbers.get(each.name), numbers.get(f"row_{each.name}")) for each in PENALTIES_BY]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return penalised(wide, seen, output_counts, *by).to(logits.dtype)
+
+
+def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tuple[TensorSchema, ...]) -> Operation:
+    lists = {"output_len": 64, "prompt_len": 128} if of is _SAID else {}
+    given = tuple(each.name for each in of)
+    small: dict[str, object] = {each.name: each.example for each in PENALTIES_BY}
+    cases = tuple(
+        Case(label, {"rows": rows, "vocab": vocab, **lists}, small, given)
+        for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
+    )
+    lengths = (Axis("output_len", scales=True, live=True), Axis("prompt_len", scales=True, live=True))
+    return Operation(
+        schema=OperationSchema(
+            operation=name,
+            inputs=(_LOGITS, *of, *_ROWS),
+            outputs=(TensorSchema("output", ("...", "vocab"), FLOATING),),
+            params=PENALTIES_BY,
+            axes=(*AXES, *(lengths if of is _SAID else ())),
+        ),
+        summary=summary,
+        reference=reference,
+        fake=_like,
+        cases=cases,
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        derive=_derive,
+        derived=("rows",),
+        derived_from={"rows": ("...",)},
+        examples=_examples,
+        work=_work(4.0, 2.0),
+        stock=stock.penalties,
+    )
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    """Numbers of rows in place of those for all, and counts of places that were mostly never said."""
+    if device.type == "meta":
+        return {}
+    made: dict[str, Any] = {}
+    where, rows = device if generator is None else generator.device, case.sizes["rows"]
+    for name in (each.removeprefix("row_") for each in case.given if each.startswith("row_")):
+        made[name] = None
+        made[f"row_{name}"] = (torch.rand(rows, generator=generator, device=where) + 0.75).to(device)
+    if "output_counts" in case.given:
+        often = torch.rand(rows, case.sizes["vocab"], generator=generator, device=where) * 8 - 6
+        made["output_counts"] = often.clamp(0).ceil().to(device, torch.int32)
+    return made
+
+
+PENALTIES = _penalties("sampling.penalties", "Less of the token ids that were said", _penalties_reference, _SAID)
+COUNTED = _penalties("sampling.penalties.counted", "Less of what was said, by how often", _counted_reference, _COUNTED)
+
+
+def _bias_reference(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
+    """Numbers added to places. Shapes: (*, V), (*, n), (*, n) → (*, V). Dtype: computes in float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return biased(wide, bias_ids, bias).to(logits.dtype)
+
+
+BIAS = Operation(
+    schema=OperationSchema(
+        operation="sampling.bias",
+        inputs=(
+            _LOGITS,
+            TensorSchema("bias_ids", ("...", "bias_len"), COUNTS, same_dtype=False, indexes=("vocab",), holes=True),
+            TensorSchema("bias", ("...", "bias_len"), frozenset({torch.float32}), same_dtype=False),
+        ),
+        outputs=(TensorSchema("output", ("...", "vocab"), FLOATING),),
+        axes=(*AXES, Axis("bias_len", scales=True, live=True)),
+    ),
+    summary="Numbers added to a few places of each row",
+    reference=_bias_reference,
+    fake=_like,
+    cases=tuple(
+        Case(label, {"rows": rows, "vocab": vocab, "bias_len": 16})
+        for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
+    ),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    derive=_derive,
+    derived=("rows",),
+    derived_from={"rows": ("...",)},
+    work=_work(0.0, 2.0),
+    stock=stock.bias,
+)
+
+
+def _logprobs_reference(
+    logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+) -> Tensor:
+    """The log-probability of a place of each row. Shapes: (*, V), (*) → (*). Dtype: computes in float32 or wider."""
+    wide = tempered(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature, row_temperature)
+    return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1).float()
+
+
+def _logprobs_fake(logits: Tensor, *_: object, **__: object) -> Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+
+
+LOGPROBS = Operation(
+    schema=OperationSchema(
+        operation="sampling.logprobs",
+        inputs=(
+            _LOGITS,
+            TensorSchema("ids", ("...",), COUNTS, same_dtype=False, indexes=("vocab",)),
+            ROW_TEMPERATURE,
+        ),
+        outputs=(TensorSchema("logprobs", ("...",), frozenset({torch.float32}), same_dtype=False),),
+        params=(TEMPERATURE,),
+        axes=AXES,
+    ),
+    summary="The log-probability of one place of each row",
+    reference=_logprobs_reference,
+    fake=_logprobs_fake,
+    cases=tuple(
+        Case(label, {"rows": rows, "vocab": vocab}) for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
+    ),
+    tolerance=dict.fromkeys(TOLERANCE, Tolerance(1e-5, 3e-5)),
+    tolerance_reason="logits are read as they are and summed in float32, whose steps at 50 are 4e-6",
+    derive=_derive,
+    derived=("rows",),
+    derived_from={"rows": ("...",)},
+    examples=_examples,
+    work=_work(4.0, 1.0),
+    stock=stock.logprobs,
+)
+
+OPERATIONS = (PENALTIES, COUNTED, BIAS, LOGPROBS)

@@ -1,0 +1,225 @@
+"""Verifying drafted tokens: those that stand, and one of the target's own behind them.
+
+sampling.verify          a chain, each token after the one before it
+sampling.verify.tree     a tree, whose nodes say which of them they follow
+sampling.verify.greedy   either of them, where a token stands if it is the target's likeliest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.distribution import Distribution
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.judge import Exact, reproducible
+from layerzero.core.operation import Case, Operation, OpKind, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.sampling import stock
+from layerzero.ops.sampling.checks import check_drawable, undrawable
+from layerzero.ops.sampling.declare import COUNTS, IDS, SEED, generator_for, kind_of_generator
+from layerzero.ops.sampling.formulas import generator_of, probabilities
+from layerzero.ops.sampling.judging import NEAR
+from layerzero.ops.sampling.verify_formulas import chain_of, chances, walked, walked_greedily
+
+AXES = (
+    Axis("batch", scales=True, live=True, apart=True),
+    Axis("drafted", scales=True, live=True),
+    Axis("verified", scales=True, live=True, implied=True),
+    Axis("vocab", scales=True),
+)
+REASON = "each place is as often which token as the walk over the draft says, by its arithmetic in float64"
+
+_DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), COUNTS, same_dtype=False, indexes=("vocab",))
+_DRAFT_PROBS = TensorSchema("draft_probs", ("batch", "drafted", "vocab"), FLOATING, required=False)
+_OUTPUTS = (
+    TensorSchema("ids", ("batch", "verified"), IDS),
+    TensorSchema("nodes", ("batch", "drafted"), IDS),
+)
+_SIZES = {"small": (33, 2, 8), "odd": (3, 5, 1003), "llama2_batch": (8, 4, 32000), "llama3_decode": (1, 5, 128256)}
+
+
+def _parents(*, required: bool) -> TensorSchema:
+    axes = ("batch", "drafted")
+    return TensorSchema("parents", axes, COUNTS, required, same_dtype=False, indexes=("drafted",), holes=True)
+
+
+def _complete(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {"verified": sizes["drafted"] + 1}
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """A row of the target's read, and one of the draft's: most of both is never looked at."""
+    elements = facts["batch"] * facts["vocab"]
+    return Work(4.0 * elements, float(2 * elements * facts["dtype"].itemsize))
+
+
+def _fake(target: Tensor, draft_ids: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    batch, drafted = draft_ids.shape
+    made = (target.new_empty((batch, drafted + more), dtype=torch.int64) for more in (1, 0))
+    return next(made), next(made)
+
+
+def _reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def reference(
+        target_probs: Tensor,
+        draft_ids: Tensor,
+        parents: Tensor | None = None,
+        *,
+        draft_probs: Tensor | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        target = probabilities(target_probs.detach(), logits=False)
+        drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
+        if target.device.type == "cpu":
+            check_target(target, name)
+        above = chain_of(draft_ids) if parents is None else parents
+        return walked(draft_ids, target, drafted, above, generator_of(seed, generator, target.device))
+
+    reference.__doc__ = "The walk over the draft, node by node. Dtype: computes in float32 or wider; returns int64."
+    return reference
+
+
+def check_target(target: Tensor, name: str) -> None:
+    """Raise where nothing can be drawn of a row of the target's. Raises: InvalidCallError."""
+    check_drawable(torch.where((target >= 0).all(-1), target.sum(-1), -1.0), target, f"{name}.probs")
+
+
+def _check_values(layout: str | None = None, **arguments: Any) -> list[str]:
+    problems = undrawable(arguments["target_probs"], "probs")
+    return [f"target_{each}" for each in problems]
+
+
+def _judge(place: int) -> Distribution:
+    def basis(arguments: Mapping[str, Any], near: float = 0.0) -> Tensor:
+        drafted, parents = arguments.get("draft_probs"), arguments.get("parents")
+        above = chain_of(arguments["draft_ids"]) if parents is None else parents
+        return chances(arguments["draft_ids"], arguments["target_probs"], drafted, above, near)[place]
+
+    return Distribution(basis, REASON, support=lambda arguments: basis(arguments, NEAR) > 0, nothing=True)
+
+
+def _cases(*given: str) -> tuple[Case, ...]:
+    return tuple(
+        Case(name, {"batch": batch, "drafted": drafted, "vocab": vocab}, given=given)
+        for name, (batch, drafted, vocab) in _SIZES.items()
+    )
+
+
+def tree_of(batch: int, drafted: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """A random tree for each: a node follows any before it, or the root. Shapes: → (B, N)."""
+    below = torch.arange(1, drafted + 1, device=device)
+    marks = torch.rand((batch, drafted), generator=generator, device=device)
+    return (marks * below).long().clamp(max=below - 1) - 1
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    """Distributions, the draft near the target; and trees."""
+    batch, drafted, vocab = (case.sizes[name] for name in ("batch", "drafted", "vocab"))
+    if device.type == "meta":
+        return {}
+    where = device if generator is None else generator.device
+    logits = torch.randn((batch, drafted + 1, vocab), generator=generator, device=where) * 2
+    made = {"target_probs": logits.softmax(-1).to(device, dtype)}
+    if "draft_probs" in case.given:
+        near = logits[:, :-1] + torch.randn((batch, drafted, vocab), generator=generator, device=where)
+        made["draft_probs"] = near.softmax(-1).to(device, dtype)
+    if "parents" in case.given:
+        made["parents"] = tree_of(batch, drafted, generator, where).to(device)
+    return made
+
+
+def _operation(name: str, summary: str, stock_function: Callable[..., Any], *more: TensorSchema) -> Operation:
+    return Operation(
+        schema=OperationSchema(
+            operation=name,
+            inputs=(
+                TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING),
+                _DRAFT_IDS,
+                *more,
+                _DRAFT_PROBS,
+            ),
+            outputs=_OUTPUTS,
+            params=(
+                SEED,
+                Param(
+                    "generator",
+                    torch.Generator,
+                    None,
+                    Role.HANDLE,
+                    made_of=("target_probs",),
+                    kind=kind_of_generator,
+                    make=generator_for(None, "target_probs"),
+                    changes_result=True,
+                    seeds=True,
+                ),
+            ),
+            axes=AXES,
+        ),
+        summary=summary,
+        reference=_reference(name),
+        fake=_fake,
+        cases=_cases("draft_probs", *(each.name for each in more)),
+        judge={"ids": _judge(0), "nodes": _judge(1)},
+        properties=(
+            reproducible("seed", 1, 2),
+            reproducible("generator", *(generator_for(each, "target_probs") for each in (1, 2))),
+        ),
+        kind=OpKind.SAMPLING,
+        fixed={"greedy": False},
+        complete=_complete,
+        check_values=_check_values,
+        examples=_examples,
+        work=_work,
+        stock=stock_function,
+    )
+
+
+VERIFY = _operation("sampling.verify", "The tokens of a drafted chain that stand, and the next", stock.verify)
+TREE = _operation(
+    "sampling.verify.tree",
+    "The tokens of a drafted tree that stand, and the next",
+    stock.verify,
+    _parents(required=True),
+)
+
+
+def _greedy_reference(
+    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The walk where the likeliest token alone stands. Dtype: computes none; returns int64."""
+    above = chain_of(draft_ids) if parents is None else parents
+    return walked_greedily(draft_ids, target_probs.detach().argmax(-1), above)
+
+
+GREEDY = Operation(
+    schema=OperationSchema(
+        operation="sampling.verify.greedy",
+        inputs=(
+            TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING),
+            _DRAFT_IDS,
+            _parents(required=False),
+        ),
+        outputs=_OUTPUTS,
+        axes=AXES,
+    ),
+    summary="The drafted tokens that are the target's likeliest, and the next",
+    reference=_greedy_reference,
+    fake=_fake,
+    cases=_cases("parents"),
+    judge=Exact("it compares numbers and computes none; the first of equals is the one"),
+    fixed={"greedy": True},
+    complete=_complete,
+    examples=_examples,
+    work=_work,
+    stock=stock.verify_greedily,
+)
+
+OPERATIONS = (VERIFY, TREE, GREEDY)

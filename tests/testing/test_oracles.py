@@ -1,0 +1,54 @@
+"""Random calls of every function against numpy, which shares no line with the references; and that it would notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from layerzero.ops import FUNCTIONS, OPERATIONS
+from layerzero.testing import compare, fuzz
+from layerzero.testing.generate import random_call
+from oracles import ORACLES, truth
+
+TIGHT = 1e-6
+"""References compute in float64 where they are asked to, but for what they round on purpose."""
+
+
+def test_every_operation_is_written_twice():
+    assert sorted(ORACLES) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_references_say_what_numpy_says(name):
+    """In float64 both are far nearer than any tolerance."""
+    for number in range(12):
+        call = random_call(5, number, function=name, dtype=torch.float64)
+        own, told = compare.expected(call), truth(call)
+        if own.random:
+            assert compare.problems(own.results, {}, told) == [] or own.loose, call.text
+            continue
+        pairs = [
+            *zip(own.results, told.results, strict=True),
+            *((own.mutated[each], told.mutated[each]) for each in own.mutated),
+        ]
+        for one, other in pairs:
+            near = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0  # what was asked for in less has less
+            near = max(TIGHT, near)
+            torch.testing.assert_close(one.double(), other.double(), rtol=near, atol=near, equal_nan=True)
+
+
+def test_random_calls_are_right():
+    report = fuzz.run(300, 11, truth=truth)
+    assert report.ok, str(report)
+    assert report.comparisons > 300
+
+
+def test_a_reference_that_is_wrong_is_noticed(monkeypatch):
+    """What compares kernels with references alone takes a wrong reference for the truth."""
+    silu = OPERATIONS["activation.silu"]
+    wrong = replace(silu, reference=lambda input: silu.reference(input) * 1.5)  # torch's name
+    call = random_call(1, 2, function="silu", dtype=torch.float32)
+    told = compare.problems(wrong.reference(call.arguments["input"]), {}, truth(call))
+    assert "too far" in told[0]
