@@ -224,8 +224,7 @@ def captured(trial: Trial) -> Outcome:
         def replay(**_: Any) -> Any:
             for name, tensor in tensors(second).items():
                 call.arguments[name].copy_(tensor)
-            for each in _made_of_tensors(trial):
-                call.arguments[each.name].refresh()
+            _refresh(trial, call)
             graph.replay()
             torch.cuda.synchronize()
             return result
