@@ -21,14 +21,23 @@ def attention(
     aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
     if not aligned or any(each is not None and each is not False and each != 0.0 for each in others.values()):
         return None
-    heads_first = layout != CANONICAL
-    q, k, v = (each if heads_first else each.transpose(1, 2) for each in (query, key, value))
-    grouped = q.shape[1] != k.shape[1]
+    heads = 1 if layout != CANONICAL else 2
+    is_causal, grouped = causal and not single, query.shape[heads] != key.shape[heads]
 
     def run() -> torch.Tensor:
-        output = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal and not single, scale=scale, enable_gqa=grouped
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
-        return output if heads_first else output.transpose(1, 2)
 
-    return run
+    def run_transposed() -> torch.Tensor:  # whoever has such tensors pays for their views in each call
+        output = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        return output.transpose(1, 2)
+
+    return run if layout != CANONICAL else run_transposed
