@@ -31,6 +31,13 @@ GQA = "--shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --layout B
 FA3 = f"attention {GQA} --causal --device H100 --with flash_attn_3=3.0.0 --without flash-attn"
 
 
+@pytest.fixture(autouse=True)
+def _static_order():
+    """What is installed in these questions has no times, so priorities tell who is chosen."""
+    with lz.scope(unmeasured="priority"):
+        yield
+
+
 def run(line, **options):
     return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero", **options)
 

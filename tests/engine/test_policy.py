@@ -88,6 +88,7 @@ def test_unlocking_what_is_not_locked_says_what_is():
 
 
 def test_prefer_avoid_deny_allow(attention):
+    lz.configure(unmeasured="priority")
     base = {each.kernel.id: each.score for each in lz.explain("attention", *attention, layout="BSHD").candidates}
     with lz.prefer("torch.sdpa.math"), lz.avoid("torch.sdpa.cpu_flash"):
         scores = {each.kernel.id: each.score for each in lz.explain("attention", *attention, layout="BSHD").candidates}
