@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.ops import FUNCTIONS
+from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import fuzz
 
 NAMES = ("add_bias", "add_residual_", "softmax", "cast")
@@ -33,6 +33,12 @@ def test_what_is_added_to_a_residual_is_rounded_once(dtype):
         want = residual.double() + x.double() * factor
         near = 2e-7 if dtype is torch.float32 else 2**-8
         assert bool(((got.double() - want).abs() <= near * want.abs() + 1e-6).all())
+
+
+def test_a_negated_input_keeps_its_sign_in_another_dtype():
+    x = numbers(4, 8).half()
+    cast = OPERATIONS["elementwise.cast"].reference(torch._neg_view(x), out_dtype=torch.float32)
+    torch.testing.assert_close(cast, -x.float())
 
 
 @pytest.mark.parametrize("kernel", ["torch", "reference"])

@@ -122,6 +122,17 @@ class Diagnosis:
         return "\n".join(lines)
 
 
+def _devices() -> tuple[list[Device], list[str]]:
+    """The devices of this machine, and what is wrong with those that cannot be asked, as in a forked child."""
+    devices, unread = [Device.detect("cpu")], []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            devices.append(Device.detect(f"cuda:{index}"))
+        except ValueError as error:
+            unread.append(str(error))
+    return devices, unread
+
+
 def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
     """Diagnose this machine: devices, libraries and why each unusable one is unusable, kernels that rest, issues.
 
@@ -132,9 +143,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
     Raises: ValueError for a word that names no set, with the nearest.
     """
     findings = () if asked_for is None else served(asked_for)
-    devices = [Device.detect("cpu")]
-    if torch.cuda.is_available():
-        devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    devices, unread = _devices()
     best = devices[-1]
     if load:
         _load_everything(best)
@@ -164,6 +173,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         plugin_errors=failed,
         descriptors=tuple(each.to_dict() for each in DESCRIPTORS.in_force()),
         issues=(
+            *unread,
             *_issues(libraries, devices, resting),
             *REGISTRY.names.problems(CONFIGURATION.policy),
             *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),

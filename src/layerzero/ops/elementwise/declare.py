@@ -143,7 +143,8 @@ def _softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # n
 
 def _cast(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:  # noqa: A002
     """The nearest numbers of another dtype. Shapes: (*, D) → (*, D). Returns out_dtype, in memory of its own."""
-    return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format).copy_(input)
+    # copied into memory of another dtype, a negated view loses its sign (torch 2.11 and 2.13, CPU)
+    return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format).copy_(input.resolve_neg())
 
 
 def _cast_fake(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:  # noqa: A002
