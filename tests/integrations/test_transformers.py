@@ -95,7 +95,7 @@ def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def padded(side: str, batch: int = 3, length: int = 17) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 101, (batch, length))
+    ids = torch.randint(2, 99, (batch, length))
     mask = torch.ones_like(ids)
     for row, count in enumerate(range(0, 4 * batch, 4)):
         if side == "right":
@@ -126,6 +126,43 @@ def test_generate_gives_the_same_tokens(make: Any, cache: str) -> None:
     wanted, got = eager.generate(**batch, **options), ours.generate(**batch, **options)
     assert got.shape[1] == batch["input_ids"].shape[1] + 12
     assert got.tolist() == wanted.tolist()
+
+
+TWICE = {"vocab_size": 99, "d_model": 32, "max_position_embeddings": 64, "init_std": 0.2, "pad_token_id": 0}
+TWICE |= {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+TWICE |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+
+
+def pegasus_x() -> Any:
+    config = transformers.PegasusXConfig(**TWICE, block_size=8, num_global_tokens=4)
+    return transformers.PegasusXForConditionalGeneration, config
+
+
+def bigbird_pegasus() -> Any:
+    config = transformers.BigBirdPegasusConfig(**TWICE, attention_type="original_full")
+    return transformers.BigBirdPegasusForConditionalGeneration, config
+
+
+def nllb_moe() -> Any:
+    experts = {"num_experts": 2, "expert_capacity": 32, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
+    return transformers.NllbMoeForConditionalGeneration, transformers.NllbMoeConfig(**TWICE, **experts)
+
+
+@pytest.mark.parametrize("make", [pegasus_x, bigbird_pegasus, nllb_moe])
+def test_models_that_do_not_support_sdpa_get_the_mask_of_eager(make: Any) -> None:
+    """Their decoders say that they are not causal: without a mask they would see the future."""
+    eager, ours = pair(make)
+    batch = padded("left", length=16)
+    tokens = torch.randint(3, 99, (3, 11))
+    other = tokens.clone()
+    other[:, -1] = (tokens[:, -1] + 1) % 99
+    with torch.no_grad():
+        wanted = eager(**batch, decoder_input_ids=tokens).logits
+        got = ours(**batch, decoder_input_ids=tokens).logits
+        changed = ours(**batch, decoder_input_ids=other).logits
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(changed[:, :-1], got[:, :-1])
+    assert not torch.equal(changed[:, -1], got[:, -1])
 
 
 def test_a_padded_row_gives_what_it_gives_alone() -> None:

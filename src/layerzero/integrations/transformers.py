@@ -57,6 +57,8 @@ _UNKNOWN = (
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
 _checked: set[type] = set()
+_float_masked: set[type] = set()
+"""Configs of models that do not support ``sdpa``: they add their mask to scores, or take it apart, themselves."""
 
 
 def register_with_transformers(name: str = "layerzero") -> None:
@@ -85,14 +87,22 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     which its attention reads as "aligned top-left"; a model that cuts queries off afterwards (gemma4 keeping the last
     logits) would then be wrong. Here that mask is made, and marked so that :func:`attention_forward` may skip it.
 
+    Models that do not support ``sdpa`` get the float mask of ``eager`` instead, for they do more with it than hand it
+    on: pegasus_x, bigbird_pegasus and nllb-moe say that decoders are not causal, informer adds it to its own scores,
+    deepseek_v4 extends it with zeros (transformers 5.23).
+
     Raises: InvalidCallError for a model that computes attention by itself: it would add the bool mask to its scores.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     compiling = torch.compiler.is_compiling()
-    if not compiling and type(call.get("config")) not in _checked:
+    config = type(call.get("config"))
+    if not compiling and config not in _checked:
         _check_model(call.get("config"))
     sizes = {"q_length": q_length, "kv_length": kv_length}
+    if config in _float_masked:
+        added: Tensor = eager_mask(**sizes, **call)
+        return added
     mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
     if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
         mask = sdpa_mask(**sizes, allow_is_causal_skip=False, **call)
@@ -203,6 +213,8 @@ def _check_model(config: Any) -> None:
             "computes it by itself; load it with attn_implementation='eager' or 'sdpa'"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
+    if models and not any(model._supports_sdpa for model in models):
+        _float_masked.add(type(config))
     _checked.add(type(config))
 
 
