@@ -318,6 +318,37 @@ def test_flashinfer_takes_what_a_package_brought(monkeypatch):
     assert flashinfer_modules.planned("fa3", facts_of(*call, causal=True)), "the module for batches serves one as well"
 
 
+@pytest.mark.parametrize(("kernel_id", "batch", "module"), [
+    ("flashinfer.fa3.prefill", 1, "single_prefill{}_head_dim_qk_128_head_dim_vo_128{}_f16qk_False_sm90"),
+    ("flashinfer.fa2.prefill", 1, "single_prefill{}_head_dim_qk_128_head_dim_vo_128{}_f16qk_False"),
+    ("flashinfer.fa3.prefill", 2, "batch_prefill{}_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128{}_f16qk_False_sm90"),
+    ("flashinfer.decode", 1, "single_decode{}_head_dim_qk_128_head_dim_vo_128{}"),
+])  # fmt: skip
+def test_flashinfer_takes_what_an_earlier_process_compiled(monkeypatch, tmp_path, kernel_id, batch, module):
+    monkeypatch.setattr(flashinfer_modules, "_version", lambda: "0.7.2")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    seq = 1 if kernel_id.endswith("decode") else 64
+    dtypes, variant = (
+        "_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16",
+        "_posenc_0_use_swa_False_use_logits_cap_False",
+    )
+    name = module.format(dtypes, variant)
+    shape = {"device": "meta", "dtype": torch.bfloat16}
+    query, key = torch.empty(batch, seq, 8, 128, **shape), torch.empty(batch, 64, 2, 128, **shape)
+    facts = facts_of(query, key, key, causal=True)
+    assert not BUILT.ready(kernel(kernel_id), facts)
+    file = tmp_path / ".cache/flashinfer/0.7.2/90a/cached_ops" / name / f"{name}.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    assert BUILT.ready(kernel(kernel_id), facts)
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0")
+    assert not BUILT.ready(kernel(kernel_id), facts), "compiled for another device"
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    assert BUILT.ready(kernel(kernel_id), facts)
+    file.unlink()
+    assert not BUILT.ready(kernel(kernel_id), facts), "the cache was wiped"
+
+
 def test_what_is_prepared_outlives_the_limit_once_a_capture_used_it():
     made = Prepared(lambda number: [number], 2)
     first = made.get(1, capturing=False)

@@ -159,7 +159,8 @@ class Kernel:
             more than the 0.25 s that no request should wait.
         build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None. Set it
             where one artefact serves more or fewer calls than a class.
-        prebuilt: whether the artefact for a call came with an installed package, so that nothing compiles.
+        prebuilt: whether the artefact for a call is there: it came with an installed package, or lies where the library
+            keeps what it compiled, so that nothing compiles. It is asked in each choice; a file that is gone is seen.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.flashinfer.modules import is_built
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -34,7 +34,7 @@ def _module(facts: Facts) -> Hashable:
 
 
 def _prebuilt(facts: Facts) -> bool:
-    return is_shipped(f"{_activation(facts)}_and_mul", facts)
+    return is_built(f"{_activation(facts)}_and_mul", facts)
 
 
 @functools.cache

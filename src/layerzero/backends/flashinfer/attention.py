@@ -326,6 +326,7 @@ KERNELS = (
         graph_safe=True,
         jit=True,
         build_key=build_key("decode"),
+        prebuilt=prebuilt("decode"),
         device_guard=True,
         workspace_bytes=lambda _: _SCRATCH_BYTES,
         priority=80,

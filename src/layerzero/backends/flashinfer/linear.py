@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.flashinfer.modules import is_built
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -36,7 +36,7 @@ def _key(facts: Facts) -> Hashable:
 
 
 def _prebuilt(facts: Facts) -> bool:
-    return is_shipped("tinygemm2", facts)
+    return is_built("tinygemm2", facts)
 
 
 def _load(facts: Facts) -> Callable[..., Any]:

@@ -3,13 +3,20 @@
 A module is compiled for dtype, head dims, whether there is a window, and whether there is a softcap; one for a single
 sequence and one for batches. flashinfer-jit-cache, where its version is FlashInfer's own, brings those for batches,
 which then serve single sequences, too. (flashinfer-cubin holds kernels of other backends than those declared here.)
+
+What an earlier process compiled lies in FlashInfer's own cache, by version and architectures, and counts as built: the
+library finds it there by the same name, and asks ninja whether it still holds. A cache that was wiped is seen, since
+each choice looks for the file. Paths and names are those of FlashInfer 0.7.2 (``jit/env.py``,
+``jit/attention/modules.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -69,21 +76,68 @@ def is_shipped(module: str, facts: Facts) -> bool:
     return any(name == module and arch.removeprefix("sm").rstrip("af") == sm for name, arch in _shipped())
 
 
+def is_built(module: str, facts: Facts) -> bool:
+    """Whether nothing is left to compile of a module: a package brought it, or an earlier process compiled it here."""
+    if is_shipped(module, facts):
+        return True
+    return any((folder / module / f"{module}.so").is_file() for folder in _folders(facts.device.sm))
+
+
+def _folders(sm: tuple[int, int] | None) -> list[Path]:
+    """Where FlashInfer keeps what it compiled for a device, or for those that its environment variable names."""
+    version = _version()
+    if sm is None or version is None:
+        return []
+    named = os.environ.get("FLASHINFER_CUDA_ARCH_LIST")
+    if named:  # "9.0a 10.0a": sorted, without points, joined
+        targets = sorted((int(major), minor) for major, minor in (each.split(".") for each in named.split()))
+        names = ["_".join(f"{major}{minor}" for major, minor in targets)]
+    else:
+        names = [f"{sm[0]}{sm[1]}{suffix}" for suffix in ("a", "", "f")]
+    home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    return [home / ".cache" / "flashinfer" / version / name / "cached_ops" for name in names]
+
+
+@functools.cache
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _SUFFIX = {"fa2": "_kv_stride_equal", "fa3": "_sm90"}
 
 
+def _named(kind: str, facts: Facts, index: str = "") -> str | None:
+    """The name of a module for a call, up to what each kind has at its end; None for a dtype that none is made for."""
+    dtype, _, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
+    if dtype not in _SHORT:
+        return None
+    short = _SHORT[dtype]
+    return (
+        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}{index}_head_dim_qk_{head_dim}"
+        f"_head_dim_vo_{value_dim}_posenc_{positions}_use_swa_{windowed}_use_logits_cap_{capped}"
+    )
+
+
+def _for_batches(backend: str, facts: Facts) -> str | None:
+    name = _named("batch_prefill", facts, "_dtype_idx_i32")
+    return None if name is None else f"{name}_f16qk_False{_SUFFIX[backend]}"
+
+
+def _for_one(backend: str, facts: Facts) -> str | None:
+    if backend == "decode":
+        return _named("single_decode", facts)
+    name = _named("single_prefill", facts)
+    return None if name is None else f"{name}_f16qk_False{'_sm90' if backend == 'fa3' else ''}"
+
+
 def shipped_for_batches(backend: str, facts: Facts) -> bool:
     """Whether the module for batches came with a package."""
-    dtype, _, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
-    if dtype not in _SHORT or not _shipped():
-        return False
-    short = _SHORT[dtype]
-    name = (
-        f"batch_prefill_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_head_dim_qk_{head_dim}"
-        f"_head_dim_vo_{value_dim}_posenc_{positions}_use_swa_{windowed}_use_logits_cap_{capped}_f16qk_False"
-    )
-    return is_shipped(name + _SUFFIX[backend], facts)
+    name = _for_batches(backend, facts) if _shipped() else None
+    return name is not None and is_shipped(name, facts)
 
 
 def planned(backend: str, facts: Facts) -> bool:
@@ -92,11 +146,13 @@ def planned(backend: str, facts: Facts) -> bool:
 
 
 def prebuilt(backend: str) -> Callable[[Facts], bool]:
-    """Whether a call compiles nothing: its module was shipped, and the one that packs masks if it has one."""
+    """Whether a call compiles nothing: its module is there, and the one that packs masks if it has one."""
 
     def check(facts: Facts) -> bool:
         masked = facts["attn_mask"] != "none"
-        return shipped_for_batches(backend, facts) and (not masked or is_shipped("quantization", facts))
+        alone = backend == "decode" or not planned(backend, facts)
+        name = _for_one(backend, facts) if alone else _for_batches(backend, facts)
+        return name is not None and is_built(name, facts) and (not masked or is_built("quantization", facts))
 
     return check
 

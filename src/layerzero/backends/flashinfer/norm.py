@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -33,7 +33,7 @@ def _module(facts: Facts) -> Hashable:
 
 
 def _prebuilt(facts: Facts) -> bool:
-    return is_shipped("norm", facts)
+    return is_built("norm", facts)
 
 
 def _rmsnorm(facts: Facts) -> tuple[Callable[..., None], bool]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
 from layerzero.core import limits as limit
@@ -34,7 +34,7 @@ def _module(facts: Facts) -> Hashable:
 
 
 def _prebuilt(facts: Facts) -> bool:
-    return is_shipped("rope", facts)
+    return is_built("rope", facts)
 
 
 def _rotating(facts: Facts) -> Callable[..., None]:
@@ -124,7 +124,7 @@ def _both_modules(facts: Facts) -> Hashable:
 
 
 def _both_prebuilt(facts: Facts) -> bool:
-    return is_shipped("rope", facts) and is_shipped("norm", facts)
+    return is_built("rope", facts) and is_built("norm", facts)
 
 
 _SHAPES = (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_shipped
+from layerzero.backends.flashinfer.modules import is_built
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -48,8 +48,8 @@ def module_of(facts: Facts) -> Hashable:
 
 
 def prebuilt(facts: Facts) -> bool:
-    """Whether a package brought it."""
-    return is_shipped("sampling", facts)
+    """Whether it is compiled."""
+    return is_built("sampling", facts)
 
 
 @functools.cache
