@@ -28,7 +28,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
-from layerzero.testing.generate import FUNCTIONS, RandomCall
+from layerzero.testing.generate import FUNCTIONS, RandomCall, case_call
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 
@@ -249,6 +249,15 @@ def test_the_same_call_with_other_data_hits_and_is_right(number, function):
     assert len(table(first)) == 1
     assert check(second) == []
     assert len(table(second)) == 1
+
+
+@pytest.mark.parametrize(("function", "operation"), [
+    (name, operation) for name, function in FUNCTIONS.items() for operation in function.operations
+], ids=lambda each: getattr(each, "name", each))  # fmt: skip
+def test_a_plain_call_of_every_operation_makes_a_key(function, operation):
+    """What another operation of the function must bring is left out here: that is a value like any other."""
+    given = case_call(operation, operation.cases[0], torch.float32).arguments
+    assert CALLS[function].key_of(*CALLS[function].function.bind((), given).values()) is not None
 
 
 @st.composite
