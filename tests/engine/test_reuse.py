@@ -261,6 +261,39 @@ def test_a_plain_call_of_every_operation_makes_a_key(function, operation):
 
 
 @st.composite
+def misfits(draw):
+    """A call, and the same one with an axis shorter, within its class, in some tensors alone: mostly a mistake."""
+    function, number = draw(st.sampled_from(sorted(FUNCTIONS))), draw(st.integers(0, 100_000))
+    first, second = (random_call(5, number, function=function, data=data) for data in (0, 1))
+    tensors = {name: value for name, value in second.arguments.items() if isinstance(value, torch.Tensor)}
+    sizes = sorted({size for tensor in tensors.values() for size in tensor.shape if size & (size - 1)})
+    if not sizes:
+        return first, second
+    size, whole, dense = draw(st.sampled_from(sizes)), draw(st.sampled_from(sorted(tensors))), draw(st.booleans())
+    arguments = dict(second.arguments)
+    for name, tensor in tensors.items():
+        if size in tensor.shape and name != whole:
+            shorter = tensor.narrow(tensor.shape.index(size), 0, size - 1)
+            arguments[name] = shorter.contiguous() if dense else shorter
+    arguments.pop("step", None)  # which is of the whole tables
+    return first, RandomCall(second.function, arguments, second.name)
+
+
+@settings(EXAMPLES, max_examples=800)
+@given(misfits())
+def test_a_kept_plan_lets_no_mistake_pass(pair):
+    first, second = pair
+    ENGINE.bump()
+    run(first)
+    call = CALLS[second.function]
+    with contextlib.suppress(lz.InvalidCallError):
+        call.function.route(call.function.bind((), arguments_of(second)), current_policy().layout)
+        return
+    with pytest.raises(lz.InvalidCallError):
+        run(second)
+
+
+@st.composite
 def readers(draw):
     """Two calls of one class, mostly of other sizes, and what a kernel for the first reads: rarely in all its parts."""
     function, number = draw(st.sampled_from(sorted(FUNCTIONS))), draw(st.integers(0, 100_000))
