@@ -66,7 +66,7 @@ def path(request, monkeypatch):
         monkeypatch.setenv("LAYERZERO_NATIVE", "0")  # for processes that the test starts
     for name in FUNCTIONS:
         call = CALLS[name]
-        if request.param == "python":
-            monkeypatch.setattr(call, "fast", call.python)
-        monkeypatch.setattr(lz, name, call.fast)
+        chosen = call.python if request.param == "python" else call.fast
+        monkeypatch.setattr(lz, name, chosen)  # before `fast` changes, which this reads
+        monkeypatch.setattr(call, "fast", chosen)
     return request.param

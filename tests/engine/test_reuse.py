@@ -28,7 +28,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
-from layerzero.testing.generate import FUNCTIONS, RandomCall
+from layerzero.testing.generate import FUNCTIONS, RandomCall, case_call
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 
@@ -249,6 +249,48 @@ def test_the_same_call_with_other_data_hits_and_is_right(number, function):
     assert len(table(first)) == 1
     assert check(second) == []
     assert len(table(second)) == 1
+
+
+@pytest.mark.parametrize(("function", "operation"), [
+    (name, operation) for name, function in FUNCTIONS.items() for operation in function.operations
+], ids=lambda each: getattr(each, "name", each))  # fmt: skip
+def test_a_plain_call_of_every_operation_makes_a_key(function, operation):
+    """What another operation of the function must bring is left out here: that is a value like any other."""
+    given = case_call(operation, operation.cases[0], torch.float32).arguments
+    assert CALLS[function].key_of(*CALLS[function].function.bind((), given).values()) is not None
+
+
+@st.composite
+def misfits(draw):
+    """A call, and the same one with an axis shorter, within its class, in some tensors alone: mostly a mistake."""
+    function, number = draw(st.sampled_from(sorted(FUNCTIONS))), draw(st.integers(0, 100_000))
+    first, second = (random_call(5, number, function=function, data=data) for data in (0, 1))
+    tensors = {name: value for name, value in second.arguments.items() if isinstance(value, torch.Tensor)}
+    sizes = sorted({size for tensor in tensors.values() for size in tensor.shape if size & (size - 1)})
+    if not sizes:
+        return first, second
+    size, whole, dense = draw(st.sampled_from(sizes)), draw(st.sampled_from(sorted(tensors))), draw(st.booleans())
+    arguments = dict(second.arguments)
+    for name, tensor in tensors.items():
+        if size in tensor.shape and name != whole:
+            shorter = tensor.narrow(tensor.shape.index(size), 0, size - 1)
+            arguments[name] = shorter.contiguous() if dense else shorter
+    arguments.pop("step", None)  # which is of the whole tables
+    return first, RandomCall(second.function, arguments, second.name)
+
+
+@settings(EXAMPLES, max_examples=800)
+@given(misfits())
+def test_a_kept_plan_lets_no_mistake_pass(pair):
+    first, second = pair
+    ENGINE.bump()
+    run(first)
+    call = CALLS[second.function]
+    with contextlib.suppress(lz.InvalidCallError):
+        call.function.route(call.function.bind((), arguments_of(second)), current_policy().layout)
+        return
+    with pytest.raises(lz.InvalidCallError):
+        run(second)
 
 
 @st.composite

@@ -84,8 +84,9 @@ def test_gradients_by_finite_differences():
     [
         ({"slopes": torch.ones(2, 2)}, "slopes: wanted a 1D tensor"),
         ({"slopes": torch.ones(2).long()}, "slopes: wanted dtype"),
-        ({"q_len": 0}, "q_len: wanted 1 to inf, got 0"),
-        ({"kv_len": -3}, "kv_len: wanted 1 to inf, got -3"),
+        ({"q_len": 0}, "q_len: wanted 1 to 16777216, got 0"),
+        ({"kv_len": -3}, "kv_len: wanted 1 to 16777216, got -3"),
+        ({"kv_len": 2**24 + 1}, "kv_len: wanted 1 to 16777216, got 16777217"),
         ({"kv_len": 2.5}, "kv_len: wanted int, got 2.5"),
         ({"out_dtype": torch.int32}, "out_dtype: wanted a floating dtype, got int32"),
     ],

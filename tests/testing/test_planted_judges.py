@@ -14,7 +14,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.norm.declare import layer_norm_reference
 from layerzero.ops.paged.declare import paged_attention_reference
-from layerzero.testing import chance, conformance, fuzz
+from layerzero.testing import chance, compare, conformance, fuzz
 from layerzero.testing.battery import Battery
 from layerzero.testing.cuts import cuts, fits
 from layerzero.testing.report import KernelReport, Result
@@ -307,7 +307,7 @@ def test_an_argument_that_no_call_gives_is_told():
 def test_fuzz_asks_for_gradients_of_every_floating_tensor():
     names = set()
     for number in range(200):  # each function has its turn among many
-        round_ = fuzz._Round(fuzz.FuzzReport(0), number, None, "cpu", thorough=False)
+        round_ = fuzz._Round(fuzz.FuzzReport(0), number, None, "cpu", compare.expected, thorough=False)
         round_.grad = True
         call = round_._call(0)
         given = {name: each for name, each in call.arguments.items() if isinstance(each, torch.Tensor)}

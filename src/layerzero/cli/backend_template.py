@@ -73,7 +73,8 @@ def _choices(schema: OperationSchema) -> list[str]:
 
 def declaration(subject: Subject) -> str:
     """The file of a backend."""
-    name, names = subject.name, ", ".join(each.name for each in subject.operations)
+    name, names, load = subject.name, ", ".join(each.name for each in subject.operations), _load(subject)
+    torch = "import torch\n" if "torch." in load else ""
     return f'''"""{name}: what its limits follow from, what was measured (device, versions, date).
 
 Library: {name}, version and licence.
@@ -84,7 +85,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+{torch}from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -108,7 +109,7 @@ def _library() -> Any:
     raise NotImplementedError(f"a template: wanted the import of {name} in _library() of {{__file__}}, got none yet")
 
 
-{_load(subject)}
+{load}
 
 
 KERNELS = (
@@ -138,11 +139,14 @@ def _fields(subject: Subject) -> str:
             f"# not accepted: {', '.join(subject.left_out())}; a call that brings one is refused", "# ", 8
         )
     copied = [each.name for each in schema.required if not each.resident and not each.mutated]
+    dense = _called("limit.contiguous", [_quoted(name) for name in copied], 12, ",")
+    note = "# others are copied before the call"
+    beside = len(dense) == 1 and len(f"{dense[0]}  {note}") <= WIDTH - 12
     lines += [
         "limits=(",
         '    limit.platform("cpu"),',
         '    limit.dtype("float32"),',
-        f"    limit.contiguous({', '.join(map(_quoted, copied))}),  # others are copied before the call",
+        *(f"    {line}" for line in ([f"{dense[0]}  {note}"] if beside else [note, *dense])),
         "),",
     ]
     return "".join(f"        {line}\n" for line in lines)
@@ -153,8 +157,9 @@ def _load(subject: Subject) -> str:
     results = [each for each in schema.outputs if not each.when]
     kind = {0: "None", 1: "Tensor"}.get(len(results), f"tuple[{', '.join(['Tensor'] * len(results))}]")
     given = [each.name for each in schema.required] + [f"{name}={name}" for name in subject.accepted()]
-    call = f"library.{subject.kernel.rpartition('.')[2]}({', '.join(given)})"
-    body = [call] if not results else [f"output: {kind} = {call}", "return output"]
+    answer = f"output: {kind} = " if results else ""
+    body = _called(f"{answer}library.{subject.kernel.rpartition('.')[2]}", given, 8)
+    body += ["return output"] if results else []
     layout = f", in {subject.operations[0].layouts[0]}" if subject.operations[0].layouts else ""
     shapes = ", ".join(map(_shape, schema.required)) + f" → {', '.join(map(_shape, results)) or 'none'}"
     lines = [
@@ -195,10 +200,25 @@ def _keyword(subject: Subject, name: str) -> str:
     if name in _optional(schema):
         return f"{name}: Tensor | None = None"
     declared = schema.param(name)
-    text = " | ".join("tuple[int, ...]" if each is tuple else each.__name__ for each in declared.kinds)
+    text = " | ".join(map(_type, declared.kinds))
     text += " | None" if declared.neutral is None else ""
     default = f" = {declared.neutral!r}" if len(schemas) < len(subject.operations) else ""
     return f"{name}: {text}{default}"
+
+
+def _type(kind: type) -> str:
+    if kind is tuple:
+        return "tuple[int, ...]"
+    return kind.__name__ if hasattr(builtins, kind.__name__) else f"{kind.__module__}.{kind.__name__}"
+
+
+def _called(target: str, given: Sequence[str], indent: int, ending: str = "") -> list[str]:
+    """A call in as few lines as the project's formatter gives it: one, three, or one for each argument."""
+    inside = ", ".join(given)
+    if indent + len(f"{target}({inside}){ending}") <= WIDTH:
+        return [f"{target}({inside}){ending}"]
+    lines = [inside] if indent + 4 + len(inside) <= WIDTH else [f"{each}," for each in given]
+    return [f"{target}(", *(f"    {line}" for line in lines), f"){ending}"]
 
 
 def _shape(tensor: TensorSchema) -> str:

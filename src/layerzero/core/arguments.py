@@ -247,7 +247,7 @@ class Param:
                 return f"{self.name}: wanted a {wanted} or None, got {type(value).__name__}"
             return f"{self.name}: wanted {wanted}, got {told(value)}"
         if self.role is Role.PASSED and isinstance(value, (int, float)) and not self.least <= value <= self.most:
-            return f"{self.name}: wanted {self.least:g} to {self.most:g}, got {told(value)}"
+            return f"{self.name}: wanted {_bound(self.least)} to {_bound(self.most)}, got {told(value)}"
         return self._size_problem(value)
 
     def _size_problem(self, value: object) -> str:
@@ -256,3 +256,8 @@ class Param:
             return ""
         wanted = "a number that a float can hold" if floating else "integers of 64 bits"
         return f"{self.name}: wanted {wanted}, got {told(value)}"
+
+
+def _bound(number: float) -> str:
+    """A bound for a message: a whole number that is read at a glance has all its digits."""
+    return str(number) if isinstance(number, int) and abs(number) < 10**10 else f"{number:g}"

@@ -163,7 +163,9 @@ def names_of(function: Function) -> dict[str, object]:
         param = function.param(parameter.name)
         if param is not None and param.role is Role.CHOSEN:
             sequences = {tuple, list, int} if tuple in param.kinds else set()
-            found |= {f"_plain_{param.name}": param.plain | sequences, f"_problem_{param.name}": param.problem}
+            left_out = {type(None)} if parameter.default is None else set()  # as calls of its other operations have it
+            plain = param.plain | sequences | left_out
+            found |= {f"_plain_{param.name}": plain, f"_problem_{param.name}": param.problem}
     for name in (*function.scalars, *function.handles):
         param = function.param(name)
         assert param is not None

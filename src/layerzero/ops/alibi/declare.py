@@ -21,6 +21,9 @@ TOLERANCE = {
     torch.float16: Tolerance(1e-3, 1e-5),
     torch.bfloat16: Tolerance(8e-3, 1e-5),
 }
+MOST = 2**24
+"""Tokens that a length may have: float32 holds every distance up to there."""
+
 TOLERANCE_REASON = "twice the rounding of the output; one product, of a distance that float32 holds"
 
 
@@ -74,8 +77,8 @@ ALIBI = Operation(
         params=(
             Param("causal", bool, False, example=True, works=False),
             Param("out_dtype", torch.dtype, None, example=torch.float32),
-            Param("q_len", int, role=Role.PASSED, least=1, example=5),
-            Param("kv_len", int, role=Role.PASSED, least=1, example=9),
+            Param("q_len", int, role=Role.PASSED, least=1, most=MOST, example=5),
+            Param("kv_len", int, role=Role.PASSED, least=1, most=MOST, example=9),
         ),
         axes=(Axis("heads", scales=True, apart=True),),
     ),

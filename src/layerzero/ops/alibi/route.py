@@ -34,7 +34,7 @@ def alibi_bias(
         slopes: one for each head; ``lz.alibi_slopes(heads)`` makes those of the paper, for any number of heads.
         causal: -inf at keys beyond the query, since a mask comes in place of ``causal=True`` there.
         out_dtype: a floating dtype.
-    Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1.
+    Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1 or above 2**24.
     Source: arXiv:2108.12409.
     """
     raise AssertionError("the signature only; the engine makes the callable")

@@ -140,10 +140,10 @@ def _varies(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
     if arguments["slot_mapping"] is not None:
         return "tokens", "pages", "table"
     query, positions = arguments["query"], arguments["positions"]
-    shared = positions.ndim == 2 and positions.shape[0] != query.shape[0]  # 1 for a whole batch: stays 1
+    shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
     most = (1 << int(query.shape[1]).bit_length()) - 1
     long_enough = most <= arguments["key_cache"].shape[1 + layout.index("N")]
-    return (*(() if shared else ("batch",)), *(("seq",) if long_enough else ()))
+    return (*(("batch",) if shared else ()), *(("seq",) if long_enough else ()))
 
 
 FUNCTIONS = (

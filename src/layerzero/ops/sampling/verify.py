@@ -132,7 +132,7 @@ def _examples(
         near = logits[:, :-1] + torch.randn((batch, drafted, vocab), generator=generator, device=where)
         made["draft_probs"] = near.softmax(-1).to(device, dtype)
     if "parents" in case.given:
-        made["parents"] = tree_of(batch, drafted, generator, where).to(device)
+        made["parents"] = tree_of(batch, drafted, generator, where).to(device, torch.int32)  # as without data
     return made
 
 
