@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -136,3 +137,16 @@ def test_the_epilogue_is_asked_for_by_torchs_name(monkeypatch, rows, activation)
         given["input"], given["weight"], bias=given["bias"], activation=activation
     )
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("features", "dtype", "instructions", "refused"), [
+    (100, torch.bfloat16, {"avx512", "amx_bf16"}, True),
+    (96, torch.bfloat16, {"avx512", "amx_bf16"}, False),
+    (100, torch.bfloat16, {"avx512"}, False),
+    (100, torch.float32, {"avx512", "amx_bf16"}, False),
+])  # fmt: skip
+def test_rows_that_run_into_each_other_are_refused(features, dtype, instructions, refused):
+    device = dataclasses.replace(Device.named("CPU"), instruction_sets=frozenset(instructions))
+    x, w = torch.empty(33, features, dtype=dtype, device="meta"), torch.empty(64, features, dtype=dtype, device="meta")
+    reasons = lz.explain("linear", x, w, device=device).reasons("torch.linear")
+    assert ["in_features" == each.fact for each in reasons] == [True] * refused

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, onednn, pack
+from layerzero.backends.torch.linear import ONEDNN, ROWS_APART, onednn, pack
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -84,7 +84,7 @@ KERNELS = (
             backend=TORCH,
             load=_load,
             accepts=("activation", *biases),
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), ROWS_APART),
             grad=True,
             deterministic=True,
             graph_safe=True,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, onednn, pack
+from layerzero.backends.torch.linear import ONEDNN, ROWS_APART, onednn, pack
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -107,7 +107,7 @@ KERNELS = (
             backend=TORCH,
             load=load,
             accepts=accepts,
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), ROWS_APART),
             grad=True,
             deterministic=True,
             graph_safe=True,
