@@ -279,7 +279,7 @@ def misfits(draw):
     return first, RandomCall(second.function, arguments, second.name)
 
 
-@settings(EXAMPLES, max_examples=800)
+@EXAMPLES
 @given(misfits())
 def test_a_kept_plan_lets_no_mistake_pass(pair):
     first, second = pair

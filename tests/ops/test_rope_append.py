@@ -188,6 +188,14 @@ def test_gradients_go_through_the_cache_too(made):
         close(arguments[name].grad, 2 * arguments[name].detach())
 
 
+@pytest.mark.usefixtures("path")
+def test_positions_of_three_sequences_are_refused_beside_two_when_warm_too():
+    lz.rope_append(**contiguous(batch=3, seq=1))
+    two = contiguous(batch=2, seq=1) | {"positions": torch.tensor([[0], [1], [2]])}
+    with pytest.raises(lz.InvalidCallError, match="positions: wanted shape"):
+        lz.rope_append(**two)
+
+
 def test_few_choices_serve_every_number_of_tokens():
     cache = CALLS["rope_append"].dispatcher.cache
     lz.configure()  # a new epoch: nothing is kept

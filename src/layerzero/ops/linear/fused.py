@@ -28,13 +28,15 @@ from layerzero.ops.linear.sweep import mlp_sweep
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
     torch.float32: Tolerance(2e-5, 2e-5),
-    torch.float16: Tolerance(1e-3, 4e-3),
+    torch.float16: Tolerance(1e-3, 6e-3),
     torch.bfloat16: Tolerance(1e-2, 3e-2),
 }
 TOLERANCE_REASON = (
     "kernels round what lies between the products up to three times (both products, the activation), by up to 2^-9 of "
     "a value in bfloat16 and 2^-12 in float16; the second product adds that up as it adds up the values: a standard "
-    "deviation of 0.003 in bfloat16 where results are of order 1.5, of which one in a million is off by five"
+    "deviation of 0.003 in bfloat16 where results are of order 1.5, of which one in a million is off by five; "
+    "products of two numbers have heavy tails, and torch's own block was off by 0.0053 in float16 once (one of 7,000 "
+    "random calls, Intel Xeon with AMX, torch 2.11, 2026-11-22)"
 )
 
 WEIGHTS = ("up_weight", "down_weight", "gate_weight")
