@@ -156,7 +156,7 @@ def test_a_module_that_registers_nothing_is_an_error_of_every_command():
 
 
 def test_explain_shows_every_candidate_with_score_or_reasons():
-    text = run(f"explain {FA3}").output
+    text = run(f"explain {FA3} --all").output
     assert text.startswith("attention.gqa.prefill -> flash_attn.v3\n")
     assert "NVIDIA H100" in text
     rows = {line.split()[-3 if ">" in line else 0]: line for line in text.splitlines() if "torch.sdpa" in line}
@@ -167,6 +167,16 @@ def test_explain_shows_every_candidate_with_score_or_reasons():
         assert kernel.id in text
     assert "NOT_INSTALLED" in text
     assert "adapts: repeat kv heads to match query heads" in text
+
+
+def test_explain_counts_what_is_made_for_other_hardware():
+    text = run(f"explain {FA3}").output
+    assert "torch.sdpa.cpu_flash" not in text
+    (counted,) = [line for line in text.splitlines() if line.startswith("not for this device: ")]
+    data = answer(f"explain {FA3}")
+    told = sum(int(part.split()[0]) for part in counted.removeprefix("not for this device: ").split(";")[0].split(", "))
+    listed = {word for line in text.splitlines() for word in line.split()[:2]}
+    assert told == sum(each["kernel_id"] not in listed for each in data["candidates"])
 
 
 def test_explain_as_json_is_the_report():

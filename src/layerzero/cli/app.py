@@ -84,7 +84,8 @@ def demo(
 main.command(
     "explain",
     help="Tell which kernel a call gets, and why.\n\n"
-    "Every candidate is listed with its score or every reason against it. Nothing runs.",
+    "Every candidate is listed with its score or every reason against it; those for other hardware are counted. "
+    "Nothing runs.",
     **_examples(
         "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
         "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
@@ -92,12 +93,12 @@ main.command(
         "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
         "explain rms_norm --shape 512x1024 --set prefer=torch --json",
     ),
-)(calls.command(calls.explained))
+)(calls.command(calls.explained, lists=True))
 main.command(
     "which",
     help="Print the id of the kernel that a call gets. Takes the options of explain.",
     **_examples("which rms_norm --shape 512x1024", "which attention --shape 1x1x32x128 --kv-shape 1x4096x8x128"),
-)(calls.command(calls.named))
+)(calls.command(calls.named, lists=False))
 
 
 @main.command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,11 +77,12 @@ Modules = Annotated[
     list[str] | None,
     typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
 ]
+Everything = Annotated[bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-def command(answer: Callable[[Question, Report], Answer]) -> Callable[..., Answer]:
-    """Make a command that asks about a call and answers in one of two ways."""
+def command(answer: Callable[[Question, Report, bool], Answer], *, lists: bool) -> Callable[..., Answer]:
+    """Make a command that asks about a call and answers in one of two ways; ``lists`` is whether it lists kernels."""
 
     def ask(
         name: Name,
@@ -97,6 +100,7 @@ def command(answer: Callable[[Question, Report], Answer]) -> Callable[..., Answe
         grad: Grad = False,
         capturing: Capturing = False,
         module: Modules = None,
+        everything: Everything = False,
         json: AsJson = False,
     ) -> Answer:
         from layerzero.cli.modules import import_modules
@@ -121,19 +125,25 @@ def command(answer: Callable[[Question, Report], Answer]) -> Callable[..., Answe
                 capturing=capturing,
             )
         )
-        return answer(asked, asked.ask())
+        return answer(asked, asked.ask(), everything)
 
+    if not lists:
+        whole = inspect.signature(ask, eval_str=True)
+        ask.__signature__ = whole.replace(  # type: ignore[attr-defined]  # inspect and typer read it
+            parameters=[each for each in whole.parameters.values() if each.name != "everything"]
+        )
     return ask
 
 
-def explained(asked: Question, report: Report) -> Answer:
-    """Show the whole report."""
+def explained(asked: Question, report: Report, everything: bool) -> Answer:
+    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for."""
     from layerzero.cli import tables
 
-    return Answer(report.to_dict(), lambda: tables.explained(report), FINE if report.chosen else NO)
+    shown = functools.partial(tables.explained, report, everything=everything)
+    return Answer(report.to_dict(), shown, FINE if report.chosen else NO)
 
 
-def named(asked: Question, report: Report) -> Answer:
+def named(asked: Question, report: Report, _: bool) -> Answer:
     """Show the kernel's id alone, so that a script can use it."""
     score = round(report.chosen.score, 3) if report.chosen else None
     data = {"kernel_id": report.kernel_id, "score": score, "operation": report.operation}

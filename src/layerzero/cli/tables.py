@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
+from layerzero.core.limit_kinds import Platform
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
@@ -40,25 +42,50 @@ def _lines(*lines: Text | str) -> Text:
     return Text("\n").join([line if isinstance(line, Text) else Text(line) for line in lines])
 
 
-def explained(report: Report) -> Iterator[RenderableType]:
-    """The call, then a row for each candidate: score and its terms, or every reason why it is refused."""
+def explained(report: Report, *, everything: bool = True) -> Iterator[RenderableType]:
+    """The call, then a row for each candidate: score and its terms, or every reason why it is refused.
+
+    Those for other hardware are counted in one line, unless ``everything`` is listed.
+    """
     title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
     if report.locked:
         title.append(f"  ({report.locked})")
     yield title
     yield Text(_call(report.facts), style="dim")
     table = _table("", "kernel", "score", "why", score="right")
+    elsewhere: Counter[str] = Counter()
     for candidate in report.candidates:
         chosen = candidate is report.chosen
+        made_for = "" if everything or candidate.legal else _made_for(candidate)
+        if made_for:
+            elsewhere[made_for] += 1
+            continue
         mark = Text(">", style="bold green") if chosen else Text("")
         name = Text(candidate.kernel.id, style="bold green" if chosen else "" if candidate.legal else "dim")
         score = f"{candidate.score:.1f}" if candidate.legal else Text("refused", style="red")
         _row(table, mark, name, score, _why(candidate))
     yield table
+    if elsewhere:
+        counted = ", ".join(f"{count} for {name}" for name, count in elsewhere.most_common())
+        yield Text(f"not for this device: {counted}; --all lists them", style="dim")
     for note in report.notes:
         yield Text(f"note: {note}")
     if report.chosen is None and report.locked:
         yield Text(f"next step: remove the {report.locked}, or let it say `otherwise: select`")
+
+
+_PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "hpu": "Gaudi", "xpu": "Intel GPUs", "cpu": "CPUs"}
+_OTHER_GPUS = frozenset({ReasonCode.SM_TOO_OLD, ReasonCode.SM_TOO_NEW, ReasonCode.INSTRUCTION_SET_MISMATCH})
+
+
+def _made_for(candidate: Candidate) -> str:
+    """What other hardware a refused kernel is made for; empty if it is for this one."""
+    codes = {reason.code for reason in candidate.reasons}
+    if ReasonCode.PLATFORM_MISMATCH in codes:
+        named = next((each.names for each in candidate.kernel.limits if isinstance(each, Platform)), None)
+        platforms = named or candidate.kernel.backend.platforms
+        return " and ".join(_PLATFORMS.get(name, name) for name in platforms)
+    return "other GPUs" if codes & _OTHER_GPUS else ""
 
 
 def _call(facts: Facts) -> str:
@@ -90,11 +117,12 @@ def _why(candidate: Candidate) -> Text:
 
 
 def _against(reasons: Sequence[Reason]) -> Iterator[Text]:
-    """Every reason; beside another platform, which nothing can change, the others by code only."""
-    elsewhere = [reason for reason in reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
-    yield from map(_reason, elsewhere[:1] or reasons)
-    others = list(dict.fromkeys(str(reason.code) for reason in reasons if reason not in elsewhere))
-    if elsewhere and others:
+    """Every reason; beside another platform, or a library that is not there, the others by code only."""
+    first = [reason for reason in reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
+    first = first or [reason for reason in reasons if reason.code is ReasonCode.NOT_INSTALLED]
+    yield from map(_reason, first[:1] or reasons)
+    others = list(dict.fromkeys(str(reason.code) for reason in reasons if reason not in first))
+    if first and others:
         yield Text.assemble("also ", (", ".join(others), "yellow"))
 
 
