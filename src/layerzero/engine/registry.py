@@ -148,7 +148,7 @@ class Registry:
             self._known = self._known.without(self._by_id[kernel.id])
 
     def revise_kernels(self) -> None:
-        """Ask :attr:`revise` about every kernel again, all or none. Raises: RegistrationError as on registering."""
+        """Ask ``revise`` about every kernel again, all or none. Raises: RegistrationError as on registering."""
         with self._change():
             pairs = [(kernel, self.revise(kernel.declared)) for kernel in self._by_id.values()]
             changed = {kernel.id: kernel for before, kernel in pairs if before != kernel}
