@@ -46,7 +46,7 @@ def found(name):
 
 
 def leads_somewhere(role, target, module):
-    """Whether a target is a full name, one of the module, of layerzero (as ``lz.NAME``), or of a class of the module."""
+    """Whether a target is a full name, one of the module or a class of it, or one of layerzero (``lz.NAME``)."""
     short = target.removeprefix("lz.")
     places = [target, f"{module}.{target}", f"layerzero.{short}"]
     if role in ("meth", "attr") and "." not in target:

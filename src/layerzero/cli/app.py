@@ -178,7 +178,11 @@ def operations(json: AsJson = False) -> Answer:
     return Answer([listing.operation_data(each) for each in found], lambda: tables.operations(found))
 
 
-@main.command(**_examples("fuzz --calls 1000", 'fuzz --calls 1000 --seed 7 --kernel "torch.*"'))
+@main.command(
+    **_examples(
+        "fuzz --calls 1000", "fuzz --operation rope --calls 200", 'fuzz --calls 1000 --seed 7 --kernel "torch.*"'
+    )
+)
 def fuzz(
     calls: Annotated[int, typer.Option("--calls", metavar="N", help="Random calls to make.", min=1)] = 1000,
     seed: Annotated[
@@ -187,6 +191,18 @@ def fuzz(
     kernel: Annotated[
         list[str] | None,
         typer.Option("--kernel", metavar="KERNEL", help="Test these kernels only: id, glob or library."),
+    ] = None,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--operation",
+            metavar="OPERATION",
+            help="Make calls of this only: an operation, function, alias or glob; again for more.",
+        ),
+    ] = None,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors, as torch names it.")
@@ -201,15 +217,22 @@ def fuzz(
     import logging
 
     from layerzero.cli import check, listing
+    from layerzero.cli.modules import import_modules
     from layerzero.testing import fuzz as fuzzing
 
+    import_modules(module or ())
     check.kernels_exist(kernel or [])
     log = logging.getLogger("layerzero")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
     try:
         report = fuzzing.run(
-            calls, seed, progress=lambda so_far: say(listing.progress(so_far, calls)), kernels=kernel, device=device
+            calls,
+            seed,
+            progress=lambda so_far: say(listing.progress(so_far, calls)),
+            kernels=kernel,
+            operations=operation or (),
+            device=device,
         )
     finally:
         log.setLevel(level)
