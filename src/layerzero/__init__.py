@@ -41,6 +41,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "scope",
         "unlock",
         "unregister_kernel",
+        "unregister_operation",
     ),
     "layerzero.asking.descriptors": (
         "descriptor",

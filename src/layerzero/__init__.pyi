@@ -23,6 +23,7 @@ from layerzero.asking.control import (
     scope,
     unlock,
     unregister_kernel,
+    unregister_operation,
 )
 from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
 from layerzero.asking.diagnosis import doctor
@@ -193,6 +194,7 @@ __all__ = [
     "unload_descriptor",
     "unlock",
     "unregister_kernel",
+    "unregister_operation",
     "validate",
     "verify_speculative",
     "vet",

@@ -26,6 +26,7 @@ from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.engine.config import known_variables
 from layerzero.engine.settings import SETTINGS
 from layerzero.ops import OPERATIONS
+from layerzero.testing import fuzz
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -152,6 +153,38 @@ def test_the_backend_in_the_documentation_works():
     x, w = torch.randn(4, 64), torch.randn(64)
     with lz.scope(locks={"rms_norm": "fastnorm.rms_norm"}):
         torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (64,), w, 1e-6))
+
+
+def test_the_operation_in_the_documentation_works(capsys):
+    text = page("adding_operations.md")
+    declared, registered = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "register" not in declared  # a family's file or an entry point's module is found by itself
+    space = {}
+    exec(declared + registered, space)
+    x, y = space["x"], space["y"]
+    try:
+        assert "mine.blend" in capsys.readouterr().out
+        torch.testing.assert_close(space["result"], x + 0.25 * y)
+        torch.testing.assert_close(lz.blend(x, y, clamp=True), (x + y).relu())
+        with pytest.raises(lz.InvalidCallError, match="other: wanted shape"):
+            lz.blend(x, y[:2])
+        report = fuzz.run(40, 1, operations=["example.blend"])
+        assert report.ok, str(report)
+        assert report.kernels["mine.blend"]
+    finally:
+        lz.unregister_operation("example.blend")
+    assert not hasattr(lz, "blend")
+
+
+def test_the_folder_in_the_documentation_is_that_of_families():
+    named = set(re.findall(r"\| `(\w+\.py)`", page("adding_operations.md")))
+    files = {path.name for path in (ROOT / "src/layerzero/ops").glob("*/*.py")}
+    assert named <= files
+
+
+def test_the_roles_in_the_documentation_are_those_of_parameters():
+    listed = set(re.findall(r"^\| `([A-Z]+)` \|", page("adding_operations.md"), re.MULTILINE))
+    assert listed == set(lz.Role.__members__)
 
 
 def test_the_explanation_in_the_readme_is_real(tmp_path):

@@ -2,12 +2,15 @@
  *
  *   state.c       the eager state that a call is made in, read from torch without torch's headers
  *   reader.c      what a tensor's memory looks like
- *   key.c         a call's arguments as words: the exact key, and the coarse one of its size class
+ *   asked.c       the eager state that a function declares
+ *   values.c      arguments that are no tensors as words
+ *   key.c         a call as words: the exact key, and the coarse one of its size class
  *   conditions.c  what a plan demands of the exact arguments beyond its coarse key
  *   table.c       keys to plans
  *   bound.c       kernels with their constants in place, and callables that are bound to a plan
  *   indices.c     whether indices in memory are where they must be
- *   module.c      the callable of a function, and the module
+ *   call.c        the callable of a function: one hit from end to end
+ *   module.c      declaring a function, and the module
  *
  * A call that this code does not understand in full goes to the Python callable with its original arguments: semantics
  * live there once. Everything here runs under the GIL; docs/decisions/0014 says what changes without one.
@@ -21,11 +24,12 @@
 
 #include "dlpack.h"
 
-#define INTERFACE 4 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
+#define INTERFACE 5 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
 #define MAX_TENSORS 24
 #define MAX_AXES 6         /* a tensor with more axes goes the slow way */
+#define MAX_ASKED 8        /* questions about the eager state */
 #define MAX_SEQUENCE 4     /* so does a tuple with more numbers */
 #define MAX_EXACT_WORDS (4 + MAX_PARAMETERS * (1 + MAX_SEQUENCE) + MAX_TENSORS * (1 + 2 * MAX_AXES))
 #define MAX_COARSE_WORDS (4 + MAX_PARAMETERS * (1 + MAX_SEQUENCE) + MAX_TENSORS * 2)
@@ -38,9 +42,23 @@ typedef struct {
     int autocast;      /* inside torch.autocast */
     int grad;          /* gradients are recorded */
     int deterministic; /* torch.use_deterministic_algorithms */
-    int sdpa;          /* one bit for each switch of torch's attention kernels */
     int threads;       /* that torch's kernels on the CPU use in this thread; 0 where nothing tells */
 } EagerState;
+
+typedef struct {
+    PyObject *callable;
+    PyCFunction function; /* NULL: not a builtin without arguments */
+    PyObject *self;
+} Question;
+
+void question_set(Question *question, PyObject *callable);
+
+static inline PyObject *question_ask(const Question *question)
+{
+    if (question->function != NULL)
+        return question->function(question->self, NULL);
+    return PyObject_CallNoArgs(question->callable);
+}
 
 extern PyTypeObject *tensor_type, *parameter_type, *dtype_type;
 extern DLExchange *exchange;
@@ -48,7 +66,7 @@ extern long open_scopes; /* policy scopes that are open in any thread */
 
 int state_setup(PyObject *sources);
 /* 1: read; 0: a state for the slow way; -1: error */
-int state_read(EagerState *state, int with_sdpa);
+int state_read(EagerState *state);
 PyObject *state_set_scopes(PyObject *module, PyObject *count);
 int inference_enabled(void);
 int dynamo_listens(void); /* whether Dynamo would compile what is called now: code after a graph break */
@@ -102,13 +120,23 @@ typedef struct {
 } Mutated;
 
 typedef struct {
+    Question question;
+    PyObject *given;   /* a tuple of what it is called with */
+    PyObject *answers; /* a tuple of what it may answer */
+    int where;         /* asked everywhere, on CUDA only, or elsewhere only */
+    int float_bits;    /* asked where a tensor has floats of so many bits; 0: always */
+    int shift;         /* of the place of its answer, among the bits of all */
+} Asked;
+
+typedef struct {
     PyObject_HEAD
     PyMethodDef method;
     PyObject *builtin_name, *builtin_doc; /* keep the method's texts */
-    int count, positional, tensor_count, mutated_count, with_sdpa;
+    int count, positional, tensor_count, mutated_count, asked_count;
     Parameter parameters[MAX_PARAMETERS];
     int tensor_parameter[MAX_TENSORS];
     Mutated mutated[MAX_TENSORS];
+    Asked asked[MAX_ASKED];
     PyObject *strings;                         /* text values seen, by value; each key holds their addresses */
     PyObject *python, *miss, *failed, *scoped; /* the slower ways */
     PyObject *unwatched;                       /* this callable without Dynamo listening; NULL until it is loaded */
@@ -125,6 +153,19 @@ void key_make_coarse(Function *self, Key *key);
 /* How many words stand before the first tensor's. */
 int key_header(const Function *self);
 uint64_t key_hash(const uint64_t *words, int count);
+
+/* asked.c */
+
+int asked_set(Function *self, PyObject *asked);
+void asked_drop(Function *self);
+/* Add the places of the answers to bits, for a key that has its tensors: 1; 0: a state for the slow way; -1: error. */
+int asked_read(const Function *self, const Key *key, uint64_t *bits);
+
+/* values.c */
+
+/* Append the words of all arguments that are no tensors: 1; 0: a call for the slow way; -1: error. */
+int put_values(Function *self, PyObject *const *values, Key *key);
+static inline int bit_length(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
 
 /* conditions.c */
 
@@ -155,6 +196,10 @@ PyObject *indices_firsts_within(PyObject *module, PyObject *args);
 /* module.c */
 
 extern PyTypeObject FunctionType;
+
+/* call.c */
+
+PyObject *call(PyObject *function, PyObject *const *args, Py_ssize_t given, PyObject *names);
 /* Let Python answer for a plan that raised, while its exception is the one being handled. */
 PyObject *answer_failure(PyObject *way, PyObject *plan, PyObject *const *values, int count);
 

@@ -18,7 +18,7 @@ class Function:
         parameters: tuple[tuple[str, int, object, bool, tuple[int, ...]], ...],
         positional: int,
         mutated: tuple[tuple[int, int, int], ...],
-        sdpa: bool,
+        asked: tuple[tuple[object, ...], ...],
         python: Callable[..., Any],
         miss: Callable[..., Any],
         failed: Callable[..., Any],

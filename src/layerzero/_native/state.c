@@ -17,19 +17,13 @@ DLExchange *exchange;
 long open_scopes;
 
 typedef struct {
-    PyObject *callable;
-    PyCFunction function; /* NULL: not a builtin without arguments */
-    PyObject *self;
-} Question;
-
-typedef struct {
     PyObject *name;
     getter get; /* NULL: not a getset property */
     void *closure;
     PyCFunction method; /* NULL: not a method without arguments */
 } Member;
 
-static Question grad_enabled, function_modes, deterministic, inference, sdpa[4], classify, dynamo_callback;
+static Question grad_enabled, function_modes, deterministic, inference, classify, dynamo_callback;
 static Member member_requires_grad, member_is_leaf, member_is_inference, member_is_neg;
 static PyObject *forward_ad, *forward_ad_level, *no_level;
 static PyObject *layout_name, *strided, *is_meta_name, *is_nested_name, *is_quantized_name;
@@ -53,7 +47,7 @@ static struct {
 } known[8];
 static int known_count, known_next;
 
-static void question_set(Question *question, PyObject *callable)
+void question_set(Question *question, PyObject *callable)
 {
     Py_XSETREF(question->callable, Py_NewRef(callable));
     question->function = NULL;
@@ -67,13 +61,6 @@ static void question_set(Question *question, PyObject *callable)
             question->self = self;
         }
     }
-}
-
-static inline PyObject *question_ask(const Question *question)
-{
-    if (question->function != NULL)
-        return question->function(question->self, NULL);
-    return PyObject_CallNoArgs(question->callable);
 }
 
 static inline int truth(PyObject *answer)
@@ -220,7 +207,7 @@ static int outside_forward_ad(void)
     return 1;
 }
 
-int state_read(EagerState *state, int with_sdpa)
+int state_read(EagerState *state)
 {
     int flags = dispatch_state();
     if (flags < 0)
@@ -234,16 +221,9 @@ int state_read(EagerState *state, int with_sdpa)
         return outside;
     state->grad = grad_mode != NULL ? grad_mode() : truth(question_ask(&grad_enabled));
     state->deterministic = truth(question_ask(&deterministic));
-    state->sdpa = 0;
     state->threads = thread_count != NULL ? thread_count() : 0;
     if (state->grad < 0 || state->deterministic < 0)
         return -1;
-    for (int i = 0; with_sdpa && i < COUNT(sdpa); i++) {
-        int enabled = truth(question_ask(&sdpa[i]));
-        if (enabled < 0)
-            return -1;
-        state->sdpa |= enabled << i;
-    }
     return 1;
 }
 
@@ -369,10 +349,6 @@ int state_setup(PyObject *sources)
     tensor_type = (PyTypeObject *)Py_NewRef(tensor);
     parameter_type = (PyTypeObject *)Py_NewRef(parameter);
     dtype_type = (PyTypeObject *)Py_NewRef(dtype);
-    static const char *switches[] = {"sdpa_flash", "sdpa_efficient", "sdpa_math", "sdpa_cudnn"};
-    for (int i = 0; i < COUNT(sdpa); i++)
-        if (set_question(&sdpa[i], sources, switches[i]) < 0)
-            return -1;
     Py_XSETREF(no_level, PyLong_FromLong(-1));
     if (no_level == NULL || set_question(&grad_enabled, sources, "grad_enabled") < 0 ||
         set_question(&function_modes, sources, "function_modes") < 0 ||

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from layerzero.asking.answers import check_operation, question
+from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Plan, Report
@@ -23,10 +24,7 @@ from layerzero.engine.policy import Policy
 from layerzero.ops import FUNCTIONS
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
-_OF_STATE = (
-    *("gradients are asked for", "deterministic algorithms", "autocast"),
-    *(f"torch's {name} attention is enabled" for name in ("flash", "efficient", "math", "cudnn")),
-)
+_OF_STATE = ("gradients are asked for", "deterministic algorithms", "autocast")
 
 
 class _InForce(NamedTuple):
@@ -196,7 +194,8 @@ class Bound:
     def _parts(
         self, exact: tuple[Any, ...], tensors: list[str], others: list[str]
     ) -> Iterator[tuple[str, object, object]]:
-        names = [*tensors, *others, *_OF_STATE]
+        asked = [each.text for state in declared(self._call.function.state) for each in state.questions]
+        names = [*tensors, *others, *_OF_STATE, *asked]
         for name, wanted, got in zip(names, self._exact, exact, strict=False):
             if name not in tensors or wanted is None:  # absent ones are fixed
                 yield name, wanted, got
@@ -219,10 +218,10 @@ def bind(
     argument is fixed. Nothing runs here, and the example is not kept.
 
     Guarded, a call must be like the example in shapes, strides, dtypes, devices, alignment, grad mode, autocast,
-    deterministic mode and torch's attention switches: InvalidCallError names what is not. Once the epoch moved
-    (settings, a failing or banned kernel, a new winner), the next call chooses anew. Inside a mode, a transform or a
-    scope with other settings, and with another number of threads, a call is one of the function itself. A failure is
-    answered as everywhere.
+    deterministic mode and what else its function depends on (``Function.state``): InvalidCallError names what is not.
+    Once the epoch moved (settings, a failing or banned kernel, a new winner), the next call chooses anew. Inside a
+    mode, a transform or a scope with other settings, and with another number of threads, a call is one of the function
+    itself. A failure is answered as everywhere.
 
     ``guard=False`` looks at nothing: the first call is checked, every later one runs that kernel whatever it is given
     and whatever was decided since, and the caller gets the kernel's own exception.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from layerzero.engine.of_functions import kernel_of_function
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import checked
+from layerzero.ops import function_of
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -123,6 +125,24 @@ def register_operation(operation: Operation) -> None:
     """Add an operation; its reference becomes its last candidate. Raises: RegistrationError if the name is taken."""
     REGISTRY.register_operation(operation)
     config.CONFIGURATION.known_operations.append(operation.name)
+
+
+def unregister_operation(name: str) -> None:
+    """Take an operation back, with the kernels that implement it and its public function.
+
+    What other operations the function has stay, and nobody can call them until another function has them.
+    Raises: KeyError for one that is not known; RegistrationError for a built-in one, and for a kernel that implements
+        other operations, too: unregister that first.
+    """
+    from layerzero.engine.functions import unregister_function
+
+    function = function_of(name)
+    REGISTRY.unregister_operation(name)
+    known = config.CONFIGURATION.known_operations
+    known[:] = [each for each in known if each != name]
+    if function is not None:
+        unregister_function(function)
+        vars(sys.modules["layerzero"]).pop(function.name, None)  # where the first use has put it
 
 
 def register_backend(kernels: Iterable[Kernel]) -> None:

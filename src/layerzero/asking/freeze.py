@@ -13,6 +13,7 @@ import torch
 from layerzero.asking.answers import explain
 from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.handle import OfKind
@@ -20,7 +21,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen import Choice, Frozen, choice_of, class_name, digest_of
+from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, digest_of
 from layerzero.engine.registry import REGISTRY
 
 FORMAT = 1
@@ -198,12 +199,15 @@ def _facts(choice: Choice) -> Facts:
         name: torch.empty_strided(each.shape, each.strides, dtype=dtype_named(each.dtype), device="meta")
         for name, each in recipe.tensors.items()
     }
-    state = {**choice.state, "sdpa_disabled": frozenset(choice.state["sdpa_disabled"])}  # type: ignore[arg-type]
+    general = {name: value for name, value in choice.state.items() if name not in STATE_FACTS}
+    if set(general) != set(STATE) - STATE_FACTS.keys():
+        raise TypeError(f"state: wanted {', '.join(STATE)}, got {', '.join(choice.state)}")
+    read = {name: row.restored(choice.state[name]) for name, row in STATE_FACTS.items() if name in choice.state}
     facts = FactsBuilder(operation).of_valid(
         {**params, **tensors},
         device=_device(recipe.device),
         layout=recipe.layout,
-        state=CallState(requires_grad=recipe.requires_grad, **state),  # type: ignore[arg-type]
+        state=CallState(requires_grad=recipe.requires_grad, read=read, **general),  # type: ignore[arg-type]
     )
     aligned = {name: recipe.tensors[name].alignment_bytes for name in facts.tensors}
     return facts.with_tensors({

@@ -12,6 +12,7 @@ from rich.text import Text
 from layerzero.cli import check, describe
 from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
+from layerzero.cli.question import pair_of, value_of
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.reasons import Reason, ReasonCode
@@ -21,6 +22,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.bench import Benched, Line, bench
 from layerzero.tuning.measuring.contest import Status
+from layerzero.tuning.measuring.jobs import operations_named
 from layerzero.tuning.measuring.timing import Effort, clock_of
 from layerzero.tuning.measuring.tune import dtypes_of
 
@@ -40,6 +42,7 @@ def answer(
     samples: int | None,
     leave_out: Sequence[str],
     only: Sequence[str],
+    params: Sequence[str],
     modules: Sequence[str],
     plot: Path | None,
     html: Path | None,
@@ -57,7 +60,9 @@ def answer(
     if only and dtype is None:
         dtypes = _taken(only, operation, dtypes)
     wanted = shapes_of(shapes) or (None if manifest else "cases")
-    jobs = asked_jobs(operation, wanted, dtypes, target.type, manifest=manifest, layout=layout)
+    jobs = asked_jobs(
+        operation, wanted, dtypes, target.type, manifest=manifest, layout=layout, params=_params(params, operation)
+    )
     if not jobs:
         raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
     effort = Effort(samples or current_policy()["tune_samples"], fill=target.type == "cpu")
@@ -78,6 +83,22 @@ def answer(
         say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
         bad = True
     return Answer([each.to_dict() for each in found], lambda: _shown(found), NO if bad else FINE)
+
+
+def _params(texts: Sequence[str], operation: str) -> dict[str, object]:
+    """What ``--param`` says, of the types that the operations declare. Raises: ValueError with wanted and got."""
+    _, names = operations_named(operation)
+    schemas = [REGISTRY.operation(name).schema for name in names]
+    known = {name: schema.param(name) for schema in schemas for name in (*schema.chosen, *schema.scalars)}
+    found = {}
+    for name, text in (pair_of(text, "--param", "name=value") for text in texts):
+        if name not in known:
+            raise ValueError(f"--param: wanted one of {', '.join(sorted(known)) or 'no parameters'}, got {name!r}")
+        found[name] = value_of(known[name].types, text, f"--param {name}")
+        problem = known[name].problem(found[name])
+        if problem:
+            raise ValueError(f"--param {problem}")
+    return found
 
 
 def _taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:

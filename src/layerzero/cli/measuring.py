@@ -53,6 +53,13 @@ Without = Annotated[
     typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
 ]
 
+Param = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param", metavar="NAME=VALUE", help="A parameter of the operation, in every call measured. Again for more."
+    ),
+]
+
 
 def tune(
     operation: Name = "*",
@@ -120,6 +127,7 @@ def bench(
         typer.Option("--kernel", metavar="KERNEL", help="Run these kernels only: id, glob or library; again for more."),
     ] = None,
     without: Without = None,
+    param: Param = None,
     module: Modules = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
@@ -151,6 +159,7 @@ def bench(
         samples=samples,
         leave_out=without or [],
         only=kernel or [],
+        params=param or [],
         modules=module or [],
         plot=plot,
         html=html,
@@ -172,6 +181,7 @@ def add_to(app: typer.Typer) -> None:
         **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+            "bench attention --shapes 1x512x8x64 --param causal=true --param softcap=30.0",
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip

@@ -72,10 +72,10 @@ def question(flags: Flags) -> Question:
     function, operations = _named(flags.name)
     device = device_of(flags.device)
     dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
-    given = dict(_pair(text, "--param", "name=value") for text in flags.params)
+    given = dict(pair_of(text, "--param", "name=value") for text in flags.params)
     kinds = {each.name: each.types for operation in function.operations for each in operation.schema.params}
     values = {
-        name: _value(kinds.get(name, str), text, f"--param {name}")
+        name: value_of(kinds.get(name, str), text, f"--param {name}")
         for name, text in given.items()
         if name not in function.tensors
     }
@@ -216,10 +216,13 @@ def _tensor(function: Function, name: str, text: str, dtype: torch.dtype) -> tor
     return torch.empty(_sizes(shape, f"--param {name}"), dtype=dtype, device="meta")
 
 
-def _value(kind: object, text: str, flag: str) -> object:
+def value_of(kind: object, text: str, flag: str) -> object:
+    """A value of these types from a flag's text. Raises: ValueError with wanted and got."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if text.lower() == "none":
         return None
+    if torch.dtype in kinds:
+        return dtype_named(text)
     if bool in kinds:
         if text.lower() in _WORDS:
             return _WORDS[text.lower()]
@@ -237,7 +240,8 @@ def _value(kind: object, text: str, flag: str) -> object:
     return text
 
 
-def _pair(text: str, flag: str, wanted: str) -> tuple[str, str]:
+def pair_of(text: str, flag: str, wanted: str) -> tuple[str, str]:
+    """Name and value of ``name=value``. Raises: ValueError with wanted and got."""
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise ValueError(f"{flag}: wanted {wanted}, got {text!r}")
@@ -248,7 +252,7 @@ def _settings(texts: Iterable[str]) -> dict[str, Any]:
     """Settings that hold for the question; a list may be written with commas."""
     settings = {}
     for text in texts:
-        key, value = _pair(text, "--set", "key=value")
+        key, value = pair_of(text, "--set", "key=value")
         setting = SETTINGS.get(ALIASES.get(key, key))
         plain = setting is not None and setting.kind == list[str]
         settings[key] = [part.strip() for part in value.split(",")] if plain else yaml.safe_load(value)
@@ -261,4 +265,4 @@ def _libraries(installed: Sequence[str], missing: Sequence[str]) -> dict[str, st
         return None
     from layerzero.cli.libraries import pretend
 
-    return pretend(dict(_pair(text, "--with", "NAME=VERSION") for text in installed), missing)
+    return pretend(dict(pair_of(text, "--with", "NAME=VERSION") for text in installed), missing)

@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from layerzero.core.dtypes import INDEX, dtype_name
+from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts, plain
 
 
@@ -69,7 +70,7 @@ class Measurement:
     host_us: float | None = None
 
 
-_NO_WORK = frozenset({"sdpa_disabled", "capturing", "deterministic"})
+_NO_WORK = frozenset({"capturing", "deterministic", *(each.fact for each in STATE_FACTS.values() if not each.works)})
 """State that changes which kernels are legal, but not how much there is to do."""
 
 
@@ -85,7 +86,7 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     named = [
         (name, "given" if name in bounds and value is not None else value if type(value) is str else _amount(value))
         for name, value in facts.items()
-        if name not in ignored
+        if name not in ignored and (name not in STATE_FACTS or value != STATE_FACTS[name].neutral)
     ]
     named += [("layout", str(facts.layout)), ("device_name", facts.device.name)]
     data = [each for each in facts.tensors.values() if each.dtype not in INDEX]  # nobody reads tables by vectors

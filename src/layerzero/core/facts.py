@@ -10,6 +10,7 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.eager_state import state_values
 from layerzero.core.errors import InvalidCallError, RegistrationError
 from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
@@ -36,14 +37,14 @@ class CallState(msgspec.Struct, frozen=True, gc=False):
         deterministic: only deterministic kernels may run.
         capturing: a CUDA graph is being captured on the current stream.
         autocast: autocast is active (the plan switches it off around the kernel).
-        sdpa_disabled: backends that the caller's ``sdpa_kernel`` context switched off.
+        read: by fact, the rest of what the function depends on (:mod:`layerzero.core.eager_state`).
     """
 
     requires_grad: bool = False
     deterministic: bool = False
     capturing: bool = False
     autocast: bool = False
-    sdpa_disabled: frozenset[str] = frozenset()
+    read: Mapping[str, object] = msgspec.field(default_factory=dict)
 
 
 class TensorFacts(msgspec.Struct, frozen=True, gc=False):
@@ -344,7 +345,7 @@ class FactsBuilder:
             "platform": device.platform,
             "sm": device.sm_number,
         }
-        values |= _state_values(state or CallState())
+        values |= _state_values(state or CallState(), values["dtype"])
         if self.operation.derive is not None:
             derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
             if not derived.keys() <= self.operation.behind.keys():  # what they follow from decides who shares a plan
@@ -361,11 +362,11 @@ def _undeclared(operation: Operation, derived: Mapping[str, object]) -> Registra
     )
 
 
-def _state_values(state: CallState) -> dict[str, object]:
+def _state_values(state: CallState, dtype: object) -> dict[str, object]:
     return {
         "requires_grad": state.requires_grad,
         "deterministic": state.deterministic,
         "capturing": state.capturing,
         "autocast": state.autocast,
-        "sdpa_disabled": state.sdpa_disabled,
+        **state_values(state.read, dtype),
     }

@@ -13,6 +13,7 @@ import torch
 
 from layerzero.core.arguments import Param
 from layerzero.core.dtypes import ordered
+from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError
 from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
@@ -36,7 +37,7 @@ __all__ = [
 
 GENERAL_FACTS = (
     *("operation", "layout", "platform", "sm", "dtype"),
-    *("requires_grad", "deterministic", "capturing", "autocast", "sdpa_disabled"),
+    *("requires_grad", "deterministic", "capturing", "autocast", *STATE_FACTS),
 )
 """Facts that calls of all operations have."""
 
@@ -296,7 +297,9 @@ class Function:
             truth is computed in float64, and compared as it is.
         weight: how often the fuzzer draws it beside others.
         order: the parameters of its ``torch.ops.layerzero`` operators in order; that of the signature if empty.
-        state: eager state that changes the choice for this function (``sdpa``: the caller's sdpa_kernel context).
+        state: names of eager state that changes the choice for this function, of those that
+            :mod:`layerzero.core.eager_state` has: ``sdpa`` (the caller's sdpa_kernel context), ``matmul`` (in what
+            float32 is multiplied).
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
         parameters: the public parameters in order.
         tensors: names of the parameters that are tensors.
@@ -323,6 +326,10 @@ class Function:
     torch_schemas: Mapping[str, TorchSchema] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:  # reading a signature costs as much as judging a kernel
+        try:
+            declared(self.state)
+        except KeyError as error:
+            raise RegistrationError(f"function {self.name!r}: state: {error.args[0]}") from None
         parameters = tuple(inspect.signature(self.signature).parameters.values())
         schemas = [operation.schema for operation in self.operations]
         inputs = {tensor.name: tensor for schema in schemas for tensor in schema.inputs}

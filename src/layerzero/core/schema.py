@@ -10,6 +10,7 @@ import torch
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import dtype_name, names_of
+from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import RegistrationError
 from layerzero.core.reasons import ReasonCode
 
@@ -20,7 +21,7 @@ _WRITABLE = {bool, int, float, str, tuple, torch.dtype}
 
 _OF_THE_STATE = (
     *("platform", "sm", "dtype"),
-    *("requires_grad", "deterministic", "capturing", "autocast", "sdpa_disabled"),
+    *("requires_grad", "deterministic", "capturing", "autocast", *STATE_FACTS),
 )
 
 

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from layerzero.core import indices
+from layerzero.core.eager_state import declared
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
@@ -35,7 +36,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 4
+INTERFACE = 5
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -63,8 +64,6 @@ def _load() -> Any:
         raise _Absent(f"the extension was not built: {error}") from error
     if getattr(hot, "INTERFACE", 1) != INTERFACE:
         raise _Absent("the extension was built of other sources; build it again")
-    switches = ("flash", "mem_efficient", "math", "cudnn")
-    sdpa = {f"sdpa_{name.removeprefix('mem_')}": getattr(torch._C, f"_get_{name}_sdp_enabled") for name in switches}
     sources = {
         "exchange": exchange,
         "tensor": torch.Tensor,
@@ -80,7 +79,6 @@ def _load() -> Any:
         "strided": torch.strided,
         "samples": () if wish == "dlpack" else _samples(),
         **_libraries(),
-        **sdpa,
     }
     try:
         hot.setup(**sources)
@@ -253,9 +251,28 @@ def _owned(
         parameters=tuple(described),
         positional=sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in function.parameters),
         mutated=tuple(mutated),
-        sdpa="sdpa" in function.state,
+        asked=_asked(function),
         **ways,
     )
+
+
+def _asked(function: Function) -> tuple[tuple[object, ...], ...]:
+    """What the function's state is read by, as C takes it: also where, and for floats of how many bits."""
+    return tuple(
+        (
+            each.ask,
+            each.given,
+            each.answers,
+            _WHERE[each.cuda],
+            8 * state.dtype.itemsize if state.dtype is not None else 0,
+        )
+        for state in declared(function.state)
+        for each in state.questions
+    )
+
+
+_WHERE = {None: 0, True: 1, False: 2}
+"""Where a question is asked, as ``_native/asked.c`` numbers it."""
 
 
 def _doc(function: Function) -> str:

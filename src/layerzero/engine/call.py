@@ -84,10 +84,6 @@ class Call:
             "_function_modes": torch._C._len_torch_function_stack,
             "_transforms": torch._C._functorch.peek_interpreter_stack,
             "_forward_ad": torch.autograd.forward_ad,
-            "_flash_sdp": torch._C._get_flash_sdp_enabled,
-            "_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
-            "_math_sdp": torch._C._get_math_sdp_enabled,
-            "_cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
         }
         text = self.source + "\n\n" + key_source(self.function)
         exec(compile(text, f"<layerzero {self.function.name}>", "exec"), namespace)  # noqa: S102  # our own text

@@ -10,13 +10,12 @@ import math
 from typing import Any
 
 from layerzero.core.arguments import Role
+from layerzero.core.eager_state import declared
 from layerzero.core.facts import told_bytes
 from layerzero.core.operation import Function
 
 _NO_KEY = "(TypeError, RuntimeError, AttributeError)"
 """What reading a key raises: no hash (a list), no strides and address (sparse, nested), no handle where one belongs."""
-
-_SDPA_STATE = "_flash_sdp(), _efficient_sdp(), _math_sdp(), _cudnn_sdp()"
 
 
 def source(function: Function) -> str:
@@ -111,14 +110,30 @@ def _key_text(function: Function) -> str:
     ]
     parts += [_value_key(function, name) for name in names if name not in function.tensors]
     parts += ["_grad_enabled() and (" + _any_grad(required, optional) + ")", "_deterministic()", "_autocast()"]
-    if "sdpa" in function.state:
-        parts.append(_SDPA_STATE)
+    parts += _asked(function, required, optional)
     pairs = [sorted(pair) for pair in function.may_share_storage if pair & set(function.mutates)]
     parts += [
         f"_apart_by({', '.join(pair)})" for pair in pairs
     ]  # what was proved of one place is not believed of another
     parts.append("_threads()")  # the last, where a bound callable looks for it
     return f"({', '.join(parts)})"
+
+
+def _asked(function: Function, required: list[str], optional: list[str]) -> list[str]:
+    """The answers to what the function's state is read by; None where a question means nothing for the tensors."""
+    found = []
+    for state in declared(function.state):
+        of_dtype = [f"{name}.dtype is _dtype_{state.name}" for name in required]
+        of_dtype += [f"({name} is not None and {name}.dtype is _dtype_{state.name})" for name in optional]
+        on_cuda = [f"{name}.is_cuda" for name in required]
+        on_cuda += [f"({name} is not None and {name}.is_cuda)" for name in optional if not required]
+        for place, question in enumerate(state.questions):
+            tests = [f"({' or '.join(of_dtype)})"] if state.dtype is not None else []
+            if question.cuda is not None:
+                tests.append(f"{'' if question.cuda else 'not '}({' or '.join(on_cuda[:1] or on_cuda)})")
+            asked = f"_ask_{state.name}_{place}({', '.join(map(repr, question.given))})"
+            found.append(f"({asked} if {' and '.join(tests)} else None)" if tests else asked)
+    return found
 
 
 def _tensor_key(name: str, *, asked: bool = False) -> str:
@@ -166,6 +181,9 @@ def names_of(function: Function) -> dict[str, object]:
             left_out = {type(None)} if parameter.default is None else set()  # as calls of its other operations have it
             plain = param.plain | sequences | left_out
             found |= {f"_plain_{param.name}": plain, f"_problem_{param.name}": param.problem}
+    for state in declared(function.state):
+        found[f"_dtype_{state.name}"] = state.dtype
+        found |= {f"_ask_{state.name}_{place}": each.ask for place, each in enumerate(state.questions)}
     for name in (*function.scalars, *function.handles):
         param = function.param(name)
         assert param is not None

@@ -85,6 +85,12 @@ class Engine:
             for cache in self.caches:
                 cache.publish(policy)
 
+    def forget(self, cache: PlanCache) -> None:
+        """Keep the plans of a function no longer that is taken back."""
+        with self._lock:
+            self.caches = [each for each in self.caches if each is not cache]
+        cache.publish(CONFIGURATION.policy)
+
     def new_winner(self) -> None:
         """Another kernel became the fastest of a class: a new epoch, unless choices are frozen."""
         if self.frozen is None:

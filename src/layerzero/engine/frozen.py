@@ -9,6 +9,7 @@ import msgspec
 
 from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.facts import Facts, plain
 from layerzero.core.plan import Candidate, Plan, Report
@@ -16,7 +17,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 
-STATE = ("deterministic", "capturing", "autocast", "sdpa_disabled")
+STATE = ("deterministic", "capturing", "autocast", *STATE_FACTS)
 """Facts that a recipe does not have."""
 
 
@@ -31,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     library: str
     version: str
     call: CallRecipe
-    state: dict[str, bool | list[str]]
+    state: dict[str, bool | str | list[str]]
     scoped: bool = False
 
 
@@ -129,7 +130,8 @@ def class_name(facts: Facts, policy: Policy) -> str:
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
     for name, value in sorted(facts.items()):
-        if name in ("operation", "dtype") or value is None or value is False or value == "none":
+        neutral = STATE_FACTS[name].neutral if name in STATE_FACTS else None
+        if name in ("operation", "dtype") or value is False or value in ("none", neutral):
             continue
         if type(value) is int and (schema.axis(name).live or name in schema.bounds):
             words.append(f"{name}<{1 << max(value, 1).bit_length()}")

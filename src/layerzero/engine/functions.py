@@ -14,6 +14,7 @@ from layerzero.core.errors import RegistrationError
 from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.engine import operators
 from layerzero.engine.call import Call
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS
@@ -64,12 +65,23 @@ def register_function(function: Function) -> Callable[..., Any]:
         for operation in function.operations:
             _try(function, operation)
         CALLS[function.name] = Call(function)
-        operators.register(function)
+        operators.register_apart(function)
     except BaseException:
         FUNCTIONS.pop(function.name)
         CALLS.pop(function.name, None)
         raise
     return CALLS[function.name].fast
+
+
+def unregister_function(function: Function) -> None:
+    """Take a registered function back, with its operators. Raises: RegistrationError for one that is not registered."""
+    if FUNCTIONS.get(function.name) is not function or not operators.is_apart(function):
+        raise RegistrationError(f"function {function.name!r}: wanted one that was registered")
+    del FUNCTIONS[function.name]
+    call = CALLS.pop(function.name, None)
+    if call is not None:
+        ENGINE.forget(call.dispatcher.cache)
+    operators.unregister(function)
 
 
 def _try(function: Function, operation: Operation) -> None:

@@ -26,16 +26,42 @@ def register_all() -> None:
 def register(function: Function) -> None:
     """Define the operators of one function."""
     for name, schema in function.torch_schemas.items():
-        _register(function, name, schema)
+        _register(function, name, schema, LIBRARY)
 
 
-def _register(function: Function, name: str, schema: TorchSchema) -> None:
-    LIBRARY.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, _eager(function, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"layerzero::{name}", _fake(function, schema), lib=LIBRARY)
+def register_apart(function: Function) -> None:
+    """Define the operators of a function that may go again: in a library of their own."""
+    library = torch.library.Library("layerzero", "FRAGMENT")  # type: ignore[no-untyped-call]
+    try:
+        for name, schema in function.torch_schemas.items():
+            _register(function, name, schema, library)
+    except BaseException:
+        library._destroy()
+        raise
+    _APART[function.name] = library
+
+
+def unregister(function: Function) -> None:
+    """Take back what :func:`register_apart` defined."""
+    _APART.pop(function.name)._destroy()
+
+
+def is_apart(function: Function) -> bool:
+    """Whether :func:`unregister` can take a function's operators back."""
+    return function.name in _APART
+
+
+_APART: dict[str, torch.library.Library] = {}
+"""The libraries of functions that were registered, by their names."""
+
+
+def _register(function: Function, name: str, schema: TorchSchema, library: torch.library.Library) -> None:
+    library.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    library.impl(name, _eager(function, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"layerzero::{name}", _fake(function, schema), lib=library)
     if not function.mutates:
         backward, setup = _gradients(function, schema)
-        torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=LIBRARY)
+        torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=library)
 
 
 def _random(function: Function) -> dict[str, object]:

@@ -107,6 +107,26 @@ class Registry:
             if operation.has_fallback:
                 self._add(reference_kernel(operation))
 
+    def unregister_operation(self, name: str) -> None:
+        """Remove an operation and the kernels that implement it.
+
+        Raises: KeyError for one that is not known; RegistrationError for a built-in one, and for a kernel that
+            implements other operations, too.
+        """
+        operation = self.operation(name)
+        if OPERATIONS.get(name) is operation:
+            raise RegistrationError(f"operation {name!r}: wanted one that was registered, got a built-in one")
+        with self._change():
+            for kernel in self._known.kernels[name]:
+                others = [each for each in kernel.operations if each != name]
+                if others:
+                    problem = f"kernel {kernel.id!r} implements {', '.join(others)}, too; lz.unregister_kernel first"
+                    raise RegistrationError(f"operation {name!r}: {problem}")
+                self._known = self._known.without(kernel)
+            operations = {each: value for each, value in self._known.operations.items() if each != name}
+            kernels = {each: value for each, value in self._known.kernels.items() if each != name}
+            self._known = self._known._replace(operations=operations, kernels=kernels)
+
     def add_operations(self, operations: Sequence[Operation]) -> None:
         """Add operations, all or none. Raises: as :meth:`register_operation`."""
         with self._change():
@@ -148,7 +168,7 @@ class Registry:
             self._known = self._known.without(self._by_id[kernel.id])
 
     def revise_kernels(self) -> None:
-        """Ask :attr:`revise` about every kernel again, all or none. Raises: RegistrationError as on registering."""
+        """Ask ``revise`` about every kernel again, all or none. Raises: RegistrationError as on registering."""
         with self._change():
             pairs = [(kernel, self.revise(kernel.declared)) for kernel in self._by_id.values()]
             changed = {kernel.id: kernel for before, kernel in pairs if before != kernel}

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
 
+from layerzero.core.eager_state import declared
 from layerzero.core.facts import CallState
 from layerzero.engine.policy import Policy
-
-_SDPA: tuple[tuple[str, Callable[[], bool]], ...] = (
-    ("flash", torch._C._get_flash_sdp_enabled),
-    ("efficient", torch._C._get_mem_efficient_sdp_enabled),
-    ("math", torch._C._get_math_sdp_enabled),
-    ("cudnn", torch._C._get_cudnn_sdp_enabled),
-)
-"""Asked without the Python around them, as the hit path does."""
-
-
-def sdpa_disabled() -> frozenset[str]:
-    """Backends that ``torch.nn.attention.sdpa_kernel`` or its switches have turned off here."""
-    return frozenset([name for name, enabled in _SDPA if not enabled()])
 
 
 def capturing(tensors: Sequence[torch.Tensor]) -> bool:
@@ -31,12 +19,13 @@ def capturing(tensors: Sequence[torch.Tensor]) -> bool:
 
 def call_state(tensors: Sequence[torch.Tensor], policy: Policy, reads: frozenset[str]) -> CallState:
     """Read what matters for a call with these tensors; ``reads`` names the function's further state."""
+    cuda = bool(tensors) and tensors[0].is_cuda
     return CallState(
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         deterministic=policy.deterministic or torch._C._get_deterministic_algorithms(),
         capturing=capturing(tensors),
         autocast=torch._C._is_any_autocast_enabled(),
-        sdpa_disabled=sdpa_disabled() if "sdpa" in reads else frozenset(),
+        read={each.fact: each.read(cuda=cuda) for each in declared(reads)},
     )
 
 

@@ -6,9 +6,10 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -16,10 +17,12 @@ from layerzero.asking.answers import explain
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
-from layerzero.engine.config import SCOPES
+from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import names_kernel
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import FUNCTIONS
 from layerzero.testing.compare import Expected, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall, random_call
 
@@ -43,6 +46,10 @@ _FORGET_EVERY = 2000
 """Calls after which kept plans are dropped, so that a long run does not measure a full table."""
 
 
+DRAWS = 1000
+"""Calls in a row that may be of other operations than those asked for, before a run gives up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One wrong result.
@@ -53,6 +60,7 @@ class Failure:
         way: ``chosen``, ``locked`` or ``reused``.
         problem: what is wrong.
         call: the call in one line.
+        operations: those that calls were drawn of; empty: all.
     """
 
     seed: int
@@ -61,11 +69,13 @@ class Failure:
     way: str
     problem: str
     call: str
+    operations: tuple[str, ...] = ()
 
     @property
     def reproducer(self) -> str:
         """The line of Python that shows it again."""
-        return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}))"
+        narrowed = f", operations={list(self.operations)}" if self.operations else ""
+        return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}{narrowed}))"
 
     def __str__(self) -> str:
         return f"{self.kernel_id} ({self.way}): {self.problem}\n    {self.call}\n    {self.reproducer}"
@@ -120,6 +130,7 @@ def run(
     first: int = 0,
     progress: Callable[[FuzzReport], None] | None = None,
     kernels: Sequence[str] | None = None,
+    operations: Sequence[str] = (),
     device: torch.device | str = "cpu",
     truth: Truth = expected,
 ) -> FuzzReport:
@@ -129,10 +140,15 @@ def run(
         first: the number of the first call: several processes make a run together.
         progress: called with the report so far, about once a second.
         kernels: ids, globs or libraries; each of them then runs on every call where it is legal, and nothing else does.
+        operations: operations, functions, aliases or globs; calls are drawn of their functions, and those that are
+            routed elsewhere are left out and not counted: at most so many in a row as ``DRAWS`` says. Empty: of all.
         device: where the tensors lie.
         truth: what says what is right: the operation's own reference in float64 if nobody says better.
+    Raises: KeyError for an operation that is unknown, or that no function leads to.
     """
-    return _run(range(first, first + calls), FuzzReport(seed), progress, kernels, device, truth, thorough=False)
+    source = _Source(operations)
+    numbers = source.numbers(first, calls, seed, device)
+    return _run(numbers, FuzzReport(seed), progress, kernels, device, truth, source, thorough=False)
 
 
 def replay(
@@ -140,20 +156,58 @@ def replay(
     number: int,
     *,
     kernels: Sequence[str] | None = None,
+    operations: Sequence[str] = (),
     device: torch.device | str = "cpu",
     truth: Truth = expected,
 ) -> FuzzReport:
-    """Make one call of a run again, on every legal kernel and on a kept plan."""
-    return _run([number], FuzzReport(seed), None, kernels, device, truth, thorough=True)
+    """Make one call of a run again, on every legal kernel and on a kept plan; ``operations`` as in that run."""
+    return _run([number], FuzzReport(seed), None, kernels, device, truth, _Source(operations), thorough=True)
+
+
+class _Source:
+    """What calls are drawn of: all functions, or those of some operations."""
+
+    def __init__(self, asked: Sequence[str]) -> None:
+        self.asked = tuple(asked)
+        self.operations = frozenset(name for each in asked for name in REGISTRY.operations_named(each))
+        self.functions = tuple(
+            name
+            for name, each in FUNCTIONS.items()
+            if not self.operations.isdisjoint(op.name for op in each.operations)
+        )
+        if asked and not self.functions:
+            raise KeyError(f"{', '.join(asked)}: wanted operations of a public function; lz.register_function adds one")
+
+    def call(self, seed: int, number: int, data: int, device: torch.device | str) -> RandomCall:
+        """The call of this number."""
+        function = self.functions[number % len(self.functions)] if self.asked else None
+        return random_call(seed, number, function=function, data=data, device=device)
+
+    def numbers(self, first: int, calls: int, seed: int, device: torch.device | str) -> Iterator[int]:
+        """Numbers of calls that are routed to what was asked for."""
+        found, left_out = 0, 0
+        for number in count(first):
+            if found == calls or left_out == DRAWS:
+                return
+            wanted = not self.asked or self._routed(self.call(seed, number, 0, device)) in self.operations
+            found, left_out = (found + 1, 0) if wanted else (found, left_out + 1)
+            if wanted:
+                yield number
+
+    @staticmethod
+    def _routed(call: RandomCall) -> str:
+        function = FUNCTIONS[call.function]
+        return function.route(function.bind((), call.arguments), current_policy().layout).operation.name
 
 
 def _run(
-    numbers: Sequence[int],
+    numbers: Iterable[int],
     report: FuzzReport,
     progress: Callable[[FuzzReport], None] | None,
     kernels: Sequence[str] | None,
     device: torch.device | str,
     truth: Truth,
+    source: _Source,
     *,
     thorough: bool,
 ) -> FuzzReport:
@@ -163,7 +217,7 @@ def _run(
         warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
         for number in numbers:
             torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
-            _Round(report, number, kernels, device, truth, thorough=thorough).play()
+            _Round(report, number, kernels, device, truth, source, thorough=thorough).play()
             report.calls += 1
             now = time.perf_counter()
             report.seconds = now - started
@@ -194,9 +248,11 @@ class _Round:
         kernels: Sequence[str] | None,
         device: torch.device | str,
         truth: Truth,
+        source: _Source,
         *,
         thorough: bool,
     ) -> None:
+        self.source = source
         self.report, self.number, self.kernels, self.device, self.truth = report, number, kernels, device, truth
         shares = random.Random(f"{report.seed}:{number}:ways")  # noqa: S311  # reproducible, not secret
         every, reuse, grad = (shares.random() for _ in range(3))
@@ -217,7 +273,7 @@ class _Round:
             self._compare(call, for_kernel(truth, kernel), kernel.id, "locked", scope)
 
     def _call(self, data: int) -> RandomCall:
-        call = random_call(self.report.seed, self.number, data=data, device=self.device)
+        call = self.source.call(self.report.seed, self.number, data, self.device)
         if self.grad and not CALLS[call.function].function.mutates:
             for value in call.arguments.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_neg():
@@ -253,7 +309,9 @@ class _Round:
             problems.append(f"{failed} failed in {operation} ({breaker.error})")
             ENGINE.health.reset()
         for problem in problems:
-            failure = Failure(self.report.seed, self.number, kernel_id, way, problem, call.text)
+            failure = Failure(
+                self.report.seed, self.number, kernel_id, way, problem, call.text, operations=self.source.asked
+            )
             self.report.failures.append(failure)
 
 

@@ -105,4 +105,6 @@ def draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
-FUNCTIONS = (Function("qkv_linear", qkv_linear, _route, (QKV, QKV_JOINED), draw=draw, weight=1),)
+FUNCTIONS = (
+    Function("qkv_linear", qkv_linear, _route, (QKV, QKV_JOINED), draw=draw, weight=1, state=frozenset({"matmul"})),
+)

@@ -134,6 +134,6 @@ def _mlp_of(arguments: dict[str, Any]) -> Operation:
 
 
 FUNCTIONS = (
-    Function("linear", linear, _route, (LINEAR,), draw=draw.linear),
-    Function("mlp", mlp, _route_mlp, (FUSED, FUSED_GATED, FUSED_JOINED), draw=draw.mlp),
+    Function("linear", linear, _route, (LINEAR,), draw=draw.linear, state=frozenset({"matmul"})),
+    Function(*("mlp", mlp, _route_mlp, (FUSED, FUSED_GATED, FUSED_JOINED)), draw=draw.mlp, state=frozenset({"matmul"})),
 )

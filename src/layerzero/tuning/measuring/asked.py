@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import Manifest, jobs_of
@@ -24,9 +25,19 @@ def asked_jobs(
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
     layout: str | None = None,
+    params: Mapping[str, Any] | None = None,
 ) -> list[Job]:
-    """List what :func:`layerzero.tune` measures, in order; its arguments are described there."""
+    """List what :func:`layerzero.tune` measures, in order; its arguments are described there.
+
+    ``params`` are parameters that every call has, beside shapes or cases; operations without one of them, and cases
+    that are no call with them, are left out.
+    """
     implied, names = operations_named(operation)
+    if params:
+        if shapes is None:
+            raise ValueError(f"parameters: wanted them beside shapes or cases, got {', '.join(params)}")
+        names = [name for name in names if params.keys() <= REGISTRY.operation(name).schema.known]
+        implied |= params
     dims = None if head_dim is None else (head_dim,)
     of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
@@ -42,7 +53,7 @@ def asked_jobs(
     if isinstance(shapes, str):
         if shapes != "cases":
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")
-        return list(jobs_of_cases(names, dtypes, layout))
+        return list(jobs_of_cases(names, dtypes, layout, params))
     if shapes is not None:
         asked = [(shape, dtype) for dtype in dtypes for shape in shapes]
         return [job for shape, dtype in asked for job in jobs_of_shape(names, shape, dtype, implied, layout)]

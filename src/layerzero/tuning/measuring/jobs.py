@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from layerzero.asking.answers import facts as facts_of
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.facts import Facts
+from layerzero.core.facts import Facts, plain
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
-from layerzero.ops.calls import accepted, arguments_of, as_shapes, case_of_shapes, function_for
+from layerzero.ops.calls import accepted, arguments_of, as_shapes, case_of_shapes, function_for, is_call_of
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.proving.child import rebuilt
 
@@ -73,13 +73,24 @@ class Job:
         return accepted(function_for(operation), made)
 
 
-def jobs_of_cases(operations: Sequence[str], dtypes: Sequence[str], layout: str | None = None) -> Iterator[Job]:
-    """The named cases of operations."""
+def jobs_of_cases(
+    operations: Sequence[str], dtypes: Sequence[str], layout: str | None = None, params: Mapping[str, Any] | None = None
+) -> Iterator[Job]:
+    """The named cases of operations; with further parameters those that are calls with them."""
     for name in operations:
         operation = REGISTRY.operation(name)
-        for case in operation.cases:
+        for named in operation.cases:
+            case = named
+            if params:
+                case = replace(named, name=f"{named.name} {_text(params)}", params={**named.params, **params})
+                if not is_call_of(operation, case, next(iter(operation.dtypes), torch.float32), layout):
+                    continue
             for dtype in dtypes:
                 yield Job(name, case, dtype, layout)
+
+
+def _text(params: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={plain(value)}" for name, value in params.items())
 
 
 def operations_named(name: str) -> tuple[dict[str, object], list[str]]:

@@ -1,0 +1,143 @@
+"""Eager state that calls of some functions depend on, in one table: how each is read, and the fact that it becomes.
+
+A function names what its calls depend on (``Function.state``). The hit paths, in C and in Python, ask the questions of
+what it names and hold the answers in the key; nobody else pays. Whoever adds a row adds nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of torch on every call that depends on it.
+
+    Attributes:
+        text: what is asked, for people.
+        ask: torch's own builtin, since the hit path waits for it.
+        given: what it is called with.
+        answers: what it may answer; the key in C holds the place of the answer here.
+        cuda: whether it is asked about tensors on CUDA and ROCm only, or elsewhere only; None: wherever they lie.
+    """
+
+    text: str
+    ask: Callable[..., object]
+    given: tuple[object, ...] = ()
+    answers: tuple[object, ...] = (False, True)
+    cuda: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EagerState:
+    """One state outside the arguments.
+
+    Attributes:
+        name: what functions declare.
+        fact: the name under which limits, rules, explanations and times know it.
+        neutral: the value that changes nothing; what other functions' calls have.
+        questions: asked in order.
+        told: the fact, from the answers.
+        dtype: it matters where a tensor has this dtype, and is asked about there alone; None: always.
+        works: whether it changes how long a call takes, so that times are kept apart by it; not at its neutral value.
+    """
+
+    name: str
+    fact: str
+    neutral: object
+    questions: tuple[Question, ...]
+    told: Callable[[Sequence[object]], object]
+    dtype: torch.dtype | None = None
+    works: bool = False
+
+    def read(self, *, cuda: bool) -> object:
+        """The fact as it is now, for tensors that lie on CUDA or elsewhere."""
+        return self.told([each.ask(*each.given) for each in self.questions if each.cuda in (None, cuda)])
+
+    def restored(self, value: object) -> object:
+        """The fact from what a document has in its place. Raises: TypeError for what it cannot be."""
+        found = frozenset(value) if isinstance(self.neutral, frozenset) and isinstance(value, list) else value
+        if type(found) is not type(self.neutral):
+            raise TypeError(f"{self.fact}: wanted {type(self.neutral).__name__}, got {value!r}")
+        return found
+
+
+_ATTENTION_KERNELS = ("flash", "efficient", "math", "cudnn")
+
+
+def _switched_off(enabled: Sequence[object]) -> frozenset[str]:
+    return frozenset([name for name, on in zip(_ATTENTION_KERNELS, enabled, strict=True) if not on])
+
+
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+"""What the kernels of a device compute products of float32 in, in the words of torch.get_float32_matmul_precision.
+
+That one function raises RuntimeError where ``torch.backends.cuda.matmul.fp32_precision`` was set, which is torch's own
+advice since 2.9; what every way of setting it ends in is asked instead, for the device of the call (torch 2.13).
+"""
+
+
+def _precision(answers: Sequence[object]) -> str:
+    (answer,) = answers
+    return _PRECISIONS.get(str(answer), str(answer))
+
+
+_MULTIPLIED = "what float32 is multiplied in"
+
+_SETTING = torch._C._get_fp32_precision_getter
+
+EAGER_STATE: Mapping[str, EagerState] = MappingProxyType({
+    each.name: each
+    for each in (
+        EagerState(
+            "sdpa",
+            "sdpa_disabled",
+            frozenset(),
+            (
+                Question("torch's flash attention is enabled", torch._C._get_flash_sdp_enabled),
+                Question("torch's efficient attention is enabled", torch._C._get_mem_efficient_sdp_enabled),
+                Question("torch's math attention is enabled", torch._C._get_math_sdp_enabled),
+                Question("torch's cudnn attention is enabled", torch._C._get_cudnn_sdp_enabled),
+            ),
+            _switched_off,
+        ),
+        EagerState(
+            "matmul",
+            "matmul_precision",
+            "highest",
+            (
+                Question(_MULTIPLIED, _SETTING, ("cuda", "matmul"), tuple(_PRECISIONS), cuda=True),
+                Question(_MULTIPLIED, _SETTING, ("mkldnn", "matmul"), tuple(_PRECISIONS), cuda=False),
+            ),
+            _precision,
+            dtype=torch.float32,
+            works=True,
+        ),
+    )
+})  # fmt: skip
+"""Every state, by the name that functions declare: what ``torch.nn.attention.sdpa_kernel`` and its switches have turned
+off, and in what float32 is multiplied."""
+
+STATE_FACTS: Mapping[str, EagerState] = MappingProxyType({each.fact: each for each in EAGER_STATE.values()})
+"""The same by fact."""
+
+
+def declared(names: Iterable[str]) -> tuple[EagerState, ...]:
+    """The rows that a function names, in the order of the table. Raises: KeyError for a name that is none of it."""
+    wanted = set(names)
+    strangers = sorted(wanted - EAGER_STATE.keys())
+    if strangers:
+        raise KeyError(f"wanted some of {', '.join(EAGER_STATE)}, got {', '.join(strangers)}")
+    return tuple(each for name, each in EAGER_STATE.items() if name in wanted)
+
+
+def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]:
+    """The facts of all rows of a call: what was read, but neutral where the call's dtype makes it mean nothing."""
+    return {
+        fact: each.neutral if each.dtype not in (None, dtype) else read.get(fact, each.neutral)
+        for fact, each in STATE_FACTS.items()
+    }

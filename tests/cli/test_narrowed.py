@@ -1,0 +1,54 @@
+"""``fuzz --operation`` and ``bench --param``: runs that are about one operation, or one value of a parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from layerzero.cli.app import main
+from layerzero.testing import fuzz
+
+
+def layerzero(*words):
+    return CliRunner().invoke(main, list(words), prog_name="layerzero")
+
+
+def test_fuzz_makes_calls_of_one_operation_only():
+    result = layerzero("fuzz", "--operation", "norm.rms", "--calls", "12", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["calls"] == 12
+    assert all("rms" in name for name in found["kernels"])
+
+
+def test_a_call_of_a_narrowed_run_is_made_again():
+    source = fuzz._Source(["norm.rms"])
+    number = next(iter(source.numbers(5, 1, 3, "cpu")))
+    assert fuzz.replay(3, number, operations=["norm.rms"]).ok
+    failure = fuzz.Failure(3, number, "k", "chosen", "wrong", "call", ("norm.rms",))
+    assert failure.reproducer.endswith(f"fuzz.replay(3, {number}, operations=['norm.rms']))")
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("fuzz", "--operation", "rms_nrm"), "unknown operation 'rms_nrm'"),
+    (("fuzz", "--module", "no.such.module"), "no.such.module"),
+    (("bench", "rms_norm", "--param", "epsilon=1"), "--param: wanted one of eps, got 'epsilon'"),
+    (("bench", "rms_norm", "--param", "eps"), "--param: wanted name=value, got 'eps'"),
+    (("bench", "rms_norm", "--param", "eps=much"), "--param eps: wanted a number, got 'much'"),
+])  # fmt: skip
+def test_flags_that_mean_nothing_are_questions_without_sense(words, told):
+    result = layerzero(*words)
+    assert result.exit_code == 2
+    assert told in result.output + result.stderr
+
+
+@pytest.mark.parametrize("shapes", [("--shapes", "2x64"), ()])
+def test_bench_measures_with_the_parameters_that_it_is_given(shapes):
+    words = ("bench", "activation.gelu", *shapes, "--param", "approximate=tanh", "--dtype", "float32")
+    result = layerzero(*words, "--samples", "3", "--kernel", "torch.*", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found
+    assert {each["call"]["approximate"] for each in found} == {"tanh"}
