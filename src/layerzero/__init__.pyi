@@ -55,6 +55,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
+from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
@@ -180,6 +181,7 @@ __all__ = [
     "sample_topp",
     "sample_topp_probs",
     "sampled",
+    "scaled_dot_product_attention",
     "scope",
     "silu",
     "silu_mul",
