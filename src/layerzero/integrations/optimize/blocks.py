@@ -100,18 +100,25 @@ def block(module: Module) -> Candidate | str | None:
     if not found and up.dtype not in {torch.float32, torch.float64}:
         return "its activation is no attribute, and in half precision values do not tell which one it is"
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
-    example = random_rows(module, up.shape[1], dtype=up.dtype, device=up.device)
-    try:
-        with quiet(module):
-            expected = module(example.clone())
-    except Exception as error:  # noqa: BLE001  # it takes something else than rows: whatever it raises
-        return f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
-    best = min(
-        ((_error(children, names, activation, example, expected), names, activation)
-         for names, activation in itertools.product(orders, activations)),
-        key=lambda each: each[0],
-    )  # fmt: skip
-    error, names, activation = best
+    tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
+    why = ""
+    for size in dict.fromkeys(_inputs(children[names[0]]) for names in orders):
+        example = random_rows(module, size, dtype=up.dtype, device=up.device)
+        try:
+            with quiet(module):
+                expected = module(example.clone())
+        except Exception as error:  # noqa: BLE001  # it takes something else than such rows: whatever it raises
+            if found:  # without an activation it is something else
+                why = why or f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+            continue
+        if not isinstance(expected, Tensor):
+            continue
+        for names, activation in itertools.product(orders, activations):
+            if _inputs(children[names[0]]) == size:
+                tried.append((_error(children, names, activation, example, expected), names, activation, example))
+    if not tried:
+        return why or None
+    error, names, activation, example = min(tried, key=lambda each: each[0])
     if error > TOLERANCE.get(up.dtype, 0.0):
         return f"its output is none of the blocks' formulas: the nearest is off by {error:.2g} of the largest value"
     state = Block(names, children, activation, pack=up.device.type == "cpu")
@@ -119,6 +126,12 @@ def block(module: Module) -> Candidate | str | None:
     asked = _asked(state, example)
     calls = f"lz.mlp{', gated' if len(names) == 3 else ''}, {activation}"
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
+
+
+def _inputs(product: Module) -> int:
+    weight = product._parameters["weight"]
+    assert weight is not None
+    return weight.shape[1]
 
 
 def _orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:

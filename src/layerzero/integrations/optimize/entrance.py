@@ -82,7 +82,7 @@ def optimize(
         exchange.on()
         report._exchanges.append(exchange)
         report.replaced.append(
-            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", "by call", 0.0)
+            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", "by call", None)
         )
     if workload is None:
         if report.replaced:

@@ -36,7 +36,8 @@ class Replaced:
         kind: those of one kind were timed together.
         calls: the function of LayerZero that computes it.
         kernel: the kernel that a few rows get; each call gets its own.
-        error: its largest difference from the original on random input, in units of the largest value.
+        error: its largest difference from the original on random input, in units of the largest value; None for
+            attention, which is compared as a part of the whole model, where inputs are given.
     """
 
     path: str
@@ -44,7 +45,7 @@ class Replaced:
     kind: str
     calls: str
     kernel: str | None
-    error: float
+    error: float | None
 
 
 @dataclass
@@ -137,7 +138,7 @@ def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, fl
     for kind, numbers in alike.items():
         before, after, texts, _ = kind  # type: ignore[misc]
         path = f"{before}{ranges(numbers)}{after}" or "(model)"
-        worst = (f"{max(errors[kind]):.1e}",) if errors[kind] else ()
-        cells.append((path, *texts, *worst))
+        worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
+        cells.append((path, *texts, worst)[: len(headers)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
     return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
