@@ -3,8 +3,8 @@
     python benchmarks/optimize.py llama --dtype bfloat16 --threads 1
     python benchmarks/optimize.py minilm --dtype float32
 
-Random weights; a Llama-shaped decoder (hidden 1024, 8 layers, 16 heads on 4, intermediate 2816, vocabulary 32000) and an
-encoder of MiniLM's shape (hidden 384, 6 layers, 12 heads) on 32 texts of 128 tokens. Each round times every variant
+Random weights; a Llama-shaped decoder (hidden 1024, 8 layers, 16 heads on 4, intermediate 2816, vocabulary 32000) and
+an encoder of MiniLM's shape (hidden 384, 6 layers, 12 heads) on 32 texts of 128 tokens. Each round times every variant
 once, stock first, and the medians are compared.
 """
 

@@ -229,7 +229,10 @@ def test_a_model_that_was_optimized_on_nothing_serves_every_kind_of_call() -> No
     ids, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5], mask[1, :2] = 0, 0
     torch.testing.assert_close(
-        output(model, ids, attention_mask=mask)[:, 5:], output(stock, ids, attention_mask=mask)[:, 5:], rtol=1e-4, atol=1e-4
+        output(model, ids, attention_mask=mask)[:, 5:],
+        output(stock, ids, attention_mask=mask)[:, 5:],
+        rtol=1e-4,
+        atol=1e-4,
     )
     for static in (False, True):
         logits = []

@@ -16,10 +16,8 @@ def test_a_group_of_heads_is_a_block_of_queries(kernel: str, mask: str | None, l
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 1, 8, 16), torch.randn(2, 21, 2, 16), torch.randn(2, 21, 2, 16)
     shapes = {"shared": (2, 1, 1, 21), "by head": (1, 8, 1, 21), "two axes": (1, 21), "three axes": (8, 1, 21)}
-    if mask is None:
-        given = None
-    else:
-        given = torch.rand(2, 8, 1, 21) > 0.4 if mask == "bool" else torch.randn(shapes[mask])
+    masks = {name: torch.randn(shape) for name, shape in shapes.items()} | {"bool": torch.rand(2, 8, 1, 21) > 0.4}
+    given = masks.get(mask or "")
     if kernel.startswith("zentorch"):
         pytest.importorskip("zentorch", reason="needs zentorch")
     expected = attention_reference(query, key, value, causal=False, attn_mask=given)

@@ -174,7 +174,7 @@ def test_three_hundred_row_counts_are_chosen_for_a_dozen_times(path, kind):
 
 @pytest.mark.parametrize("operation", ["mlp.linear", "mlp.fused", "mlp.fused.gated"])
 def test_a_call_that_was_written_down_is_made_again_with_weights_like_a_models(operation):
-    """With unit normal ones right kernels of bfloat16 were banned: what lies between two products was in the hundreds."""
+    """With unit normal ones, hundreds lay between two products, and right kernels of bfloat16 were banned."""
     weights = {"mlp.linear": [(64, 512)], "mlp.fused": [(512, 512), (64, 512)]}
     weights["mlp.fused.gated"] = [*weights["mlp.fused"], (512, 512)]
     tensors = [torch.randn(3, 512), *map(torch.randn, weights[operation])]

@@ -58,7 +58,7 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
 def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Values that the operation draws itself: places, counts, what is drawn from, and weights.
 
-    A weight of unit normal numbers makes results of a hundred where a model's are of order 1: rounding what lies between
+    Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
     two products is then more than their judge allows, and right kernels fail (mlp.fused.gated, bfloat16, 1024 inputs).
     """
     schema, chance = operation.schema, operation.kind is OpKind.SAMPLING

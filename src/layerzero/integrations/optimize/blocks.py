@@ -16,7 +16,7 @@ from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.products import is_plain
-from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock
+from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
 from layerzero.ops.activation.formulas import FORMULAS
 
 
@@ -31,8 +31,8 @@ class Block(Packs):
         self.products = tuple(children[name] for name in names)
         self.activation = activation
         self.joined: Joined | None = None
-        weights = [each._parameters["weight"] for each in self.products]
-        super().__init__([each for each in weights if each is not None], [(n, children[n]) for n in names], pack=pack)
+        weights = [weight_of(each) for each in self.products]
+        super().__init__(weights, [(name, children[name]) for name in names], pack=pack)
 
 
 @as_forward
@@ -82,7 +82,7 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
 def block(module: Module) -> Candidate | str | None:
     """A candidate for a feed-forward block, None for what is none, or why it cannot be told."""
     children = {name: each for name, each in module._modules.items() if each is not None}
-    products = {name: each for name, each in children.items() if isinstance(each, Linear)}
+    products: dict[str, Module] = {name: each for name, each in children.items() if isinstance(each, Linear)}
     if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):
         return None
     orders = list(_orders(products))
@@ -95,14 +95,13 @@ def block(module: Module) -> Candidate | str | None:
     rest = {name: each for name, each in children.items() if name not in products and name not in known}
     if any(not isinstance(each, (Dropout, Identity)) for each in rest.values()):
         return None
-    up = children[orders[0][0]]._parameters["weight"]
-    assert up is not None
+    up = weight_of(children[orders[0][0]])
     if not found and up.dtype not in {torch.float32, torch.float64}:
         return "its activation is no attribute, and in half precision values do not tell which one it is"
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
     tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
     why = ""
-    for size in dict.fromkeys(_inputs(children[names[0]]) for names in orders):
+    for size in dict.fromkeys(weight_of(children[names[0]]).shape[1] for names in orders):
         example = random_rows(module, size, dtype=up.dtype, device=up.device)
         try:
             with quiet(module):
@@ -114,13 +113,13 @@ def block(module: Module) -> Candidate | str | None:
         if not isinstance(expected, Tensor):
             continue
         for names, activation in itertools.product(orders, activations):
-            if _inputs(children[names[0]]) == size:
+            if weight_of(children[names[0]]).shape[1] == size:
                 tried.append((_error(children, names, activation, example, expected), names, activation, example))
     if not tried:
         return why or None
-    error, names, activation, example = min(tried, key=lambda each: each[0])
-    if error > TOLERANCE.get(up.dtype, 0.0):
-        return f"its output is none of the blocks' formulas: the nearest is off by {error:.2g} of the largest value"
+    off, names, activation, example = min(tried, key=lambda each: each[0])
+    if off > TOLERANCE.get(up.dtype, 0.0):
+        return f"its output is none of the blocks' formulas: the nearest is off by {off:.2g} of the largest value"
     state = Block(names, children, activation, pack=up.device.type == "cpu")
     state.covers += tuple((name, each) for _, name, each in found if each is not None)
     asked = _asked(state, example)
@@ -128,16 +127,10 @@ def block(module: Module) -> Candidate | str | None:
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
 
 
-def _inputs(product: Module) -> int:
-    weight = product._parameters["weight"]
-    assert weight is not None
-    return weight.shape[1]
-
-
 def _orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
     for names in itertools.permutations(products):
-        shapes: list[torch.Size] = [products[name].weight.shape for name in names]  # type: ignore[union-attr]
+        shapes = [weight_of(products[name]).shape for name in names]
         up, down = shapes[:2]
         if down[0] != up[1]:
             continue
@@ -168,9 +161,9 @@ def _error(
 
 
 def _asked(state: Block, example: Tensor) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    weights = [each._parameters["weight"] for each in state.products]
+    weights = [weight_of(each) for each in state.products]
     biases = [each._parameters["bias"] for each in state.products]
-    named = {"up_bias": biases[0], "down_bias": biases[1], "activation": state.activation}
+    named: dict[str, Any] = {"up_bias": biases[0], "down_bias": biases[1], "activation": state.activation}
     named |= {"packed_up": state.packed[0], "packed_down": state.packed[1]}
     if len(weights) == 3:
         named |= {"gate_bias": biases[2], "packed_gate": state.packed[2]}

@@ -69,7 +69,7 @@ class Candidate:
         with torch.no_grad():
             report = lz.explain(name, *given, **named)
         chosen = next((each for each in report.candidates if each.kernel.id == report.kernel_id), None)
-        return chosen is None or chosen.kernel.backend.name == "torch" and chosen.kernel.grad
+        return chosen is None or (chosen.kernel.backend.name == "torch" and chosen.kernel.grad)
 
 
 def candidate(module: Module, forward: Forward, state: State, **fields: Any) -> Candidate:
@@ -91,7 +91,7 @@ def compared(found: Candidate) -> str:
     tolerance = TOLERANCE.get(dtype, 0.0)
     if got.dtype != expected.dtype or not found.error <= tolerance:
         wanted = f"at most {tolerance:.2g} of the largest value in {dtype_name(dtype)}"
-        return f"{found.calls} was off by {found.error:.2g} on random input, wanted {wanted}"
+        return f"{found.calls} by {found.kernel} was off by {found.error:.2g} on random input, wanted {wanted}"
     return ""
 
 

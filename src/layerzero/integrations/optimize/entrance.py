@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attending
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.candidate import Candidate, compared, distance
-from layerzero.integrations.optimize.gate import gate
+from layerzero.integrations.optimize.gate import Switch, gate
 from layerzero.integrations.optimize.inputs import Workload, workload_of
 from layerzero.integrations.optimize.joining import Joined, why_apart
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
-from layerzero.integrations.optimize.report import Left, Optimized, Replaced
+from layerzero.integrations.optimize.report import Exchange, Left, Optimized, Replaced
 from layerzero.integrations.optimize.swapping import is_swapped
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
+
+MOST = 12
+"""Submodules of what is looked at as a whole."""
 
 NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; pass inputs= to measure"
 
@@ -66,10 +71,15 @@ def optimize(
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
         return report
+    already = sum(map(is_swapped, root.modules()))
+    if already:
+        why = f"{already} of its modules are LayerZero's already; undo() the first report to begin anew"
+        report.left.append(Left("", type(root).__name__, why))
+        return report
     found = _find(root, report, measured=inputs is not None)
-    attention = _attention(root, report)
     workload = None if inputs is None else workload_of(model, inputs)
-    before = None if workload is None else workload.run()
+    before = [] if workload is None else workload.run()
+    attention = _attention(root, report, workload)
     _join(found, root, report)
     for path, each in found:
         each.swap.on()
@@ -78,11 +88,11 @@ def optimize(
         report.replaced.append(
             Replaced(path, type(each.swap.module).__name__, each.kind, each.calls, kernel, each.error)
         )
-    for path, exchange in attention:
+    for path, exchange, error in attention:
         exchange.on()
         report._exchanges.append(exchange)
         report.replaced.append(
-            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", "by call", None)
+            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", "by call", error)
         )
     if workload is None:
         if report.replaced:
@@ -125,20 +135,24 @@ def _find(root: Module, report: Optimized, *, measured: bool) -> list[tuple[str,
     found: list[tuple[str, Candidate]] = []
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
     for path, module in root.named_modules():
-        if id(module) in taken:
+        if id(module) in taken or not _is_small(module):
+            continue
+        why = refusal(module, parents.get(id(module)))
+        if why:
+            if not module._modules or any(isinstance(each, Linear) for each in module.children()):
+                report.left.append(Left(path, type(module).__name__, why))
             continue
         for kind in KINDS:
-            candidate = _candidate(kind, module, parents.get(id(module)))
+            candidate = _candidate(kind, module)
             if candidate is None:
                 continue
             if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
                 candidate = NO_GAIN
             if isinstance(candidate, str):
                 report.left.append(Left(path, type(module).__name__, candidate))
-                continue_below = bool(module._modules)
-                if not continue_below:
-                    break
-                continue
+                if module._modules:  # what it is made of may be something else that is known
+                    continue
+                break
             found.append((path, candidate))
             taken |= {id(each) for each in candidate.covered}
             break
@@ -148,15 +162,14 @@ def _find(root: Module, report: Optimized, *, measured: bool) -> list[tuple[str,
     return found
 
 
-def _candidate(
-    kind: Callable[[Module], Candidate | str | None], module: Module, parent: Module | None
-) -> Candidate | str | None:
-    """A checked candidate, or why there is none; asked for reasons before it is run."""
-    if not any(True for _ in module.parameters()) or len(list(module.modules())) > 12:
-        return None
-    why = refusal(module, parent)
-    if why:
-        return why if not module._modules else None
+def _is_small(module: Module) -> bool:
+    """Whether it may be one of the kinds: it has parameters, and not many submodules."""
+    few = len(list(itertools.islice(module.modules(), MOST + 1))) <= MOST
+    return few and any(True for _ in module.parameters())
+
+
+def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module) -> Candidate | str | None:
+    """A checked candidate, or why there is none."""
     candidate = kind(module)
     if isinstance(candidate, Candidate):
         try:
@@ -168,14 +181,26 @@ def _candidate(
     return candidate
 
 
-def _attention(root: Module, report: Optimized) -> list[tuple[str, attending.AttentionSwap]]:
-    found = []
+def _attention(
+    root: Module, report: Optimized, workload: Workload | None
+) -> list[tuple[str, attending.AttentionSwap, float | None]]:
+    """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
+    found: list[tuple[str, attending.AttentionSwap, float | None]] = []
     for path, model in attending.models_of(root):
-        why = attending.why_not(model)
+        why, error = attending.why_not(model), None
+        if not why:
+            exchange = attending.attention_swap(model)
+            run = attending.example_run(model) if workload is None else workload.run
+            try:
+                error, why = attending.compared(exchange, run)
+            except Exception as raised:  # what a model raises on an example that was made for another
+                if workload is not None:
+                    raise
+                why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
         if why:
             report.left.append(Left(path, type(model).__name__, f"attention: {why}"))
         else:
-            found.append((path, attending.attention_swap(model)))
+            found.append((path, exchange, error))
     return found
 
 
@@ -203,19 +228,23 @@ def join(state: Block, holders: Counter[int], report: Optimized) -> str:
 
 
 def _measure(
-    report: Optimized, workload: Workload, before: Any, *, rounds: int, budget_s: float | None, isolate: bool
+    report: Optimized, workload: Workload, before: list[Tensor], *, rounds: int, budget_s: float | None, isolate: bool
 ) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay."""
     tuned = workload.tune(budget_s=budget_s, isolate=isolate)
     after = workload.run()
     errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
-    report.error = max(errors, default=0.0)
-    by_kind: dict[str, list[Any]] = defaultdict(list)
+    report.error = max(errors, default=None)
+    by_kind: dict[str, list[Exchange]] = defaultdict(list)
     for exchange, told in zip(report._exchanges, report.replaced, strict=True):
         by_kind[told.kind].append(exchange)
 
-    def switch_of(exchanges: list[Any]) -> Callable[[bool], None]:
-        return lambda on: [each.on() if on else each.off() for each in exchanges] and None  # type: ignore[func-returns-value]
+    def switch_of(exchanges: list[Exchange]) -> Switch:
+        def switch(on: bool) -> None:
+            for each in exchanges:
+                each.on() if on else each.off()
+
+        return switch
 
     switches = {kind: switch_of(exchanges) for kind, exchanges in by_kind.items()}
     if switches:
@@ -233,10 +262,3 @@ def _measure(
         report.replaced = [told for _, told in kept]
     if tuned.left:
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")
-
-
-def _nothing() -> Iterator[None]:
-    yield None
-
-
-__all__ = ["is_swapped", "optimize"]

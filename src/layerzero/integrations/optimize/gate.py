@@ -39,10 +39,8 @@ class Timed:
         return self.stock_s / self.after_s
 
     def __str__(self) -> str:
-        lines = [
-            f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms: "
-            f"{self.speedup:.2f} times as fast (medians of {self.rounds} interleaved rounds)"
-        ]
+        times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
+        lines = [f"{times}: {self.speedup:.2f} times as fast (medians of {self.rounds} interleaved rounds)"]
         for kind, gain in self.gains.items():
             kept = "taken out again" if kind in self.dropped else "kept"
             lines.append(f"  {kind}: {gain:+.1%} for the whole model, {kept}")
@@ -54,6 +52,7 @@ def gate(switches: Mapping[str, Switch], sample: Sample, rounds: int) -> Timed:
 
     Before it, and after it where nothing gains, everything is off.
     """
+
     def set_on(kinds: Sequence[str]) -> None:
         for kind, switch in switches.items():
             switch(kind in kinds)

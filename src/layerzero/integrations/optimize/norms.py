@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swapping import State, as_forward, stays_stock
+from layerzero.integrations.optimize.swapping import State, as_forward, stays_stock, weight_of
 
 _LARGEST_EPS = 0.01
 
@@ -28,9 +28,8 @@ _LARGEST_EPS = 0.01
 class _Norm(State):
     """The number under the root, and what it is for the dtype of an input where the module leaves it open."""
 
-    def __init__(self, weight: str, eps: float | None) -> None:
+    def __init__(self, eps: float | None) -> None:
         super().__init__()
-        self.weight = weight
         self.eps = eps
 
     def eps_for(self, input: Tensor) -> float:  # noqa: A002  # torch's name
@@ -41,8 +40,8 @@ class _Norm(State):
 class _OnePlus(_Norm):
     """1 + weight in float32, made again once the weight was written into or moved."""
 
-    def __init__(self, weight: str, eps: float | None) -> None:
-        super().__init__(weight, eps)
+    def __init__(self, eps: float | None) -> None:
+        super().__init__(eps)
         self._made_of: tuple[int, int] | None = None
         self._sum = torch.empty(0)
 
@@ -63,7 +62,7 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
     if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
         state = self.__dict__["_layerzero"]
         try:
-            return lz.rms_norm(input, self._parameters[state.weight], state.eps_for(input))
+            return lz.rms_norm(input, weight_of(self), state.eps_for(input))
         except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
             pass
     return type(self).forward(self, input, *others, **named)
@@ -74,7 +73,7 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
     if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
         state = self.__dict__["_layerzero"]
         try:
-            factor = state.factor(self._parameters[state.weight])
+            factor = state.factor(weight_of(self))
             return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
         except InvalidCallError:
             pass
@@ -86,7 +85,7 @@ def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # n
     parameters = self._parameters
     if not stays_stock(self, input, *parameters.values()) and not others and not named:
         state = self.__dict__["_layerzero"]
-        weight = parameters[state.weight]
+        weight = weight_of(self)
         try:
             return lz.layer_norm(input, weight.shape, weight, parameters.get("bias"), state.eps_for(input))
         except InvalidCallError:
@@ -122,7 +121,7 @@ def norm(module: Module) -> Candidate | str | None:
         asked = "rms_norm", (example, weight, number), {}
     is_torchs = type(module).forward in {LayerNorm.forward, RMSNorm.forward}
     return candidate(
-        module, forward, state("weight", eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
+        module, forward, state(eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
     )
 
 
@@ -130,7 +129,7 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
     """The formula of a module, found on a copy of it with other weights, in float32; a short row shows its eps."""
     twin = copy.deepcopy(module).to("cpu", torch.float32)
     generator = torch.Generator().manual_seed(0)
-    size = twin._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    size = weight_of(twin).shape[0]
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(size, generator=generator) + 0.5)
@@ -143,13 +142,13 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
         return None, None, f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
     if not isinstance(expected, Tensor) or expected.shape != rows.shape:
         return None, None, ""
-    weight, bias = twin._parameters["weight"], twin._parameters.get("bias")
+    weight, bias = weight_of(twin), twin._parameters.get("bias")
     for eps in _eps_of(twin):
         number = torch.finfo(torch.float32).eps if eps is None else eps
         formulas: dict[str, Tensor] = {"layer": functional.layer_norm(rows, (size,), weight, bias, number)}
         if not has_bias:
             formulas["rms"] = functional.rms_norm(rows, (size,), weight, number)
-            formulas["one_plus"] = functional.rms_norm(rows, (size,), 1 + weight, number)  # type: ignore[operator]
+            formulas["one_plus"] = functional.rms_norm(rows, (size,), 1 + weight, number)
         for name, got in formulas.items():
             if all(distance(a, b) <= STRUCTURE for a, b in zip(got.detach(), expected, strict=True)):
                 return name, eps, ""

@@ -12,16 +12,14 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
-from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock
+from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
 
 
 class Product(Packs):
     """One packed weight, and what follows the product."""
 
     def __init__(self, linear: Module, *, pack: bool, activation: str | None = None, child: str = "") -> None:
-        weight = linear._parameters["weight"]
-        assert weight is not None
-        super().__init__((weight,), ((child, linear),) if child else (), pack=pack)
+        super().__init__((weight_of(linear),), ((child, linear),) if child else (), pack=pack)
         self.activation = activation
 
 
@@ -29,7 +27,7 @@ class Product(Packs):
 def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     parameters = self._parameters
     weight, bias = parameters["weight"], parameters["bias"]
-    if not stays_stock(self, input, weight, bias):
+    if weight is not None and not stays_stock(self, input, weight, bias):
         state = self.__dict__["_layerzero"]
         try:
             return lz.linear(input, weight, bias, packed=state.packed[0])
@@ -75,9 +73,7 @@ def linear(module: Module) -> Candidate | str | None:
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
     state = Product(module, pack=weight.device.type == "cpu")
     asked = "linear", (example, weight, bias), {"packed": state.packed[0]}
-    return candidate(
-        module, _linear, state, kind="linear", calls="lz.linear", example=example, asked=asked, stock=True
-    )
+    return candidate(module, _linear, state, kind="linear", calls="lz.linear", example=example, asked=asked, stock=True)
 
 
 def linear_then(module: Module) -> Candidate | str | None:
@@ -93,8 +89,7 @@ def linear_then(module: Module) -> Candidate | str | None:
     if len(found) != 1 or any(not isinstance(each, Dropout) for each in others):
         return None
     activation, attribute, function = found[0]
-    weight, bias = product._parameters["weight"], product._parameters["bias"]
-    assert weight is not None
+    weight, bias = weight_of(product), product._parameters["bias"]
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
     state = Product(product, pack=weight.device.type == "cpu", activation=activation, child=name)
     if function is not None:

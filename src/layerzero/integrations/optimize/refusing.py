@@ -7,9 +7,7 @@ from torch.nn import Module, Parameter
 
 from layerzero.integrations.optimize.swapping import has_own_forward, is_swapped
 
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-)
+_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
 _ADAPTERS = ("peft.",)
 """Packages whose modules compute with others' weights and exchange them meanwhile."""
 

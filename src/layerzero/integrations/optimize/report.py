@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from layerzero.asking.layers import numbered, ranges
 from layerzero.integrations.optimize.gate import Timed
 from layerzero.integrations.optimize.joining import Joined
+
+_Alike = tuple[str, str, tuple[str, ...], bool]
+"""What rows of a table have in common that stand in one line: their path around its number, what they say."""
 
 
 class Exchange(Protocol):
@@ -105,16 +108,20 @@ class Optimized:
     def __str__(self) -> str:
         lines = []
         if self.replaced:
-            rows = [
-                ((each.module, each.calls, each.kernel or "none"), each.path, each.error) for each in self.replaced
-            ]
+            rows = [((each.module, each.calls, each.kernel or "none"), each.path, each.error) for each in self.replaced]
             lines += _table(("replaced", "module", "by", "kernel for few rows", "error"), rows)
         else:
             lines.append("nothing was replaced")
         if self.left:
-            lines += ["", *_table(("left", "module", "why"), [((each.module, each.why), each.path, None) for each in self.left])]
+            lines += [
+                "",
+                *_table(("left", "module", "why"), [((each.module, each.why), each.path, None) for each in self.left]),
+            ]
         extra, weights = self.extra_bytes, self.weight_bytes
-        lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"]
+        lines += [
+            "",
+            f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms",
+        ]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:
@@ -125,18 +132,16 @@ class Optimized:
 
 def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, float | None]]) -> list[str]:
     """Lines of a table, one for rows that say the same of numbered modules, with the largest of their errors."""
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    errors: dict[Hashable, list[float]] = defaultdict(list)
-    counts: dict[Hashable, int] = defaultdict(int)
+    alike: dict[_Alike, list[int]] = defaultdict(list)
+    errors: dict[_Alike, list[float]] = defaultdict(list)
     for texts, path, error in rows:
         before, number, after = numbered(path)
         kind = before, after, texts, number is None
         alike[kind] += [] if number is None else [number]
-        counts[kind] += 1
         errors[kind] += [] if error is None else [error]
     cells = [tuple(headers)]
     for kind, numbers in alike.items():
-        before, after, texts, _ = kind  # type: ignore[misc]
+        before, after, texts, _ = kind
         path = f"{before}{ranges(numbers)}{after}" or "(model)"
         worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
         cells.append((path, *texts, worst)[: len(headers)])
