@@ -97,7 +97,8 @@ def main() -> None:
     attention.set_attn_implementation("layerzero")
     started = time.perf_counter()
     short = runs_of(optimized, 4)
-    report = lz.optimize(optimized, None if asked.no_inputs else (lambda: [run() for run in short.values()]))
+    inputs = None if asked.no_inputs else (lambda: [run() for run in short.values()])
+    report = lz.optimize(optimized, inputs, rounds=asked.rounds)
     print(report)
     print(f"optimize took {time.perf_counter() - started:.0f} s")
     variants = {"stock": stock, "attention alone": attention, "lz.optimize": optimized}

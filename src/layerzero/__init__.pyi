@@ -55,6 +55,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
+from layerzero.integrations.optimize import Optimized, optimize
 from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
@@ -96,6 +97,7 @@ __all__ = [
     "OpKind",
     "Operation",
     "OperationSchema",
+    "Optimized",
     "PackedWeight",
     "PagedCache",
     "Param",
@@ -153,6 +155,7 @@ __all__ = [
     "load_descriptor",
     "lock",
     "mlp",
+    "optimize",
     "paged_attention",
     "prefer",
     "qk_norm_rope",

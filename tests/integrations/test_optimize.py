@@ -311,3 +311,55 @@ def test_a_failing_input_leaves_the_model_as_it_was() -> None:
         lz.optimize(model, fail)
     assert torch.equal(output(model), expected)
     assert not any("_layerzero" in vars(each) for each in model.modules())
+
+
+@pytest.mark.parametrize("planted", ["zeros", "no mask", "no scale"])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_wrong_attention_is_refused_by_name(planted: str, inputs: bool) -> None:
+    def wrong(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As if it had heads before the sequence; what it is told is that it hasn't."""
+        group = query.shape[2] // key.shape[2]
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ k.mT * (1.0 if planted == "no scale" else query.shape[-1] ** -0.5)
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        if attn_mask is not None and planted != "no mask":
+            bias = (
+                torch.zeros(attn_mask.shape).masked_fill(~attn_mask, -1e9)
+                if attn_mask.dtype is torch.bool
+                else attn_mask
+            )
+            scores = scores + bias
+        return (scores.softmax(-1) @ v * (planted != "zeros")).transpose(1, 2)
+
+    model = made("llama")
+    expected = output(model)
+    mask = torch.ones_like(tokens())
+    mask[0, :3] = 0
+    lz.register_kernel("attention.gqa.prefill", "planted.attention")(wrong)
+    try:
+        with lz.prefer("planted.attention"):
+            given = {"input_ids": tokens(), "attention_mask": mask} if inputs else None
+            report = lz.optimize(model, given, rounds=1, budget_s=0.0, isolate=False)
+    finally:
+        lz.unregister_kernel("planted.attention")
+    assert "attention" not in {each.kind for each in report.replaced}
+    assert any("planted.attention was off by" in each.why for each in report.left), report
+    torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trace_shows_what_optimized_layers_run() -> None:
+    model = made("llama")
+    lz.optimize(model)
+    with torch.no_grad():
+        found = lz.trace(model, tokens())
+    assert {row.function for row in found.rows} == {"attention", "linear", "mlp", "rms_norm"}

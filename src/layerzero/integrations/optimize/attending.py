@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -171,7 +172,8 @@ def example_run(model: Any) -> Callable[[], Any]:
     """A way to run a model on Transformers' own example, as it is and with the first tokens of a row hidden."""
 
     def run() -> None:
-        example = dict(model.dummy_inputs)
+        known = inspect.signature(model.forward).parameters
+        example = {name: each for name, each in model.dummy_inputs.items() if name in known}
         with quiet(model):
             model(**example)
             ids = example.get("input_ids")

@@ -96,8 +96,6 @@ def block(module: Module) -> Candidate | str | None:
     if any(not isinstance(each, (Dropout, Identity)) for each in rest.values()):
         return None
     up = weight_of(children[orders[0][0]])
-    if not found and up.dtype not in {torch.float32, torch.float64}:
-        return "its activation is no attribute, and in half precision values do not tell which one it is"
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
     tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
     why = ""
@@ -112,6 +110,8 @@ def block(module: Module) -> Candidate | str | None:
             continue
         if not isinstance(expected, Tensor):
             continue
+        if not found and up.dtype not in {torch.float32, torch.float64}:
+            return "its activation is no attribute, and in half precision values do not tell which one it is"
         for names, activation in itertools.product(orders, activations):
             if weight_of(children[names[0]]).shape[1] == size:
                 tried.append((_error(children, names, activation, example, expected), names, activation, example))

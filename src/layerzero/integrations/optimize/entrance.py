@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from layerzero.asking.trace import traced
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attending
 from layerzero.integrations.optimize.blocks import Block, block
@@ -26,6 +27,9 @@ from layerzero.integrations.optimize.swapping import is_swapped
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
+
+BY_CALL = "by call"
+"""The kernel of what no few rows can be asked about."""
 
 MOST = 12
 """Submodules of what is looked at as a whole."""
@@ -92,14 +96,14 @@ def optimize(
         exchange.on()
         report._exchanges.append(exchange)
         report.replaced.append(
-            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", "by call", error)
+            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report
     try:
-        _measure(report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate)
+        _measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate)
     except BaseException:
         report.undo()
         raise
@@ -228,7 +232,14 @@ def join(state: Block, holders: Counter[int], report: Optimized) -> str:
 
 
 def _measure(
-    report: Optimized, workload: Workload, before: list[Tensor], *, rounds: int, budget_s: float | None, isolate: bool
+    root: Module,
+    report: Optimized,
+    workload: Workload,
+    before: list[Tensor],
+    *,
+    rounds: int,
+    budget_s: float | None,
+    isolate: bool,
 ) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay."""
     tuned = workload.tune(budget_s=budget_s, isolate=isolate)
@@ -260,5 +271,20 @@ def _measure(
         ]
         report._exchanges = [exchange for exchange, _ in kept]
         report.replaced = [told for _, told in kept]
+    _name_kernels(root, report, workload)
     if tuned.left:
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")
+
+
+def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
+    """Say which kernels the inputs' calls get: a prompt and a token of one module may have kernels of their own."""
+    ran: dict[str, dict[str, None]] = defaultdict(dict)
+    paths = {each.path for each in report.replaced if each.kernel != BY_CALL}
+    with torch.no_grad():
+        found = traced(root, workload.call)
+    for row in found.rows:
+        ran[row.layer if row.layer in paths else BY_CALL][row.kernel] = None
+    for each in report.replaced:
+        kernels = ran.get(BY_CALL if each.kernel == BY_CALL else each.path)
+        if kernels:
+            each.kernel = ", ".join(kernels)

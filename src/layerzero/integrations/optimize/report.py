@@ -38,7 +38,7 @@ class Replaced:
         module: the name of its class.
         kind: those of one kind were timed together.
         calls: the function of LayerZero that computes it.
-        kernel: the kernel that a few rows get; each call gets its own.
+        kernel: the kernels that the inputs' calls get, or the one that a few rows get; each call gets its own.
         error: its largest difference from the original on random input, in units of the largest value; None for
             attention, which is compared as a part of the whole model, where inputs are given.
     """
@@ -109,19 +109,15 @@ class Optimized:
         lines = []
         if self.replaced:
             rows = [((each.module, each.calls, each.kernel or "none"), each.path, each.error) for each in self.replaced]
-            lines += _table(("replaced", "module", "by", "kernel for few rows", "error"), rows)
+            lines += _table(("replaced", "module", "by", "kernel", "error"), rows)
         else:
             lines.append("nothing was replaced")
         if self.left:
-            lines += [
-                "",
-                *_table(("left", "module", "why"), [((each.module, each.why), each.path, None) for each in self.left]),
-            ]
+            reasons = [((each.module, each.why), each.path, None) for each in self.left]
+            lines += ["", *_table(("left", "module", "why"), reasons)]
         extra, weights = self.extra_bytes, self.weight_bytes
-        lines += [
-            "",
-            f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms",
-        ]
+        after = (weights + extra) / 1e6
+        lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {after:.1f} MB with packed forms"]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:
