@@ -132,6 +132,8 @@ def test_a_block_that_does_more_is_left_and_its_products_are_not() -> None:
         ("twice", "LayerZero's already"),
         ("training", "training mode"),
         ("own class", "a forward of its own"),
+        ("adapter", "under an adapter"),
+        ("offloaded", "was exchanged on the instance"),
     ],
 )
 def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> None:
@@ -153,6 +155,15 @@ def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> No
         lz.optimize(model)
     elif plant == "training":
         model.train()
+    elif plant == "adapter":
+        lora = type(
+            "Lora", (nn.Module,), {"__module__": "peft.tuners.lora.layer", "forward": lambda self, x: self.one(x)}
+        )
+        inner.one, lora_layer = nn.Identity(), lora()
+        lora_layer.one, inner.one = nn.Linear(16, 24), lora_layer
+    elif plant == "offloaded":  # what accelerate.hooks.add_hook_to_module leaves
+        inner.one._old_forward, inner.one._hf_hook = inner.one.forward, object()
+        inner.one.forward = lambda x, old=inner.one._old_forward: old(x.clone())
     else:
         inner.one = type("Low", (nn.Linear,), {"forward": lambda self, x: functional.linear(x, self.weight)})(16, 24)
     before = [dict(vars(each)) for each in model.modules()]

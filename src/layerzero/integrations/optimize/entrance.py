@@ -71,7 +71,7 @@ def optimize(
     """
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root))
-    if any(each.training for each in root.modules() if not any(True for _ in each.children())) and root.training:
+    if root.training:
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
         return report
