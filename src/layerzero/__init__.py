@@ -58,6 +58,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.tuning.measuring.tune": ("tune",),
     "layerzero.tuning.measuring.online": ("sampled",),
     "layerzero.tuning.proving.vetting": ("vet",),
+    "layerzero.integrations.optimize": ("Optimized", "optimize"),
+    "layerzero.integrations.torch": ("scaled_dot_product_attention",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),

@@ -56,6 +56,8 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
+from layerzero.integrations.optimize import Optimized, optimize
+from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
@@ -96,6 +98,7 @@ __all__ = [
     "OpKind",
     "Operation",
     "OperationSchema",
+    "Optimized",
     "PackedWeight",
     "PagedCache",
     "Param",
@@ -153,6 +156,7 @@ __all__ = [
     "load_descriptor",
     "lock",
     "mlp",
+    "optimize",
     "paged_attention",
     "prefer",
     "qk_norm_rope",
@@ -181,6 +185,7 @@ __all__ = [
     "sample_topp",
     "sample_topp_probs",
     "sampled",
+    "scaled_dot_product_attention",
     "scope",
     "silu",
     "silu_mul",

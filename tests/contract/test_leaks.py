@@ -110,6 +110,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/cache.py": {"last": "a slot: the latest call"},
     "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "integrations/torch.py": dict.fromkeys(
+        ("attention", "attn_mask", "dropout_p", "is_causal", "query"),
+        "torch's own function of that name and its arguments",
+    ),
     "integrations/transformers.py": dict.fromkeys(
         (*("attention", "attn_mask", "dropout_p", "heads", "is_causal", "query", "sinks", "softcap", "window"),),
         _TRANSFORMERS,

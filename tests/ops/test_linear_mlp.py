@@ -7,8 +7,11 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops.linear.fused import fused_reference
+from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing import check
 from layerzero.testing.generate import RandomCall
 
@@ -167,3 +170,18 @@ def test_three_hundred_row_counts_are_chosen_for_a_dozen_times(path, kind):
     finally:
         del dispatcher.miss
     assert len(chosen) <= 12
+
+
+@pytest.mark.parametrize("operation", ["mlp.linear", "mlp.fused", "mlp.fused.gated"])
+def test_a_call_that_was_written_down_is_made_again_with_weights_like_a_models(operation):
+    """With unit normal ones, hundreds lay between two products, and right kernels of bfloat16 were banned."""
+    weights = {"mlp.linear": [(64, 512)], "mlp.fused": [(512, 512), (64, 512)]}
+    weights["mlp.fused.gated"] = [*weights["mlp.fused"], (512, 512)]
+    tensors = [torch.randn(3, 512), *map(torch.randn, weights[operation])]
+    function = "linear" if operation == "mlp.linear" else "mlp"
+    recipe = CallRecipe.of(lz.facts(function, *(each.bfloat16() for each in tensors)))
+    _, arguments = arguments_of_recipe(recipe, REGISTRY.operation(operation))
+    for name, value in arguments.items():
+        if name.endswith("weight") and value is not None:
+            assert value.dtype is torch.bfloat16
+            assert 0.5 < value.float().std() * 512**0.5 < 2

@@ -27,7 +27,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str, str]]:
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     first: dict[tuple[object, ...], tuple[Row, str, str]] = {}
     for row in rows:
-        before, number, after = _parts(row.layer)
+        before, number, after = numbered(row.layer)
         kind = (before, number is None, after, row.module, *row.kind[1:], row.why, row.calls)
         alike[kind] += [] if number is None else [number]
         first.setdefault(kind, (row, before, after))
@@ -37,7 +37,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str, str]]:
         yield f"{path} {row.module}", str(row.calls), row.operation, row.kernel, row.why + adapts
 
 
-def _parts(path: str) -> tuple[str, int | None, str]:
+def numbered(path: str) -> tuple[str, int | None, str]:
     """A path around its first number: ``layers.3.norm`` is ``layers.``, 3 and ``.norm``."""
     parts = path.split(".")
     for place, part in enumerate(parts):

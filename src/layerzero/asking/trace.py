@@ -204,15 +204,20 @@ def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
     module = model if isinstance(model, Module) else getattr(model, "__self__", None)
     if not isinstance(module, Module):
         raise TypeError(f"trace: wanted a torch.nn.Module or a method of one, got {type(model).__name__}")
+    return traced(module, lambda: model(*inputs, **arguments))
+
+
+def traced(module: Module, run: Callable[[], object]) -> Trace:
+    """Tell which kernels the layers of a module ran, whatever runs it."""
     found = Trace()
-    traced = _TRACED.set(found)
+    following = _TRACED.set(found)
     try:
         with found._follow(module), torch.compiler.set_stance("force_eager"):
             ENGINE.watch(found._saw)
             try:
-                model(*inputs, **arguments)
+                run()
             finally:
                 ENGINE.unwatch(found._saw)
     finally:
-        _TRACED.reset(traced)
+        _TRACED.reset(following)
     return found

@@ -56,13 +56,23 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
 
 
 def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Values that the operation draws itself: places, counts, and what is drawn from."""
+    """Values that the operation draws itself: places, counts, what is drawn from, and weights.
+
+    Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
+    two products is then more than their judge allows, and right kernels fail (mlp.fused.gated, bfloat16, 1024 inputs).
+    """
     schema, chance = operation.schema, operation.kind is OpKind.SAMPLING
-    wanted = [each.name for each in schema.inputs if (each.is_index or chance) and each.name in recipe.tensors]
+    weights = {each.name for each in schema.inputs if each.resident and not each.mutated and not each.has_layout}
+    wanted = [
+        each.name
+        for each in schema.inputs
+        if (each.is_index or chance or each.name in weights) and each.name in recipe.tensors
+    ]
     if operation.examples is None or not wanted or not set(operation.cases[0].sizes) <= sizes.keys():
         return {}
     # On the call's device: an H200's host took most of a minute for a large cache that is thrown away (2026-11-21).
-    dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if chance else torch.bfloat16
+    exact = chance or not weights.isdisjoint(wanted)
+    dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if exact else torch.bfloat16
     made = operation.examples(Case("again", sizes), dtype, torch.device(recipe.device), None)
     shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
     return {

@@ -22,6 +22,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.fold import by_group
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
 
 TORCH = Backend(
@@ -66,7 +67,7 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
             lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
         return output, lse.float()
 
-    return flash
+    return by_group(flash, facts)
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,6 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.fold import by_group
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
 
@@ -53,7 +54,7 @@ def _load_sdpa(facts: Facts) -> Callable[..., Any]:
         with _ONE_AT_A_TIME:
             return operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
 
-    return sdpa
+    return by_group(sdpa, facts)
 
 
 def _reference(*tensors: Tensor, **arguments: Any) -> Tensor:

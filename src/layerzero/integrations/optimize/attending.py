@@ -1,0 +1,185 @@
+"""Attention of Transformers' models: by their own switch, set on the model's configurations and set back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
+from layerzero.engine.dispatch import ENGINE
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
+
+NAME = "layerzero"
+COMPARED = "layerzero_compared"
+"""The setting under which both compute: what Transformers computes goes on, and the difference is kept."""
+
+FROM = "sdpa"
+"""The setting that is exchanged: it is Transformers' default, and both compute the same."""
+
+
+class AttentionSwap:
+    """One model's attention, which may be LayerZero's or what it was.
+
+    Attributes:
+        model: the outermost model of Transformers that has these configurations.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._before = [
+            (config, config._attn_implementation)
+            for config in _configs_of(model)
+            if config._attn_implementation == FROM
+        ]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether LayerZero computes it now."""
+        return any(config._attn_implementation == NAME for config, _ in self._before)
+
+    def on(self, name: str = NAME) -> None:
+        """Let LayerZero compute it, wherever the model's own choice was torch's function."""
+        for config, _ in self._before:
+            config._attn_implementation_internal = name
+
+    def off(self) -> None:
+        """Give every configuration what it had, except where somebody chose another one meanwhile."""
+        for config, before in self._before:
+            if config._attn_implementation in {NAME, COMPARED}:
+                config._attn_implementation_internal = before
+
+
+def models_of(root: Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models of Transformers within a module, with their paths."""
+    library = sys.modules.get("transformers")
+    if library is None:  # nobody made a model of it
+        return
+    kind: Any = library.PreTrainedModel
+    found: list[str] = []
+    for path, module in root.named_modules():
+        if isinstance(module, kind) and not any(
+            path == each or path.startswith(f"{each}.") or not each for each in found
+        ):
+            found.append(path)
+            yield path, module
+
+
+def why_not(model: Any) -> str:
+    """Say why a model's attention is left to it; empty where it may be exchanged."""
+    setting = model.config._attn_implementation
+    if setting == NAME:
+        return "it is LayerZero's already"
+    if setting != FROM and not any(each._attn_implementation == FROM for each in _configs_of(model)):
+        return f"attn_implementation={setting!r} was chosen for it, or the model has no other"
+    for each in model.modules():
+        if not hasattr(each, "_can_set_attn_implementation"):
+            continue
+        if not each._can_set_attn_implementation():
+            return f"{type(each).__name__} computes attention by itself"
+        if not each._supports_sdpa:
+            return f"{type(each).__name__} has no attention by torch's function to compare with"
+    if getattr(model.config, "output_attentions", False):
+        return "it returns attention weights, which fast kernels never form"
+    return ""
+
+
+def attention_swap(model: Any) -> AttentionSwap:
+    """The exchange for a model; makes the name known to Transformers."""
+    from layerzero.integrations.transformers import register_with_transformers
+
+    register_with_transformers(NAME)
+    return AttentionSwap(model)
+
+
+def _configs_of(model: Any) -> list[Any]:
+    """Every configuration that a module of the model reads, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+_ERRORS: ContextVar[list[tuple[float, torch.dtype]] | None] = ContextVar("layerzero_attention_errors", default=None)
+
+
+@functools.cache
+def _know_comparison() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from layerzero.integrations.transformers import attention_mask
+
+    AttentionInterface.register(COMPARED, _both)
+    AttentionMaskInterface.register(COMPARED, attention_mask)
+
+
+def _both(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
+    """Attend by both, keep the difference, and return what Transformers' gives."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from layerzero.integrations.transformers import attention_forward
+
+    theirs = sdpa_attention_forward(module, query, key, value, mask, **named)
+    ours, _ = attention_forward(module, query, key, value, mask, **named)
+    errors = _ERRORS.get()
+    if errors is not None:
+        errors.append((distance(ours, theirs[0]), query.dtype))
+    return theirs
+
+
+def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None, str]:
+    """Run a model with both; the largest difference of one attention, and what is wrong with it, empty where nothing.
+
+    None for the difference where the model was not run or made no call.
+    """
+    _know_comparison()
+    kernels: dict[str, None] = {}
+    errors: list[tuple[float, torch.dtype]] = []
+
+    def saw(_: Function, plan: Plan) -> None:
+        if _ERRORS.get() is errors:
+            kernels[plan.kernel_id] = None
+
+    keeping = _ERRORS.set(errors)
+    swap.on(COMPARED)
+    ENGINE.watch(saw)
+    try:
+        run()
+    finally:
+        ENGINE.unwatch(saw)
+        swap.off()
+        _ERRORS.reset(keeping)
+    if not errors:
+        return None, "no attention was computed on these inputs"
+    wrong = [(error, dtype) for error, dtype in errors if not error <= TOLERANCE.get(dtype, 0.0)]
+    if wrong:
+        worst = max(wrong, key=lambda each: each[0])[0]
+        return worst, f"{', '.join(kernels)} was off by {worst:.2g} of the largest value"
+    return max(error for error, _ in errors), ""
+
+
+def example_run(model: Any) -> Callable[[], Any]:
+    """A way to run a model on Transformers' own example, as it is and with the first tokens of a row hidden."""
+
+    def run() -> None:
+        known = inspect.signature(model.forward).parameters
+        example = {name: each for name, each in model.dummy_inputs.items() if name in known}
+        with quiet(model):
+            model(**example)
+            ids = example.get("input_ids")
+            if ids is not None:
+                mask = torch.ones_like(ids)
+                mask[0, :2] = 0
+                model(**example, attention_mask=mask)
+
+    return run

@@ -1,0 +1,170 @@
+"""Feed-forward blocks by what they compute: two products with an activation between them, gated or plain."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Identity, Linear, Module
+
+import layerzero as lz
+from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.optimize.activations import activations_of
+from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
+from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.products import is_plain
+from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
+from layerzero.ops.activation.formulas import FORMULAS
+
+
+class Block(Packs):
+    """The submodules that are a block's up, down and, where it is gated, gate; and its activation.
+
+    Attributes:
+        joined: gate's and up's weights as one tensor, of which theirs are parts; None where each lies by itself.
+    """
+
+    def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
+        self.products = tuple(children[name] for name in names)
+        self.activation = activation
+        self.joined: Joined | None = None
+        weights = [weight_of(each) for each in self.products]
+        super().__init__(weights, [(name, children[name]) for name in names], pack=pack)
+
+
+@as_forward
+def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002  # torch's name
+    if not torch.compiler.is_compiling() and not others and not named:
+        state = self.__dict__["_layerzero"]
+        parameters = [each._parameters for each in state.products]
+        weights = [each["weight"] for each in parameters]
+        if not stays_stock(self, input, *weights) and state.intact(self):
+            try:
+                return _call(state, input, weights, [each["bias"] for each in parameters])
+            except InvalidCallError:
+                if state.renew(*weights):
+                    return _block(self, input)
+    return type(self).forward(self, input, *others, **named)
+
+
+def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
+    packed, activation = state.packed, state.activation
+    if len(weights) == 2:
+        return lz.mlp(
+            input,
+            *weights,
+            up_bias=biases[0],
+            down_bias=biases[1],
+            activation=activation,
+            packed_up=packed[0],
+            packed_down=packed[1],
+        )
+    if state.joined is not None:
+        if state.joined.holds(weights[2], weights[0]):
+            return lz.mlp(input, state.joined.weight, weights[1], down_bias=biases[1], activation=activation)
+        state.joined = None  # moved or cast since; what is left of it is nobody's
+    return lz.mlp(
+        input,
+        *weights,
+        up_bias=biases[0],
+        down_bias=biases[1],
+        gate_bias=biases[2],
+        activation=activation,
+        packed_up=packed[0],
+        packed_down=packed[1],
+        packed_gate=packed[2],
+    )
+
+
+def block(module: Module) -> Candidate | str | None:
+    """A candidate for a feed-forward block, None for what is none, or why it cannot be told."""
+    children = {name: each for name, each in module._modules.items() if each is not None}
+    products: dict[str, Module] = {name: each for name, each in children.items() if isinstance(each, Linear)}
+    if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):
+        return None
+    orders = list(_orders(products))
+    if not orders:
+        return None
+    if not all(is_plain(each) for each in products.values()):
+        return "one of its products has a forward of its own, which may compute anything"
+    found = list(activations_of(module))
+    known = {attribute for _, attribute, _ in found}
+    rest = {name: each for name, each in children.items() if name not in products and name not in known}
+    if any(not isinstance(each, (Dropout, Identity)) for each in rest.values()):
+        return None
+    up = weight_of(children[orders[0][0]])
+    activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
+    tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
+    why = ""
+    for size in dict.fromkeys(weight_of(children[names[0]]).shape[1] for names in orders):
+        example = random_rows(module, size, dtype=up.dtype, device=up.device)
+        try:
+            with quiet(module):
+                expected = module(example.clone())
+        except Exception as error:  # noqa: BLE001  # it takes something else than such rows: whatever it raises
+            if found:  # without an activation it is something else
+                why = why or f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+            continue
+        if not isinstance(expected, Tensor):
+            continue
+        if not found and up.dtype not in {torch.float32, torch.float64}:
+            return "its activation is no attribute, and in half precision values do not tell which one it is"
+        for names, activation in itertools.product(orders, activations):
+            if weight_of(children[names[0]]).shape[1] == size:
+                tried.append((_error(children, names, activation, example, expected), names, activation, example))
+    if not tried:
+        return why or None
+    off, names, activation, example = min(tried, key=lambda each: each[0])
+    if off > TOLERANCE.get(up.dtype, 0.0):
+        return f"its output is none of the blocks' formulas: the nearest is off by {off:.2g} of the largest value"
+    state = Block(names, children, activation, pack=up.device.type == "cpu")
+    state.covers += tuple((name, each) for _, name, each in found if each is not None)
+    asked = _asked(state, example)
+    calls = f"lz.mlp{', gated' if len(names) == 3 else ''}, {activation}"
+    return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
+
+
+def _orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:
+    """Which product may be up, down and gate by their shapes."""
+    for names in itertools.permutations(products):
+        shapes = [weight_of(products[name]).shape for name in names]
+        up, down = shapes[:2]
+        if down[0] != up[1]:
+            continue
+        if len(names) == 2 and up[0] in {down[1], 2 * down[1]}:
+            yield names
+        if len(names) == 3 and up == shapes[2] and down[1] == up[0]:
+            yield names
+
+
+def _error(
+    children: dict[str, Module], names: tuple[str, ...], activation: str, example: Tensor, expected: Any
+) -> float:
+    """How far a formula is from what the block computes, with torch's own functions."""
+    from layerzero.ops.linear import stock
+
+    weights: list[Any] = [children[name]._parameters["weight"] for name in names]
+    biases = [children[name]._parameters["bias"] for name in names]
+    with torch.no_grad():
+        run = stock.mlp(
+            example,
+            *weights,
+            up_bias=biases[0],
+            down_bias=biases[1],
+            gate_bias=biases[2] if len(names) == 3 else None,
+            activation=activation,
+        )
+        return distance(run(), expected)
+
+
+def _asked(state: Block, example: Tensor) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    weights = [weight_of(each) for each in state.products]
+    biases = [each._parameters["bias"] for each in state.products]
+    named: dict[str, Any] = {"up_bias": biases[0], "down_bias": biases[1], "activation": state.activation}
+    named |= {"packed_up": state.packed[0], "packed_down": state.packed[1]}
+    if len(weights) == 3:
+        named |= {"gate_bias": biases[2], "packed_gate": state.packed[2]}
+    return "mlp", (example, *weights), named

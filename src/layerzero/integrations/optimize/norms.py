@@ -1,0 +1,164 @@
+"""Norms by what they compute: by the root mean square or by mean and variance, with a weight or with 1 + weight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import LayerNorm, Module, RMSNorm, functional
+
+import layerzero as lz
+from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.optimize.candidate import (
+    STRUCTURE,
+    Candidate,
+    candidate,
+    distance,
+    quiet,
+    random_rows,
+)
+from layerzero.integrations.optimize.swapping import State, as_forward, stays_stock, weight_of
+
+_LARGEST_EPS = 0.01
+
+
+class _Norm(State):
+    """The number under the root, and what it is for the dtype of an input where the module leaves it open."""
+
+    def __init__(self, eps: float | None) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def eps_for(self, input: Tensor) -> float:  # noqa: A002  # torch's name
+        """Torch's norm without one takes the smallest step from 1."""
+        return torch.finfo(input.dtype).eps if self.eps is None else self.eps
+
+
+class _OnePlus(_Norm):
+    """1 + weight in float32, made again once the weight was written into or moved."""
+
+    def __init__(self, eps: float | None) -> None:
+        super().__init__(eps)
+        self._made_of: tuple[int, int] | None = None
+        self._sum = torch.empty(0)
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """1 + weight, exact enough for any dtype of the weight."""
+        made_of = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        if self._made_of != made_of:
+            self._sum, self._made_of = 1 + weight.detach().float(), made_of
+        return self._sum
+
+    @property
+    def bytes(self) -> int:
+        return self._sum.nbytes
+
+
+@as_forward
+def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+    if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
+        state = self.__dict__["_layerzero"]
+        try:
+            return lz.rms_norm(input, weight_of(self), state.eps_for(input))
+        except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
+            pass
+    return type(self).forward(self, input, *others, **named)
+
+
+@as_forward
+def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+    if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
+        state = self.__dict__["_layerzero"]
+        try:
+            factor = state.factor(weight_of(self))
+            return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
+        except InvalidCallError:
+            pass
+    return type(self).forward(self, input, *others, **named)
+
+
+@as_forward
+def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+    parameters = self._parameters
+    if not stays_stock(self, input, *parameters.values()) and not others and not named:
+        state = self.__dict__["_layerzero"]
+        weight = weight_of(self)
+        try:
+            return lz.layer_norm(input, weight.shape, weight, parameters.get("bias"), state.eps_for(input))
+        except InvalidCallError:
+            pass
+    return type(self).forward(self, input, *others, **named)
+
+
+def norm(module: Module) -> Candidate | str | None:
+    """A candidate for a module that is a norm, None for one that is none, or why it cannot be told."""
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    weight = parameters.get("weight")
+    if weight is None or weight.ndim != 1 or module._modules or any(True for _ in module.buffers(recurse=False)):
+        return None
+    if set(parameters) - {"weight", "bias"} or any(each.shape != weight.shape for each in parameters.values()):
+        return None
+    example = random_rows(module, weight.shape[0], dtype=weight.dtype, device=weight.device)
+    form, eps, why = _form_of(module, has_bias="bias" in parameters)
+    if form is None:
+        return why or None
+    kinds: dict[str, tuple[Callable[..., Any], type[_Norm], str]] = {
+        "rms": (_rms, _Norm, "lz.rms_norm"),
+        "one_plus": (_rms_one_plus, _OnePlus, "lz.rms_norm by 1 + weight"),
+        "layer": (_layer, _Norm, "lz.layer_norm"),
+    }
+    forward, state, calls = kinds[form]
+    number = torch.finfo(weight.dtype).eps if eps is None else eps
+    asked: tuple[str, tuple[Any, ...], dict[str, Any]]
+    if form == "layer":
+        asked = "layer_norm", (example, tuple(weight.shape), weight, parameters.get("bias"), number), {}
+    elif form == "one_plus":
+        asked = "rms_norm", (example.float(), weight.detach().float(), number), {}
+    else:
+        asked = "rms_norm", (example, weight, number), {}
+    is_torchs = type(module).forward in {LayerNorm.forward, RMSNorm.forward}
+    return candidate(
+        module, forward, state(eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
+    )
+
+
+def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | None, str]:
+    """The formula of a module, found on a copy of it with other weights, in float32; a short row shows its eps."""
+    twin = copy.deepcopy(module).to("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    size = weight_of(twin).shape[0]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(size, generator=generator) + 0.5)
+    rows = torch.randn(3, size, generator=generator) + 0.5
+    rows *= torch.tensor([1.0, 0.03, 0.001])[:, None]
+    try:
+        with quiet(twin):
+            expected = twin(rows.clone())
+    except Exception as error:  # noqa: BLE001  # it takes something else than one tensor: whatever it raises
+        return None, None, f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+    if not isinstance(expected, Tensor) or expected.shape != rows.shape:
+        return None, None, ""
+    weight, bias = weight_of(twin), twin._parameters.get("bias")
+    for eps in _eps_of(twin):
+        number = torch.finfo(torch.float32).eps if eps is None else eps
+        formulas: dict[str, Tensor] = {"layer": functional.layer_norm(rows, (size,), weight, bias, number)}
+        if not has_bias:
+            formulas["rms"] = functional.rms_norm(rows, (size,), weight, number)
+            formulas["one_plus"] = functional.rms_norm(rows, (size,), 1 + weight, number)
+        for name, got in formulas.items():
+            if all(distance(a, b) <= STRUCTURE for a, b in zip(got.detach(), expected, strict=True)):
+                return name, eps, ""
+    return None, None, "its output is none of the norms' formulas"
+
+
+def _eps_of(module: Module) -> Iterator[float | None]:
+    """Small numbers that a module keeps, any of which may be what stands under the root."""
+    for name, value in vars(module).items():
+        if isinstance(value, float) and 0 <= value <= _LARGEST_EPS:
+            yield value
+        elif name == "eps" and value is None:
+            yield None

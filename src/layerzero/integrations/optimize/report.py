@@ -1,0 +1,145 @@
+"""What ``lz.optimize`` did: what was replaced by what, what was left and why; and the way back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from layerzero.asking.layers import numbered, ranges
+from layerzero.integrations.optimize.gate import Timed
+from layerzero.integrations.optimize.joining import Joined
+
+_Alike = tuple[str, str, tuple[str, ...], bool]
+"""What rows of a table have in common that stand in one line: their path around its number, what they say."""
+
+
+class Exchange(Protocol):
+    """What may be on or off."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on."""
+
+    def on(self) -> None:
+        """Put it in place."""
+
+    def off(self) -> None:
+        """Take it away."""
+
+
+@dataclass
+class Replaced:
+    """One module with another forward.
+
+    Attributes:
+        path: its name in the model; empty for the model itself.
+        module: the name of its class.
+        kind: those of one kind were timed together.
+        calls: the function of LayerZero that computes it.
+        kernel: the kernels that the inputs' calls get, or the one that a few rows get; each call gets its own.
+        error: its largest difference from the original on random input, in units of the largest value; None for
+            attention, which is compared as a part of the whole model, where inputs are given.
+    """
+
+    path: str
+    module: str
+    kind: str
+    calls: str
+    kernel: str | None
+    error: float | None
+
+
+@dataclass
+class Left:
+    """One module as it was.
+
+    Attributes:
+        path, module: as for what was replaced.
+        why: the reason.
+    """
+
+    path: str
+    module: str
+    why: str
+
+
+@dataclass
+class Optimized:
+    """The report of :func:`layerzero.optimize`; print it.
+
+    Attributes:
+        replaced: the modules that LayerZero computes.
+        left: those that are as they were.
+        timed: the whole model before and after, and by kind; None where no inputs were given.
+        tune: what to do next.
+        error: largest difference of the model's own output, in units of its largest value; None without inputs.
+    """
+
+    replaced: list[Replaced] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    timed: Timed | None = None
+    tune: list[str] = field(default_factory=list)
+    error: float | None = None
+    weight_bytes: int = 0
+    _exchanges: list[Exchange] = field(default_factory=list, repr=False)
+    _joined: list[Joined] = field(default_factory=list, repr=False)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that the replaced modules keep now beside the model's weights: packed forms are made when used."""
+        states = (getattr(each, "state", None) for each in self._exchanges if each.is_on)
+        return sum(state.bytes for state in states if state is not None)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything of it is in place."""
+        return any(each.is_on for each in self._exchanges)
+
+    def undo(self) -> None:
+        """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
+        for exchange in reversed(self._exchanges):
+            exchange.off()
+        for joined in self._joined:
+            joined.part()
+        self._exchanges, self._joined = [], []
+
+    def __str__(self) -> str:
+        lines = []
+        if self.replaced:
+            rows = [((each.module, each.calls, each.kernel or "none"), each.path, each.error) for each in self.replaced]
+            lines += _table(("replaced", "module", "by", "kernel", "error"), rows)
+        else:
+            lines.append("nothing was replaced")
+        if self.left:
+            reasons = [((each.module, each.why), each.path, None) for each in self.left]
+            lines += ["", *_table(("left", "module", "why"), reasons)]
+        extra, weights = self.extra_bytes, self.weight_bytes
+        after = (weights + extra) / 1e6
+        lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {after:.1f} MB with packed forms"]
+        if self.error is not None:
+            lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
+        if self.timed is not None:
+            lines += ["", *str(self.timed).splitlines()]
+        lines += [f"next: {each}" for each in self.tune]
+        return "\n".join(lines)
+
+
+def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, float | None]]) -> list[str]:
+    """Lines of a table, one for rows that say the same of numbered modules, with the largest of their errors."""
+    alike: dict[_Alike, list[int]] = defaultdict(list)
+    errors: dict[_Alike, list[float]] = defaultdict(list)
+    for texts, path, error in rows:
+        before, number, after = numbered(path)
+        kind = before, after, texts, number is None
+        alike[kind] += [] if number is None else [number]
+        errors[kind] += [] if error is None else [error]
+    cells = [tuple(headers)]
+    for kind, numbers in alike.items():
+        before, after, texts, _ = kind
+        path = f"{before}{ranges(numbers)}{after}" or "(model)"
+        worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
+        cells.append((path, *texts, worst)[: len(headers)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]

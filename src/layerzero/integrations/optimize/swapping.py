@@ -1,0 +1,166 @@
+"""Another ``forward`` on one instance: put there, taken away, copied and saved with its module.
+
+Nothing of a class or of the process changes. What the new forward keeps lies on the module as well, under one name that
+is no parameter, buffer or submodule, so names and values of a state dict stay what they are. A deep copy takes both
+along, with its own weights. A pickle does not: what ``torch.save`` wrote loads without LayerZero, as the stock module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from layerzero.core.handle import FOREIGN, STALE
+from layerzero.ops.linear import PackedWeight
+
+MARK = "_layerzero"
+"""Where a module keeps what its new forward needs; None after a pickle."""
+
+Forward = Callable[..., Any]
+
+
+def as_forward(function: Forward) -> Forward:
+    """Name a function as a pickle of a method needs it: loaded again, it is the forward of the module's class."""
+    function.__name__ = "forward"
+    return function
+
+
+class State:
+    """What a new forward needs beside its module's parameters.
+
+    Attributes:
+        covers: submodules that the new forward computes for, by name: it computes without calling them.
+    """
+
+    def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
+        self.covers = tuple(covers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it keeps beside the module's own."""
+        return 0
+
+    def intact(self, module: Module) -> bool:
+        """Whether the submodules that are passed over are still those, and nobody waits for their calls."""
+        children = module._modules
+        for name, child in self.covers:
+            if children.get(name) is not child or "forward" in child.__dict__:
+                return False
+            if (child._forward_hooks or child._forward_pre_hooks) and _hooks_of_others(child):
+                return False
+        return True
+
+
+def _hooks_of_others(module: Module) -> bool:
+    """Whether anybody but ``lz.trace``, which only wants to know who calls, waits for a module's calls."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(each, "__module__", "") != "layerzero.asking.trace" for each in hooks)
+
+
+class Packs(State):
+    """A state with weights in the order in which kernels read them.
+
+    Attributes:
+        packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
+        super().__init__(covers)
+        self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
+
+    @property
+    def bytes(self) -> int:
+        return sum(0 if each is None else each.bytes for each in self.packed)
+
+    def renew(self, *weights: Tensor) -> bool:
+        """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
+        found = False
+        for number, (packed, weight) in enumerate(zip(self.packed, weights, strict=True)):
+            kind = "" if packed is None else packed.kind_for(weight)
+            if kind == FOREIGN:
+                self.packed[number], found = PackedWeight(weight), True
+            elif kind == STALE and packed is not None:
+                packed.refresh()
+                found = True
+        return found
+
+
+def weight_of(module: Module) -> Parameter:
+    """The weight of a module that has one."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002  # torch's name
+    """Whether a call belongs to the module's own forward: who trains, traces or compiles gets what is stock."""
+    if torch.compiler.is_compiling() or module.training or torch._C._is_any_autocast_enabled():
+        return True
+    if type(input) not in {Tensor, Parameter}:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return input.requires_grad or any(each is not None and each.requires_grad for each in weights)
+
+
+def stock_forward(module: Module) -> Forward:
+    """The forward of the module's class, for this module."""
+    return MethodType(type(module).forward, module)
+
+
+def is_swapped(module: Module) -> bool:
+    """Whether its forward is one of ours."""
+    return module.__dict__.get(MARK) is not None
+
+
+def has_own_forward(module: Module) -> bool:
+    """Whether somebody put another forward on this instance."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+@dataclass
+class Swap:
+    """The new forward of one module, which may be on or off.
+
+    Attributes:
+        module: the module, as it was found.
+        forward: a function of the module and its arguments.
+        state: what it needs.
+    """
+
+    module: Module
+    forward: Forward
+    state: State
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the module has it now."""
+        return self.module.__dict__.get(MARK) is self.state
+
+    def on(self) -> None:
+        """Put it on the module."""
+        self.module.__dict__[MARK] = self.state
+        self.module.__dict__["forward"] = MethodType(self.forward, self.module)
+
+    def off(self) -> None:
+        """Take it off the module, which has its class's forward again. Off already, or another's: leave it."""
+        if self.is_on:
+            del self.module.__dict__[MARK]
+            del self.module.__dict__["forward"]

@@ -1,0 +1,293 @@
+"""Which modules ``lz.optimize`` takes, and what it leaves with which reason."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import layerzero as lz
+from layerzero.integrations.optimize import entrance
+from layerzero.integrations.optimize.activations import activation_named
+from layerzero.integrations.optimize.blocks import Block, block
+from layerzero.integrations.optimize.gate import gate
+from layerzero.integrations.optimize.norms import norm
+from layerzero.integrations.optimize.report import Optimized
+
+PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
+
+
+class Scaled(nn.Module):
+    """A norm of some kind, whose class says nothing."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        super().__init__()
+        self.kind, self.tiny = kind, 1e-5
+        self.weight = nn.Parameter(torch.ones(size) if kind != "one plus" else torch.zeros(size))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if gate is not None:
+            x = x * gate
+        if self.kind == "mean":
+            return functional.layer_norm(x, self.weight.shape, self.weight, None, self.tiny)
+        unit = x / (x.square().mean(-1, keepdim=True) + self.tiny).sqrt()
+        if self.kind == "squared":
+            return unit * self.weight.square()
+        return unit * (1 + self.weight) if self.kind == "one plus" else unit * self.weight
+
+
+class Gated(nn.Module):
+    """A gated block with names of nobody's."""
+
+    def __init__(self, act: Any, *, doubled: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 24)
+        self.act, self.doubled = act, doubled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.two(self.act(self.three(x)) * self.one(x))
+        return 2 * y if self.doubled else y
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("plain", "lz.rms_norm"), ("one plus", "lz.rms_norm by 1 + weight"), ("mean", "lz.layer_norm")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_are_told_by_their_values(kind: str, calls: str, dtype: torch.dtype) -> None:
+    module = nn.Sequential(Scaled(16, kind)).eval().to(dtype)
+    report = lz.optimize(module, None)
+    found = norm(Scaled(16, kind))
+    assert not isinstance(found, str)
+    assert found is not None
+    assert found.calls == calls
+    assert [each.calls for each in report.replaced] == [calls]
+    x, other = torch.randn(2, 3, 16).to(dtype), torch.randn(2, 3, 16).to(dtype)
+    stock = copy.deepcopy(module)
+    lz.optimize(stock).undo()
+    with torch.no_grad():
+        report.undo()
+        expected, gated = module(x), module[0](x, gate=other)
+        lz.optimize(module)
+        torch.testing.assert_close(module(x), expected)
+        assert torch.equal(module[0](x, gate=other), gated)  # more than one tensor is the module's own business
+
+
+def test_a_norm_that_only_looks_like_one_is_left() -> None:
+    """With weights of 1 their squares are the same; other weights tell."""
+    report = lz.optimize(nn.Sequential(Scaled(16, "squared")).eval())
+    (left,) = report.left
+    assert not report.replaced
+    assert "none of the norms' formulas" in left.why
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (nn.SiLU(), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (functional.relu, "relu"),
+        (torch.sigmoid, ""),
+        (nn.PReLU(), ""),
+        (lambda x: x * torch.sigmoid(1.702 * x), ""),
+        (nn.Identity(), ""),
+    ],
+)
+def test_activations_are_told_by_their_values(function: Any, name: str) -> None:
+    assert activation_named(function) == name
+
+
+@pytest.mark.parametrize("function", [nn.SiLU(), functional.gelu, nn.GELU(approximate="tanh")])
+def test_blocks_are_told_by_their_values(function: Any) -> None:
+    model = nn.Sequential(Gated(function)).eval()
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        expected = model(x)
+        report = lz.optimize(model)
+        assert [each.kind for each in report.replaced] == ["block"]
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_block_that_does_more_is_left_and_its_products_are_not() -> None:
+    report = lz.optimize(nn.Sequential(Gated(nn.SiLU(), doubled=True)).eval())
+    assert "none of the blocks' formulas" in next(each.why for each in report.left if each.module == "Gated")
+    assert {each.module for each in report.replaced} == ({"Linear"} if PACKED else set())
+
+
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        ("hook", "it has hooks"),
+        ("inner hook", "it has hooks of three"),
+        ("forward", "was exchanged on the instance"),
+        ("meta", "is on the meta device"),
+        ("subclass", "no plain tensor"),
+        ("parametrized", "computed anew"),
+        ("twice", "LayerZero's already"),
+        ("training", "training mode"),
+        ("own class", "a forward of its own"),
+        ("adapter", "under an adapter"),
+        ("offloaded", "was exchanged on the instance"),
+    ],
+)
+def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> None:
+    model = nn.Sequential(Gated(nn.SiLU())).eval()
+    inner = model[0]
+    if plant == "hook":
+        inner.register_forward_hook(lambda *_: None)
+    elif plant == "inner hook":
+        inner.three.register_forward_pre_hook(lambda *_: None)
+    elif plant == "forward":
+        inner.forward = lambda x: x
+    elif plant == "meta":
+        model.to("meta")
+    elif plant == "subclass":
+        inner.one.weight = nn.Parameter(inner.one.weight.detach().as_subclass(type("Split", (torch.Tensor,), {})))
+    elif plant == "parametrized":
+        nn.utils.parametrizations.weight_norm(inner.one)
+    elif plant == "twice":
+        lz.optimize(model)
+    elif plant == "training":
+        model.train()
+    elif plant == "adapter":
+        lora = type(
+            "Lora", (nn.Module,), {"__module__": "peft.tuners.lora.layer", "forward": lambda self, x: self.one(x)}
+        )
+        inner.one, lora_layer = nn.Identity(), lora()
+        lora_layer.one, inner.one = nn.Linear(16, 24), lora_layer
+    elif plant == "offloaded":  # what accelerate.hooks.add_hook_to_module leaves
+        inner.one._old_forward, inner.one._hf_hook = inner.one.forward, object()
+        inner.one.forward = lambda x, old=inner.one._old_forward: old(x.clone())
+    else:
+        inner.one = type("Low", (nn.Linear,), {"forward": lambda self, x: functional.linear(x, self.weight)})(16, 24)
+    before = [dict(vars(each)) for each in model.modules()]
+    report = lz.optimize(model)
+    assert why in "\n".join(each.why for each in report.left), report
+    assert not any(each.module == "Gated" for each in report.replaced)
+    if plant in {"twice", "training"}:
+        assert not report.replaced
+        assert [dict(vars(each)) for each in model.modules()] == before
+
+
+def test_who_hooks_or_exchanges_an_inner_module_later_is_heard() -> None:
+    model = nn.Sequential(Gated(nn.SiLU())).eval()
+    lz.optimize(model)
+    x, heard = torch.randn(3, 16), []
+    handle = model[0].three.register_forward_hook(lambda *_: heard.append(1))
+    with torch.no_grad():
+        model(x)
+        assert heard == [1]
+        handle.remove()
+        stock = Gated(nn.SiLU()).eval()
+        stock.load_state_dict(model[0].state_dict())
+        stock.two = model[0].two = nn.Linear(24, 16)
+        torch.testing.assert_close(model(x), stock(x))
+        assert heard == [1]
+
+
+def test_tied_and_shared_modules_stay_tied() -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(8, 8)).eval()
+    model[3].weight = shared.weight
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = model(x)
+        report = lz.optimize(model)
+        torch.testing.assert_close(model(x), expected)
+        model[3].weight.mul_(2)
+        assert model[0].weight is model[3].weight
+        stock = copy.deepcopy(model)
+        report.undo()
+        torch.testing.assert_close(stock(x), model(x))
+
+
+def test_gate_and_up_lie_in_one_tensor_without_a_copy() -> None:
+    module = Gated(nn.SiLU())
+    for each in (module.one, module.two, module.three):
+        each.bias = None
+    module.eval()
+    found = block(module)
+    assert not isinstance(found, str)
+    assert found is not None
+    values = copy.deepcopy(module.state_dict())
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        expected = module(x)
+        report = Optimized()
+        state = found.swap.state
+        assert isinstance(state, Block)
+        assert not entrance.join(state, Counter(), report)
+        found.swap.on()
+        report._exchanges.append(found.swap)
+        torch.testing.assert_close(module(x), expected)
+        joined = module.one.weight.untyped_storage()
+        assert joined.data_ptr() == module.three.weight.untyped_storage().data_ptr()
+        assert joined.nbytes() == 2 * module.one.weight.nbytes
+        assert all(torch.equal(values[key], value) for key, value in module.state_dict().items())
+        module.load_state_dict({key: 2 * value for key, value in values.items()})
+        stock = Gated(nn.SiLU())
+        stock.one.bias = stock.two.bias = stock.three.bias = None
+        stock.load_state_dict(module.state_dict())
+        torch.testing.assert_close(module(x), stock.eval()(x))
+        torch.testing.assert_close(copy.deepcopy(module)(x), stock(x))
+        torch.testing.assert_close(copy.deepcopy(module).double()(x.double()), stock.double()(x.double()))
+        report.undo()
+        assert module.one.weight.untyped_storage().nbytes() == module.one.weight.nbytes
+        assert torch.equal(module(x), stock.float()(x))
+    again = block(module)
+    assert not isinstance(again, str)
+    assert again is not None
+    module.three.weight.data = torch.cat((module.three.weight.data, module.one.weight.data))[:24]
+    assert "larger memory" in entrance.join(again.swap.state, Counter(), Optimized())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planted", ["zeros", "one", "scale"])
+def test_a_wrong_kernel_is_refused_by_name(planted: str) -> None:
+    def wrong(input: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        right = functional.rms_norm(input, weight.shape, weight, eps)
+        return {"zeros": torch.zeros_like(right), "one": input, "scale": right * 1.01}[planted]
+
+    model = nn.Sequential(Scaled(16, "plain")).eval()
+    lz.register_kernel("norm.rms", "planted.rms_norm")(wrong)
+    try:
+        with lz.prefer("planted.rms_norm"):
+            report = lz.optimize(model)
+    finally:
+        lz.unregister_kernel("planted.rms_norm")
+    assert not report.replaced
+    assert "planted.rms_norm was off by" in report.left[0].why
+
+
+def timed(cost: dict[str, float]) -> Any:
+    """A gate over kinds that take so much off a run of 100 seconds, by a clock that only they move."""
+    on: dict[str, bool] = {}
+    order: list[tuple[str, ...]] = []
+
+    def sample() -> float:
+        order.append(tuple(kind for kind in cost if on[kind]))
+        return 100.0 - sum(gain for kind, gain in cost.items() if on[kind])
+
+    switches = {kind: (lambda state, kind=kind: on.__setitem__(kind, state)) for kind in cost}
+    return gate(switches, sample, 3), on, order
+
+
+def test_what_gains_less_than_one_percent_is_left_as_it_was() -> None:
+    found, on, order = timed({"much": 30.0, "little": 0.3, "harm": -20.0})
+    assert on == {"much": True, "little": False, "harm": False}
+    assert sorted(found.dropped) == ["harm", "little"]
+    assert (found.stock_s, found.after_s) == (100.0, 70.0)
+    assert order[0] == ()  # stock first
+    assert "1.43 times as fast" in str(found)
+
+
+def test_where_nothing_gains_everything_is_taken_out() -> None:
+    found, on, _ = timed({"a": 0.0})
+    assert on == {"a": False}
+    assert found.dropped == ["a"]
+    assert found.speedup == 1.0
