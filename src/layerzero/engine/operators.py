@@ -36,14 +36,14 @@ def register_apart(function: Function) -> None:
         for name, schema in function.torch_schemas.items():
             _register(function, name, schema, library)
     except BaseException:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
         raise
     _APART[function.name] = library
 
 
 def unregister(function: Function) -> None:
     """Take back what :func:`register_apart` defined."""
-    _APART.pop(function.name)._destroy()
+    _APART.pop(function.name)._destroy()  # type: ignore[no-untyped-call]
 
 
 def is_apart(function: Function) -> bool:
