@@ -72,6 +72,7 @@ _DESCRIBED = "the descriptor's format has fields for bounds of this size, and pu
 _VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which are translated into its arguments"
 _CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
+_REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
@@ -110,6 +111,20 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/cache.py": {"last": "a slot: the latest call"},
     "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "integrations/optimize/attending.py": dict.fromkeys(("attention", "query"), _REPLACED),
+    "integrations/optimize/blocks.py": dict.fromkeys(
+        (
+            *("activation", "bias", "down_bias", "gate_bias", "mlp", "packed_down", "packed_gate", "packed_up"),
+            *("up_bias", "weight"),
+        ),
+        _REPLACED,
+    ),
+    "integrations/optimize/entrance.py": dict.fromkeys(("attention", "bias"), _REPLACED),
+    "integrations/optimize/norms.py": dict.fromkeys(
+        ("bias", "eps", "layer_norm", "norm", "rms_norm", "weight"), _REPLACED
+    ),
+    "integrations/optimize/products.py": dict.fromkeys(("activation", "bias", "linear", "packed", "weight"), _REPLACED),
+    "integrations/optimize/swapping.py": {"weight": "the parameter of torch's modules that all of them have"},
     "integrations/torch.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query"),
         "torch's own function of that name and its arguments",

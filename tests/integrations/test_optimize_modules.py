@@ -264,6 +264,28 @@ def test_a_wrong_kernel_is_refused_by_name(planted: str) -> None:
     assert "planted.rms_norm was off by" in report.left[0].why
 
 
+def test_transforms_and_other_weights_are_served() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8, eps=1e-6)).eval()
+    stock = copy.deepcopy(model)
+    lz.optimize(model)
+    x = torch.randn(4, 3, 8)
+    other = {name: torch.randn(each.shape) for name, each in model.named_parameters()}
+    many = {name: torch.randn(4, *each.shape) for name, each in model.named_parameters()}
+    with torch.no_grad():
+        model(x)
+        for weights in (other, dict(model.named_parameters())):
+            expected = torch.func.functional_call(stock, {name: each.clone() for name, each in weights.items()}, (x,))
+            torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), expected)
+        batched = [
+            torch.func.vmap(lambda w, row, each=each: torch.func.functional_call(each, w, (row,)))(many, x)
+            for each in (model, stock)
+        ]
+        torch.testing.assert_close(batched[0], batched[1])
+        torch.testing.assert_close(model(x), stock(x))
+    gradient = [torch.func.grad(lambda row, each=each: each(row).sum())(x) for each in (model, stock)]
+    torch.testing.assert_close(gradient[0], gradient[1])
+
+
 def timed(cost: dict[str, float]) -> Any:
     """A gate over kinds that take so much off a run of 100 seconds, by a clock that only they move."""
     on: dict[str, bool] = {}

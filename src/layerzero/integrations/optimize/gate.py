@@ -40,7 +40,7 @@ class Timed:
 
     def __str__(self) -> str:
         times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
-        lines = [f"{times}: {self.speedup:.2f} times as fast (medians of {self.rounds} interleaved rounds)"]
+        lines = [f"{times}: {self.speedup:.2f} times as fast (medians of {self.rounds} rounds, taken in turn)"]
         for kind, gain in self.gains.items():
             kept = "taken out again" if kind in self.dropped else "kept"
             lines.append(f"  {kind}: {gain:+.1%} for the whole model, {kept}")

@@ -2,7 +2,8 @@
 
 Nothing of a class or of the process changes. What the new forward keeps lies on the module as well, under one name that
 is no parameter, buffer or submodule, so names and values of a state dict stay what they are. A deep copy takes both
-along, with its own weights. A pickle does not: what ``torch.save`` wrote loads without LayerZero, as the stock module.
+along, with its own weights. A pickle does not: what ``torch.save`` wrote loads as the stock module, without LayerZero.
+(The attention setting of a Transformers configuration is pickled as it stands: undo before saving for other places.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layerzero.core.handle import FOREIGN, STALE
+from layerzero.engine.state import in_transform
 from layerzero.ops.linear import PackedWeight
 
 MARK = "_layerzero"
@@ -112,7 +114,7 @@ def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:
     """Whether a call belongs to the module's own forward: who trains, traces or compiles gets what is stock."""
     if torch.compiler.is_compiling() or module.training or torch._C._is_any_autocast_enabled():
         return True
-    if type(input) not in {Tensor, Parameter}:
+    if type(input) not in {Tensor, Parameter} or in_transform():
         return True
     if not torch.is_grad_enabled():
         return False
