@@ -76,7 +76,6 @@ _REPLACED = "a model's modules, whose parameters have these names, and what is c
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
-    "asking/bind.py": {"attention": "torch's own switches of its kernels, which any call's state has"},
     "asking/descriptor_v1.py": dict.fromkeys(
         ("attn_mask", "causal", "dropout_p", "head_dim", "heads", "seq_k", "seq_q", "value_dim"), _VERSION_1
     ),
@@ -97,6 +96,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("attention", "eps", "layer_norm", "normalized_shape"), "a model whose layers it replaces"),
         "tokens": "what a tokenizer makes of text",
     },
+    "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/pages_descriptors.py": dict.fromkeys(
         ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
@@ -107,6 +107,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/perfdb.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
     "core/capability.py": dict.fromkeys(("head_dim", "seq_k", "seq_q"), _DESCRIBED),
+    "core/eager_state.py": {"attention": "torch's own switches of its kernels, told to people"},
     "core/evidence.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/cache.py": {"last": "a slot: the latest call"},

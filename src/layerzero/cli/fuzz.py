@@ -70,6 +70,8 @@ def add_to(app: typer.Typer) -> None:
     """Register the command."""
     app.command(
         **examples(
-            "fuzz --calls 1000", "fuzz --operation rope --calls 200", 'fuzz --calls 1000 --seed 7 --kernel "torch.*"'
+            "fuzz --calls 1000",
+            "fuzz --operation rms_norm --calls 200",
+            'fuzz --calls 1000 --seed 7 --kernel "torch.*"',
         )
     )(fuzz)

@@ -181,7 +181,6 @@ def add_to(app: typer.Typer) -> None:
         **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
-            "bench attention --shapes 1x512x8x64 --param causal=true --param softcap=30.0",
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip
