@@ -313,3 +313,12 @@ def test_where_nothing_gains_everything_is_taken_out() -> None:
     assert on == {"a": False}
     assert found.dropped == ["a"]
     assert found.speedup == 1.0
+
+
+def test_layers_that_differ_in_their_number_stand_in_one_line_within_a_pipeline_too() -> None:
+    layers = nn.ModuleList(Scaled(16, "plain") for _ in range(3))
+    pipeline = nn.Sequential(nn.ModuleDict({"layer": layers, "last": Scaled(16, "plain")})).eval()
+    text = str(lz.optimize(pipeline))
+    assert "0.layer.0-2 " in text
+    assert "0.last " in text
+    assert "\n1 " not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -130,15 +131,21 @@ def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, fl
     """Lines of a table, one for rows that say the same of numbered modules, with the largest of their errors."""
     alike: dict[_Alike, list[int]] = defaultdict(list)
     errors: dict[_Alike, list[float]] = defaultdict(list)
+    rows = list(rows)
+    parts = [path.split(".") for _, path, _ in rows if path]
+    alike_so_far = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))
+    shared = len(list(alike_so_far))  # a pipeline's number of the model is not the layer's
     for texts, path, error in rows:
-        before, number, after = numbered(path)
+        outside, inside = path.split(".")[:shared], path.split(".")[shared:]
+        before, number, after = numbered(".".join(inside))
+        before = ".".join((*outside, before)) if path else ""
         kind = before, after, texts, number is None
         alike[kind] += [] if number is None else [number]
         errors[kind] += [] if error is None else [error]
     cells = [tuple(headers)]
     for kind, numbers in alike.items():
         before, after, texts, _ = kind
-        path = f"{before}{ranges(numbers)}{after}" or "(model)"
+        path = f"{before}{ranges(numbers)}{after}".rstrip(".") or "(model)"
         worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
         cells.append((path, *texts, worst)[: len(headers)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
