@@ -313,7 +313,7 @@ def test_bad_arguments(wanted):
 
 @pytest.mark.parametrize("k", [0, -1, 1.0, True])
 def test_bad_counts(k):
-    with pytest.raises(lz.InvalidCallError, match=r"k: wanted (1 to 2.14748e\+09|int), got"):
+    with pytest.raises(lz.InvalidCallError, match=r"k: wanted (1 to 2147483647|int), got"):
         lz.sample_topk(torch.ones(3, 8), k)
 
 

@@ -123,7 +123,7 @@ def test_a_drawn_result_is_fuzzed_by_what_may_come(monkeypatch):
     assert not fuzz.run(5, seed=0, kernels=["planted.it"]).ok
 
 
-def drawn_call(seed, number, *, data=0, device="cpu"):
+def drawn_call(seed, number, *, function=None, data=0, device="cpu"):
     from layerzero.testing.generate import case_call
 
     return case_call(invented.DRAW, invented.CASES[number % 2], torch.float32, device=device)
@@ -307,7 +307,9 @@ def test_an_argument_that_no_call_gives_is_told():
 def test_fuzz_asks_for_gradients_of_every_floating_tensor():
     names = set()
     for number in range(200):  # each function has its turn among many
-        round_ = fuzz._Round(fuzz.FuzzReport(0), number, None, "cpu", compare.expected, thorough=False)
+        round_ = fuzz._Round(
+            fuzz.FuzzReport(0), number, None, "cpu", compare.expected, fuzz._Source(()), thorough=False
+        )
         round_.grad = True
         call = round_._call(0)
         given = {name: each for name, each in call.arguments.items() if isinstance(each, torch.Tensor)}
