@@ -236,3 +236,10 @@ def test_a_view_that_autograd_cannot_follow_is_the_callers_mistake(path):
     with pytest.raises(lz.InvalidCallError, match=r"query or key: .* is a view and is being modified inplace"):
         lz.rope_(query, key, cos, cos, layout="BSHD")
     lz.rope_(whole[:, :, :2], whole[:, :, 2:], cos, cos, layout="BSHD")
+
+
+def test_nothing_is_written_into_expanded_views_of_no_elements():
+    query, key = (torch.empty(1, heads, 0, 8).expand(3, heads, 0, 8) for heads in (4, 2))
+    table = torch.randn(9, 4), torch.randn(9, 4)
+    lz.rope_(query, key, *table, positions=torch.zeros(1, 0, dtype=torch.int64), layout="BHSD")
+    lz.add_rms_norm(torch.empty(3, 0, 8), torch.empty(1, 0, 8).expand(3, 0, 8), torch.ones(8))

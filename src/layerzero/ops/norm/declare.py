@@ -313,7 +313,8 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
             problems.append(
                 "residual: wanted a tensor that may be updated in place, got a leaf that requires gradients"
             )
-        if any(stride == 0 and size > 1 for size, stride in zip(residual.shape, residual.stride(), strict=True)):
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(residual.shape, residual.stride(), strict=True))
+        if expanded and residual.numel():
             problems.append(
                 f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
             )

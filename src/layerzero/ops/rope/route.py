@@ -179,7 +179,8 @@ def write_problems(arguments: dict[str, Any], written: tuple[str, ...], read: tu
         tensor = arguments[name]
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
             problems.append(f"{name}: wanted a tensor that may be updated in place, got a leaf that requires gradients")
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if expanded and tensor.numel():
             problems.append(f"{name}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
         compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
         if not compiling and tensor.is_inference() and not torch.is_inference_mode_enabled():
