@@ -46,8 +46,9 @@ def pick(
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
     locked = ""
-    if chosen is not None and chosen.time_us is None and policy["unmeasured"] == "stock":
-        notes += [NOT_MEASURED] * chosen.kernel.is_stock(facts)
+    untimed = chosen if chosen is not None and chosen.time_us is None else None
+    if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
+        notes.append(NOT_MEASURED)
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"
         held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)

@@ -53,29 +53,25 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     legal = [candidate for candidate in candidates if not candidate.reasons]
     evidence = ledger.evidence([each.kernel for each in legal], facts)
     known = [each.kernel for each in legal if each.kernel.id in evidence]
-    device = facts.device
-    stock, first = _kept_first([each.kernel for each in legal], facts, policy)
+    device, named = facts.device, _named(facts, policy)
+    stock, first = _kept_first([each.kernel for each in legal], facts, policy, named)
     priority_of = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
     anchor = max([priority_of[kernel.id] for kernel in known], default=0)
     quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
-        found, own = evidence.get(candidate.kernel.id), priority_of[candidate.kernel.id]
-        bonus = _policy_terms(candidate, facts, policy)
-        held_back = stock is not None and candidate.kernel.id not in first
+        kernel, found = candidate.kernel, evidence.get(candidate.kernel.id)
+        own, bonus = priority_of[kernel.id], _policy_terms(kernel, named)
+        held_back = stock is not None and kernel.id not in first
         if found is not None and quickest is not None:
             best = evidence[quickest.id]
             points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
             slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
-            most = math.inf if stock is None else priority_of[stock.id]
-            if slower and stock is None:
-                most = priority_of[quickest.id]
-            terms = [
-                Term(str(found.provenance), confidence * points),
-                Term("priority", (1 - confidence) * min(own, most)),
-            ]
-            if candidate.kernel is stock and slower:
+            bound = quickest if slower and stock is None else stock
+            priority = own if bound is None else min(own, priority_of[bound.id])
+            terms = [Term(str(found.provenance), confidence * points), Term("priority", (1 - confidence) * priority)]
+            if kernel is stock and slower:
                 terms.append(Term("stock", (1 - confidence) * STOCK_MARGIN))
             elif held_back and stock is not None and stock.id not in evidence:
                 terms.append(Term("stock", 2 * (1 - confidence) * STOCK_POINTS))
@@ -107,14 +103,16 @@ def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
     return kernel.is_stock(facts) or _is_wanted(kernel, _named(facts, policy)[0])
 
 
-def _kept_first(legal: Sequence[Kernel], facts: Facts, policy: Policy) -> tuple[Kernel | None, frozenset[str]]:
+def _kept_first(
+    legal: Sequence[Kernel], facts: Facts, policy: Policy, named: _Named
+) -> tuple[Kernel | None, frozenset[str]]:
     """The kernel that torch's own function would take, and with it those that it does not hold back.
 
     Of several of torch's that is the one of the highest priority, unless the user avoids it; without one, nobody is.
     """
     if policy["unmeasured"] != "stock":
         return None, frozenset()
-    prefer, avoid = _named(facts, policy)
+    prefer, avoid = named
     stock = [each for each in legal if each.is_stock(facts)]
     if avoid:
         stock = [each for each in stock if not any(names_kernel(pattern, each) for pattern in avoid)]
@@ -128,8 +126,11 @@ def _is_wanted(kernel: Kernel, preferred: Sequence[str]) -> bool:
     return kernel.backend.origin in ("code", "decorator") or any(names_kernel(pattern, kernel) for pattern in preferred)
 
 
-def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
-    """What policy prefers and avoids for a call."""
+_Named = tuple[Sequence[str], Sequence[str]]
+"""What policy prefers and avoids for a call."""
+
+
+def _named(facts: Facts, policy: Policy) -> _Named:
     prefer, avoid = policy.prefer_sources, policy.avoid_sources
     for rule in policy.rules:
         if (rule.prefer or rule.avoid) and rule.matches(facts):
@@ -137,17 +138,14 @@ def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
     return prefer, avoid
 
 
-def _policy_terms(candidate: Candidate, facts: Facts, policy: Policy) -> tuple[Term, ...]:
-    kernel = candidate.kernel
-    if not (policy.prefer_sources or policy.avoid_sources or policy.rules):
-        return ()
-    prefer, avoid = _named(facts, policy)
+def _policy_terms(kernel: Kernel, named: _Named) -> list[Term]:
+    prefer, avoid = named
     terms = []
     if any(names_kernel(pattern, kernel) for pattern in prefer):
         terms.append(Term("prefer", PREFER_POINTS))
     if any(names_kernel(pattern, kernel) for pattern in avoid):
         terms.append(Term("avoid", AVOID_POINTS))
-    return tuple(terms)
+    return terms
 
 
 def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidence | None) -> Candidate:

@@ -161,7 +161,8 @@ def _has_onednn(facts: Facts) -> Reason | None:
 def _leaking_rows(facts: Facts) -> Reason | None:
     """Tiles of 32 bfloat16 read over the end of a row into the next: what is no number there makes this one none.
 
-    A NaN in row 6 of 33 by 100 numbers made row 5 of ``F.linear`` NaN (torch 2.11, Intel Xeon with AMX, 2026-11-22).
+    A NaN in row 6 of 33 by 100 numbers made row 5 of a block of ``F.linear`` NaN, and of oneDNN's packed products
+    (torch 2.11, Intel Xeon with AMX, 2026-11-22).
     """
     if facts["dtype"] is not torch.bfloat16 or "amx_bf16" not in facts.device.instruction_sets:
         return None

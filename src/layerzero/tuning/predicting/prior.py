@@ -221,7 +221,8 @@ class Priors:
                 yield read_table(file)
             except (OSError, ValueError) as error:
                 problem = f"{file}: no priors: {error}"
-                self.problems += [problem] * (problem not in self.problems)
+                if problem not in self.problems:  # a device without a table of its own reads all of them
+                    self.problems.append(problem)
 
     def _neighbours(self, key: frozenset[tuple[str, str]], graph: bool) -> list[tuple[float, Table, Family]]:
         """The family of a call, or else those beside it, nearest first, with what each counts."""
