@@ -563,3 +563,11 @@ def test_truth_does_not_depend_on_what_is_kept():
     run(call)
     for mine, theirs in zip(first.results, expected(call).results, strict=True):
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+def test_what_is_judged_again_has_its_tensors_in_the_order_of_the_facts():
+    """The plan names a call's tensors as the function does, facts as the operation does; a limit may read the order."""
+    call = random_call(2, 5, function="verify_speculative")
+    facts = lz.facts(call.function, **arguments_of(call))
+    backwards = dict(reversed(facts.tensors.items()))
+    assert list(facts.with_tensors(backwards).tensors) == list(facts.tensors) != list(backwards)

@@ -229,8 +229,9 @@ class Facts(Mapping[str, object]):
         return Facts(self.operation, self.device, layout, tensors, self._values)
 
     def with_tensors(self, tensors: Mapping[str, TensorFacts]) -> Facts:
-        """The same call with other memory, as after a copy."""
-        return Facts(self.operation, self.device, self.layout, dict(tensors), self._values)
+        """The same call with other memory, as after a copy; its tensors keep their order, which limits may read."""
+        tensors = {name: tensors[name] for name in self.tensors if name in tensors}
+        return Facts(self.operation, self.device, self.layout, tensors, self._values)
 
     def of_sizes(self, sizes: Mapping[str, int], tensors: Mapping[str, TensorFacts]) -> Facts:
         """A call of other sizes that is the same in everything else."""
