@@ -31,6 +31,19 @@ def test_numbers_may_be_as_far_off_as_the_tolerance_of_the_calls_dtype_says():
         judge.problem(near, want, Given(torch.float16))
 
 
+def test_a_small_sum_of_large_numbers_may_be_as_far_off_as_they_are():
+    judge = Elementwise({torch.float32: lz.Tolerance(0.01, 0.1)}, "a test", lambda of: of["terms"].abs().sum(-1))
+    terms = torch.tensor([[100.0, -99.0], [0.5, 0.5]], dtype=torch.float64)
+    given = Given(torch.float32, judge.basis({"terms": terms}))
+    want = terms.sum(-1)
+    assert judge.problem(want + torch.tensor([2.0, 0.0]), want, given) == ""
+    found = judge.problem(want + torch.tensor([2.0, 2.0]), want, given)
+    assert "1 of 2 elements too far; worst at (1,)" in found
+    assert "atol 0.1, 1 summed" in found
+    assert judge.problem(torch.full((2,), torch.nan), want, given)
+    assert judge.problem(want, want, given) == ""
+
+
 def test_exact_values_are_those_of_the_truth_rounded_to_the_results_dtype():
     judge = Exact("it moves numbers")
     want = torch.tensor([0.1, torch.nan, 3.0], dtype=torch.float64)

@@ -77,22 +77,33 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Numbers near the reference's: by dtype of the call, how far each may be, and why that far."""
+    """Numbers near the reference's.
+
+    Attributes:
+        tolerance: by dtype of the call, how far each may be.
+        reason: why that far.
+        summed: from the call's canonical arguments, floating ones in float64, the size of the error that a result has
+            for each unit of relative error in what is added up to make it, in the result's shape: ``rtol`` holds of
+            it as well. A small sum of large numbers is no more exact than they are.
+    """
 
     tolerance: Mapping[torch.dtype, Tolerance]
     reason: str
+    summed: Callable[[Mapping[str, Any]], Tensor] | None = None
 
     def __str__(self) -> str:
         allowed = (f"{dtype_name(dtype)}: rtol {each.rtol}, atol {each.atol}" for dtype, each in self.tolerance.items())
-        return f"numbers near the reference's in float64 ({'; '.join(allowed)})"
+        of_sums = "" if self.summed is None else "; rtol of what is added up, too"
+        return f"numbers near the reference's in float64 ({'; '.join(allowed)}{of_sums})"
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Those that there is a tolerance for."""
         return frozenset(self.tolerance)
 
-    def basis(self, arguments: Mapping[str, Any]) -> None:
-        """Nothing: the reference's result says it all."""
+    def basis(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """The size of what is added up, where that counts; else the reference's result says it all."""
+        return None if self.summed is None else self.summed(arguments)
 
     def allowed(self, given: Given) -> Tolerance:
         """The tolerance of a call. Raises: ValueError for a dtype that has none."""
@@ -103,27 +114,35 @@ class Elementwise:
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say which element is farthest off."""
-        return apart(got, want, self.allowed(given))
+        if given.basis is None:
+            return apart(got, want, self.allowed(given))
+        return apart(given.canonical(got), given.canonical(want), self.allowed(given), given.basis)
 
 
-def apart(got: Tensor, want: Tensor, tolerance: Tolerance) -> str:
-    """Say which element of a result is farthest from what was wanted; empty if all are near enough."""
+def apart(got: Tensor, want: Tensor, tolerance: Tolerance, summed: Tensor | None = None) -> str:
+    """Say which element of a result is farthest from what was wanted; empty if all are near enough.
+
+    ``summed`` is what :attr:`Elementwise.summed` said of the call.
+    """
     wide, truth = got.detach().to(torch.float64), want.to(torch.float64)
     if torch.allclose(wide, truth, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True):
         return ""
-    allowed = tolerance.atol + tolerance.rtol * truth.abs()
+    allowed = tolerance.atol + tolerance.rtol * (truth.abs() if summed is None else truth.abs() + summed)
     same = _same(wide, truth)
     excess = ((wide - truth).abs() / allowed).masked_fill(same, 0.0)
     excess = excess.masked_fill(~same & ~(wide.isfinite() & truth.isfinite()), float("inf"))
+    if not (excess > 1).any():
+        return ""
     place = torch.unravel_index(excess.argmax(), excess.shape)
     where = tuple(int(axis) for axis in place)
     row = truth[where[:-1]] if where else truth
     hidden = bool((row == 0).all()) or truth[place].item() == -torch.inf
     why = "; there the reference sees nothing: everything that this row depends on is hidden" if hidden else ""
+    of_sums = "" if summed is None else f", {summed[place].item():.3g} summed"
     return (
         f"{int((excess > 1).sum())} of {truth.numel()} elements too far; worst at {where}: "
         f"wanted {truth[place].item():.8g}, got {wide[place].item():.8g}, {float(excess[place]):.3g} times the "
-        f"tolerance (rtol {tolerance.rtol}, atol {tolerance.atol}){why}"
+        f"tolerance (rtol {tolerance.rtol}, atol {tolerance.atol}{of_sums}){why}"
     )
 
 
