@@ -16,17 +16,18 @@ def attention(
 ) -> Callable[[], torch.Tensor] | None:
     """``torch.nn.functional.scaled_dot_product_attention``; None for what it has no argument for."""
     layout, scale = others.pop("layout", None) or CANONICAL, others.pop("scale", None)
+    mask = others.pop("attn_mask", None)
     axis = sequence_axis(layout)
     single = query.shape[axis] == 1
     aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
-    if not aligned or any(each is not None and each is not False and each != 0.0 for each in others.values()):
+    if not aligned or any(not _neutral(each) for each in others.values()):
         return None
     heads = 1 if layout != CANONICAL else 2
     is_causal, grouped = causal and not single, query.shape[heads] != key.shape[heads]
 
     def run() -> torch.Tensor:
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
 
     def run_transposed() -> torch.Tensor:  # whoever has such tensors pays for their views in each call
@@ -34,6 +35,7 @@ def attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
             enable_gqa=grouped,
@@ -41,3 +43,7 @@ def attention(
         return output.transpose(1, 2)
 
     return run if layout != CANONICAL else run_transposed
+
+
+def _neutral(value: object) -> bool:
+    return value is None or (not isinstance(value, torch.Tensor) and value in (False, 0.0))

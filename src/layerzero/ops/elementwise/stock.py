@@ -24,9 +24,14 @@ def add_residual(
     scale: float | None = None,
 ) -> Run:
     """``+=``, of what was multiplied before."""
-    if row_scale is not None:
-        return lambda: residual.add_(input * row_scale.unsqueeze(-1).to(input.dtype))
-    return lambda: residual.add_(input, alpha=1 if scale is None else scale)
+
+    def run() -> None:
+        if row_scale is None:
+            residual.add_(input, alpha=1 if scale is None else scale)
+        else:
+            residual.add_(input * row_scale.unsqueeze(-1).to(input.dtype))
+
+    return run
 
 
 def softmax(input: Tensor, *, temperature: float | None = None) -> Run:  # noqa: A002

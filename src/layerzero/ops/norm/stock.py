@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -17,13 +17,14 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Ru
 
 def layer_norm(
     input: torch.Tensor,  # noqa: A002
-    normalized_shape: tuple[int, ...],
+    normalized_shape: int | Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Run:
     """``torch.nn.functional.layer_norm``."""
-    return lambda: functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    return lambda: functional.layer_norm(input, shape, weight, bias, eps)
 
 
 def add_rms_norm(

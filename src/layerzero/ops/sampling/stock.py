@@ -75,12 +75,24 @@ def _filtered(
     return values, order
 
 
-def penalties(logits: Tensor, said: Tensor, **given: Any) -> Run:
+def penalties(
+    logits: Tensor,
+    output_ids: Tensor | None = None,
+    prompt_ids: Tensor | None = None,
+    *,
+    output_counts: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
+    **given: Any,
+) -> Run:
     """The expression that engines have: counts by a scatter, then whole rows."""
-    prompt_ids, prompt_mask = given.get("prompt_ids"), given.get("prompt_mask")
 
     def run() -> Tensor:
-        counts = said if said.shape == logits.shape else counts_of(said, logits.shape[-1])
+        if output_counts is not None:
+            counts = output_counts
+        elif output_ids is not None:
+            counts = counts_of(output_ids, logits.shape[-1])
+        else:
+            counts = torch.zeros_like(logits, dtype=torch.int32)
         asked = prompt_mask if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
         seen = counts > 0 if asked is None else (counts > 0) | asked
         numbers = (
@@ -109,32 +121,23 @@ def logprobs(
 
 
 def verify(
-    target_probs: Tensor,
     draft_ids: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor | None = None,
     parents: Tensor | None = None,
     *,
-    draft_probs: Tensor | None = None,
+    greedy: bool = False,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The walk, node by node, as models' code has it."""
+    """The walk, node by node, as models' code has it; ``torch.argmax`` before it where it is greedy."""
 
     def run() -> tuple[Tensor, Tensor]:
         above = chain_of(draft_ids) if parents is None else parents
+        if greedy:
+            return walked_greedily(draft_ids, target_probs.argmax(-1), above)
         own = generator_of(seed, generator, target_probs.device)
         drafted = None if draft_probs is None else draft_probs.float()
         return walked(draft_ids, target_probs.float(), drafted, above, own)
-
-    return run
-
-
-def verify_greedily(
-    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """``torch.argmax`` and the walk."""
-
-    def run() -> tuple[Tensor, Tensor]:
-        above = chain_of(draft_ids) if parents is None else parents
-        return walked_greedily(draft_ids, target_probs.argmax(-1), above)
 
     return run

@@ -136,7 +136,7 @@ def _examples(
     return made
 
 
-def _operation(name: str, summary: str, stock_function: Callable[..., Any], *more: TensorSchema) -> Operation:
+def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
     return Operation(
         schema=OperationSchema(
             operation=name,
@@ -178,15 +178,14 @@ def _operation(name: str, summary: str, stock_function: Callable[..., Any], *mor
         check_values=_check_values,
         examples=_examples,
         work=_work,
-        stock=stock_function,
+        stock=stock.verify,
     )
 
 
-VERIFY = _operation("sampling.verify", "The tokens of a drafted chain that stand, and the next", stock.verify)
+VERIFY = _operation("sampling.verify", "The tokens of a drafted chain that stand, and the next")
 TREE = _operation(
     "sampling.verify.tree",
     "The tokens of a drafted tree that stand, and the next",
-    stock.verify,
     _parents(required=True),
 )
 
@@ -219,7 +218,7 @@ GREEDY = Operation(
     complete=_complete,
     examples=_examples,
     work=_work,
-    stock=stock.verify_greedily,
+    stock=stock.verify,
 )
 
 OPERATIONS = (VERIFY, TREE, GREEDY)
