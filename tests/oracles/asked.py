@@ -18,6 +18,7 @@ from oracles import (
     attention,
     elementwise,
     embedding,
+    experts,
     linear,
     norm,
     paged,
@@ -29,7 +30,20 @@ from oracles import (
 
 Oracle = Callable[[Mapping[str, Any]], Any]
 
-FAMILIES = (activation, attention, elementwise, embedding, linear, norm, paged, positions, rope, sampling, verify)
+FAMILIES = (
+    activation,
+    attention,
+    elementwise,
+    embedding,
+    experts,
+    linear,
+    norm,
+    paged,
+    positions,
+    rope,
+    sampling,
+    verify,
+)
 
 ORACLES: dict[str, Oracle] = {name: oracle for family in FAMILIES for name, oracle in family.ORACLES.items()}
 """By the name of an operation, what gives its results: a tuple of arrays, the written tensors after the returned ones.

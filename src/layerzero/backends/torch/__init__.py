@@ -9,6 +9,7 @@ MODULES = (
     "cuda_attention",
     "elementwise",
     "embedding",
+    "experts",
     "flex_attention",
     "greedy",
     "inductor",

@@ -1,0 +1,107 @@
+"""torch's products with stacks of weights: one batched product, a grouped one, or a loop over groups.
+
+``torch.nn.functional.grouped_mm`` reads where groups end on the device; the loop waits for the device to tell it, and
+multiplies no row twice. Both leave rows behind the last end unwritten or 0.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.linear import ROWS_APART
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+
+
+def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
+    bmm, baddbmm = torch.bmm, torch.baddbmm
+
+    def batched(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+        return bmm(input, weight.mT) if bias is None else baddbmm(bias.unsqueeze(1), input, weight.mT)
+
+    return batched
+
+
+def _load_loop(facts: Facts) -> Callable[..., Tensor]:
+    linear, cat = functional.linear, torch.cat
+
+    def loop(input: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        start, parts = 0, []
+        for number, end in enumerate(ends.tolist()):
+            if end > start:
+                own = None if bias is None else bias[number]
+                parts.append(linear(input[start:end], weight[number], own))
+                start = end
+        if start < input.shape[0]:
+            parts.append(input.new_zeros(input.shape[0] - start, weight.shape[1]))
+        return parts[0] if len(parts) == 1 else cat(parts) if parts else input.new_zeros(0, weight.shape[1])
+
+    return loop
+
+
+def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
+    grouped_mm: Any = functional.grouped_mm
+
+    def grouped(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: A002
+        output: Tensor = grouped_mm(input, weight.mT, offs=ends)
+        return output
+
+    return grouped
+
+
+_COMMON: dict[str, Any] = {
+    "backend": TORCH,
+    "grad": True,
+    "deterministic": True,
+    "handles_negated": True,
+    "device_guard": True,
+}
+_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
+
+KERNELS = (
+    Kernel(
+        id="torch.bmm",
+        operations=("mlp.batched",),
+        load=_load_batched,
+        accepts=("bias",),
+        limits=(_FLOATS,),
+        graph_safe=True,
+        priority=50,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.linear_each",
+        operations=("mlp.grouped",),
+        load=_load_loop,
+        accepts=("bias",),
+        limits=(_FLOATS, ROWS_APART),
+        priority=30,
+        stock=True,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.grouped_mm",
+        operations=("mlp.grouped",),
+        load=_load_grouped,
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("bfloat16"),
+            limit.dim("in_features", multiple=8),
+            limit.dim("out_features", multiple=8),
+            limit.contiguous("input"),
+            limit.contiguous("weight"),
+        ),
+        graph_safe=True,
+        priority=50,
+        **_COMMON,
+    ),
+)

@@ -1,0 +1,8 @@
+"""Products of many weights at once: one input each, or rows that are sorted by the weight they go to."""
+
+from __future__ import annotations
+
+from layerzero.ops.experts.declare import OPERATIONS
+from layerzero.ops.experts.route import FUNCTIONS
+
+__all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -1,0 +1,213 @@
+"""Products with a stack of weights: mlp.batched, each with rows of its own, and mlp.grouped, rows sorted by weight.
+
+Rows of a group lie one after the other; ``ends`` says behind which row each group ends, as ``torch.cumsum`` of how many
+each has. A mixture of experts sorts its tokens by expert, multiplies, and sorts back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.calls import drawn
+from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, wide
+from layerzero.ops.linear.examples import deviation
+
+_FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
+_BIAS = TensorSchema("bias", ("groups", "out_features"), FLOATING, required=False)
+
+
+def group_of(ends: Tensor, rows: int) -> Tensor:
+    """The group of each row, and how many groups there are where a row lies behind the last."""
+    places = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends.cummax(0).values, places, right=True)
+
+
+def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """``input[g] @ weight[g]^T + bias[g]`` for each g.
+
+    Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
+    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype.
+    """
+    dtype = wide(input.dtype)
+    output = input.to(dtype) @ weight.to(dtype).mT
+    return (output if bias is None else output + bias.to(dtype).unsqueeze(1)).to(input.dtype)
+
+
+def grouped_reference(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``input[t] @ weight[g]^T + bias[g]`` for each row t, whose group g is the first that ends behind it.
+
+    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N)
+    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype. Rows behind the last end
+    belong to no group and are 0.
+    """
+    dtype, group = wide(input.dtype), group_of(ends, input.shape[0])
+    output = torch.zeros(input.shape[0], weight.shape[1], dtype=dtype, device=input.device)
+    for number in range(weight.shape[0]):
+        product = input.to(dtype) @ weight[number].to(dtype).mT
+        product = product if bias is None else product + bias[number].to(dtype)
+        output = torch.where((group == number).unsqueeze(-1), product, output)
+    return output.to(input.dtype)
+
+
+def _check_values(input: Tensor, ends: Tensor, **_: object) -> list[str]:  # noqa: A002
+    """Groups follow one another."""
+    rows, told = input.shape[0], ends.tolist()
+    if told != sorted(told):
+        return [f"ends: wanted numbers that do not fall, got {told[:8]}"]
+    return (
+        [] if told and told[-1] == rows else [f"ends: wanted the last to be the {rows} rows of input, got {told[-1:]}"]
+    )
+
+
+def _batched_fake(input: Tensor, weight: Tensor, **_: object) -> Tensor:  # noqa: A002
+    return input.new_empty((*input.shape[:2], weight.shape[1]))
+
+
+def _grouped_fake(input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+    return input.new_empty((input.shape[0], weight.shape[1]))
+
+
+def _work(rows_of: Callable[[Mapping[str, Any]], int]) -> Callable[[Mapping[str, Any]], Work]:
+    def work(facts: Mapping[str, Any]) -> Work:
+        """Every row times one weight; every tensor once."""
+        rows, inputs, outputs = rows_of(facts), facts["in_features"], facts["out_features"]
+        moved = rows * (inputs + outputs) + facts["groups"] * inputs * outputs
+        return Work(2.0 * rows * inputs * outputs, float(moved * facts["dtype"].itemsize))
+
+    return work
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Weights whose products are of order 1, and groups of unlike lengths, one of them empty."""
+    groups, outputs, inputs = (case.sizes[name] for name in ("groups", "out_features", "in_features"))
+    weight = drawn(TensorSchema("weight"), (groups, outputs, inputs), dtype, device, {}, generator)
+    made = {"weight": weight if device.type == "meta" else weight.mul_(deviation(inputs))}
+    if "rows" not in case.sizes:
+        return made
+    if device.type == "meta":
+        return {**made, "ends": torch.empty(groups, dtype=torch.int32, device=device)}
+    where = device if generator is None else generator.device
+    ends = torch.randint(case.sizes["rows"] + 1, (groups,), generator=generator, device=where).sort().values
+    ends[-1:] = case.sizes["rows"]
+    return {**made, "ends": ends.to(device, torch.int32)}
+
+
+def _case(name: str, rows: int, groups: int, inputs: int, outputs: int, *, grouped: bool, biased: bool = False) -> Case:
+    sizes = {"rows" if grouped else "rows_each": rows, "groups": groups, "in_features": inputs, "out_features": outputs}
+    return Case(name, sizes, {}, ("bias",) if biased else ())
+
+
+_MODELS = {"cuda": ((8, 4096, 14336), (128, 2048, 768)), "cpu": ((8, 512, 1024),)}
+"""(groups, in_features, out_features): Mixtral 8x7B and Qwen3-30B-A3B; a small one."""
+_ROWS = {"cuda": (16, 128, 1024, 8192), "cpu": (16, 128, 512)}
+
+
+def _sweep(*, grouped: bool) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    axis = "rows" if grouped else "rows_each"
+
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        kind = device if device in _ROWS else "cpu"
+        for groups, inputs, outputs in _MODELS[kind] if narrow.keys() <= {axis} else ():
+            for rows in narrow.get(axis, _ROWS[kind]):
+                own = rows if grouped else max(rows // groups, 1)
+                yield _case(f"{groups}x{own}x{inputs}x{outputs}", own, groups, inputs, outputs, grouped=grouped)
+
+    return sweep
+
+
+def _cases(*, grouped: bool) -> tuple[Case, ...]:
+    return (
+        _case("small", 33, 4, 96, 64, grouped=grouped, biased=True),
+        _case("small_plain", 17, 3, 64, 32, grouped=grouped),
+        _case("mixtral_b16", 32, 8, 4096, 14336, grouped=grouped),
+    )
+
+
+def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Callable[[], Tensor]:  # noqa: A002
+    """``torch.bmm``."""
+    if bias is None:
+        return lambda: torch.bmm(input, weight.mT)
+    return lambda: torch.baddbmm(bias.unsqueeze(1), input, weight.mT)
+
+
+def _grouped_stock(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    bias: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """A loop over the groups that have rows, as models' code has it."""
+
+    def run() -> Tensor:
+        output, start = input.new_zeros(input.shape[0], weight.shape[1]), 0
+        for number, end in enumerate(ends.tolist()):
+            if end > start:
+                own = None if bias is None else bias[number]
+                output[start:end] = torch.nn.functional.linear(input[start:end], weight[number], own)
+                start = end
+        return output
+
+    return run
+
+
+_WEIGHT = TensorSchema("weight", ("groups", "out_features", "in_features"), FLOATING, resident=True)
+BATCHED = Operation(
+    schema=OperationSchema(
+        operation="mlp.batched",
+        inputs=(TensorSchema("input", ("groups", "rows_each", "in_features"), FLOATING), _WEIGHT, _BIAS),
+        outputs=(TensorSchema("output", ("groups", "rows_each", "out_features"), FLOATING),),
+        axes=(Axis("groups", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
+    ),
+    summary="Products with a weight each",
+    reference=batched_reference,
+    fake=_batched_fake,
+    cases=_cases(grouped=False),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    examples=_examples,
+    work=_work(lambda facts: int(facts["groups"] * facts["rows_each"])),
+    sweep=_sweep(grouped=False),
+    stock=_batched_stock,
+)
+GROUPED = Operation(
+    schema=OperationSchema(
+        operation="mlp.grouped",
+        inputs=(
+            TensorSchema("input", ("rows", "in_features"), FLOATING),
+            _WEIGHT,
+            TensorSchema("ends", ("groups",), frozenset({torch.int32}), same_dtype=False, counts=("rows",)),
+            _BIAS,
+        ),
+        outputs=(TensorSchema("output", ("rows", "out_features"), FLOATING),),
+        axes=(Axis("rows", scales=True, live=True), Axis("groups", scales=True), *_FEATURES),
+    ),
+    summary="Products of rows that are sorted by the weight they go to",
+    reference=grouped_reference,
+    fake=_grouped_fake,
+    cases=_cases(grouped=True),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    check_values=_check_values,
+    examples=_examples,
+    work=_work(lambda facts: int(facts["rows"])),
+    sweep=_sweep(grouped=True),
+    stock=_grouped_stock,
+)
+OPERATIONS = (BATCHED, GROUPED)
