@@ -102,9 +102,8 @@ def _one_result(trial: Trial, name: str) -> Outcome:
     calls = math.ceil(DRAWS / (copies * len(flat)))
     if calls > CALLS:
         return Outcome("not tried", f"{copies * len(flat)} rows at once: {DRAWS} draws would take {calls} calls")
-    truth = repeated.truth()
-    at = truth.names.index(name)
-    wanted, dtype = truth.results[at], truth.dtypes[at]
+    at = [each.name for each in operation.schema.results(repeated.routed.arguments)].index(name)
+    wanted = compare.fakes(repeated.routed)[at]
     with seeded(SEED, trial.facts.device.torch_type):
         for arguments in _seeded_calls(repeated.call, operation, calls):
             try:
@@ -112,7 +111,7 @@ def _one_result(trial: Trial, name: str) -> Outcome:
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", raised(error))
             got = result[at] if at < len(result) else None
-            problem = compare.kind_problem(got, wanted, dtype)
+            problem = compare.kind_problem(got, wanted, wanted.dtype, flat.device)
             if problem or got is None:
                 return Outcome("wrong", f"{name}: {problem}; {repeated.call.text}")
             ids = judge.places(given.canonical(got)).movedim(place, 0)

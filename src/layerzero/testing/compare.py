@@ -132,11 +132,16 @@ def _to_canonical(routed: Routed, tensor: TensorSchema) -> Callable[[Tensor], Te
 
 def _dtypes(routed: Routed) -> tuple[torch.dtype, ...]:
     """Those of the results, as the fake function gives them."""
+    return tuple(each.dtype for each in fakes(routed))
+
+
+def fakes(routed: Routed) -> tuple[Tensor, ...]:
+    """Results without memory: the shapes and dtypes that the fake function gives."""
     empty = {
         name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
         for name, value in routed.arguments.items()
     }
-    return tuple(each.dtype for each in as_tuple(fake_call(replace(routed, arguments=empty))))
+    return as_tuple(fake_call(replace(routed, arguments=empty)))
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
@@ -178,13 +183,14 @@ def difference(got: Any, want: Tensor, dtype: torch.dtype, tolerance: Tolerance)
     return kind_problem(got, want, dtype) or apart(got, want, tolerance)
 
 
-def kind_problem(got: Any, want: Tensor, dtype: torch.dtype) -> str:
-    """Say how a result is of another kind than what was wanted."""
+def kind_problem(got: Any, want: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> str:
+    """Say how a result is of another kind than what was wanted; ``device`` where that is none of ``want``."""
     if not isinstance(got, Tensor):
         return f"wanted a tensor, got {type(got).__name__}"
-    if got.shape == want.shape and got.dtype == dtype and got.device == want.device:
+    device = device or want.device
+    if got.shape == want.shape and got.dtype == dtype and got.device == device:
         return ""
-    return f"wanted {dtype} {tuple(want.shape)} on {want.device}, got {got.dtype} {tuple(got.shape)} on {got.device}"
+    return f"wanted {dtype} {tuple(want.shape)} on {device}, got {got.dtype} {tuple(got.shape)} on {got.device}"
 
 
 def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expected | None = None) -> list[str]:

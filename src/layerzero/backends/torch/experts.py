@@ -97,8 +97,9 @@ KERNELS = (
             limit.dtype("bfloat16"),
             limit.dim("in_features", multiple=8),
             limit.dim("out_features", multiple=8),
-            limit.contiguous("input"),
-            limit.contiguous("weight"),
+            limit.contiguous("input", "weight", "ends"),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
+            limit.aligned(16, "input", "weight"),
+            limit.dim("groups", max=1024),
         ),
         graph_safe=True,
         priority=50,

@@ -6,7 +6,7 @@ Math: ``rotate(x / sqrt(mean(x^2) + eps) * weight)`` over the features of each h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
+from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.rope import stock
@@ -44,7 +45,9 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = (
     "kernels round between the norm and the rotation, whose two products may cancel: normalised numbers times their "
-    "weights reach 8 in calls that are drawn, where half a unit of bfloat16 is 0.016, and both of a pair are rounded"
+    "weights reach 8 in calls that are drawn, where half a unit of bfloat16 is 0.016, and both of a pair are rounded, so "
+    "that an entry is off by a part of its pair's length (one of 16,777,216 by 0.060 where -0.70 was right, by "
+    "FlashInfer's norm before its rotation and by vLLM's; H200, 2026-11-22)"
 )
 
 EPS = Param("eps", float, 1e-6, example=0.1)
@@ -85,6 +88,29 @@ def qk_norm_rope_reference(
         for tensor, weight in ((query, q_weight), (key, k_weight))
     )
     return first, second
+
+
+def lengths_of_pairs(tensor: Tensor, rotary_half: int, *, interleaved: bool) -> Tensor:
+    """For each entry of rotated heads the length of its pair, which no rotation changes; of the others their own."""
+    turned, rest = tensor[..., : 2 * rotary_half], tensor[..., 2 * rotary_half :]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    lengths = torch.hypot(first, second)
+    joined = lengths.repeat_interleave(2, -1) if interleaved else torch.cat((lengths, lengths), -1)
+    return torch.cat((joined, rest.abs()), -1)
+
+
+def judged_by_pairs(reference: Callable[..., Sequence[Tensor]], names: Sequence[str]) -> dict[str, Elementwise]:
+    """A judge for each of the first results of a reference that rotates what it rounds before."""
+
+    def summed(place: int) -> Callable[[Mapping[str, Any]], Tensor]:
+        def lengths(arguments: Mapping[str, Any]) -> Tensor:
+            given = {name: value for name, value in arguments.items() if value is not None}
+            half, interleaved = arguments["cos"].shape[-1], arguments["interleaved"]
+            return lengths_of_pairs(reference(**given)[place], half, interleaved=interleaved)
+
+        return lengths
+
+    return {name: Elementwise(TOLERANCE, TOLERANCE_REASON, summed(place)) for place, name in enumerate(names)}
 
 
 def norm_examples(
@@ -156,6 +182,7 @@ QK_NORM_ROPE = Operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
+    judge=judged_by_pairs(qk_norm_rope_reference, ("query_out", "key_out")),
     derive=derive_call,
     derived=DERIVED,
     derived_from=DERIVED_FROM,

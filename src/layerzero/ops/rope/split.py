@@ -17,7 +17,15 @@ from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.rope import stock
 from layerzero.ops.rope.cases import cos_sin
 from layerzero.ops.rope.declare import COS_SIN, DERIVED, DERIVED_FROM, INTERLEAVED, POSITIONS, check_positions
-from layerzero.ops.rope.normed import EPS, PLUS_ONE, TOLERANCE, TOLERANCE_REASON, norm_examples, normed
+from layerzero.ops.rope.normed import (
+    EPS,
+    PLUS_ONE,
+    TOLERANCE,
+    TOLERANCE_REASON,
+    judged_by_pairs,
+    norm_examples,
+    normed,
+)
 from layerzero.ops.rope.reference import rotated, rows_of, wide_dtype
 
 
@@ -166,6 +174,7 @@ SPLIT_QKV_NORM_ROPE = Operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
+    judge=judged_by_pairs(split_qkv_norm_rope_reference, ("query", "key")),
     derive=_derive,
     derived=(*DERIVED, "head_dim"),
     derived_from={**DERIVED_FROM, "head_dim": ("features",)},
