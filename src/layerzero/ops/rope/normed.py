@@ -45,8 +45,8 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = (
     "kernels round between the norm and the rotation, whose two products may cancel: normalised numbers times their "
-    "weights reach 8 in calls that are drawn, where half a unit of bfloat16 is 0.016, and both of a pair are rounded, so "
-    "that an entry is off by a part of its pair's length (one of 16,777,216 by 0.060 where -0.70 was right, by "
+    "weights reach 8 in calls that are drawn, where half a unit of bfloat16 is 0.016, and both of a pair are rounded, "
+    "so that an entry is off by a part of its pair's length (one of 16,777,216 by 0.060 where -0.70 was right, by "
     "FlashInfer's norm before its rotation and by vLLM's; H200, 2026-11-22)"
 )
 
