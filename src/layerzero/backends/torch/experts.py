@@ -99,7 +99,7 @@ KERNELS = (
             limit.dim("out_features", multiple=8),
             limit.contiguous("input", "weight", "ends"),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
             limit.aligned(16, "input", "weight"),
-            limit.dim("groups", max=1024),
+            limit.dim("groups", max=1023),
         ),
         graph_safe=True,
         priority=50,
