@@ -2,7 +2,8 @@
 
 Read: csrc/sampler.cu and csrc/torch_bindings.cpp of vLLM (``apply_repetition_penalties_(Tensor! logits, Tensor
 prompt_mask, Tensor output_mask, Tensor repetition_penalties) -> ()``). It works in place on dense rows, takes masks for
-all rows and a penalty for each in the dtype of the logits, and counts places of a row in 32 bits. Not run here yet.
+all rows and a penalty for each in the dtype of the logits, and counts places of a row in 32 bits.
+Conforms on an H200 (torch 2.11, 2026-11-22).
 Library: vllm 0.20, Apache-2.0.
 """
 
