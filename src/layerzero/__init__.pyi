@@ -514,12 +514,12 @@ def greedy(logits: Tensor) -> Tensor:
     Raises: InvalidCallError for other dtypes, and where there is no place.
     """
 
-def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Multiply rows that are sorted by group with their group's weight: the experts of a mixture, each with its tokens.
 
-    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of the
-        group before it to ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
-    Dtype: floating, the same for all, ends int32; sums are in float32; returns input.dtype.
+    Shapes: input (T, K), weight (G, N, K), group_ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of
+        the group before it to group_ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
+    Dtype: floating, the same for all, group_ends int32; sums are in float32; returns input.dtype.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and, where values can be read (debug mode),
         for ends that fall or whose last is not T. Without, rows of no group hold anything.
     """

@@ -47,29 +47,29 @@ def test_few_choices_serve_every_number_of_rows():
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("group_ends", "told"),
     [
-        (torch.tensor([3, 4, 9]), "ends: wanted dtype int32, got int64"),
-        (counted(3, 0, 7), r"ends\[2\]: wanted 0 to 9, got 10"),
-        (counted(3, 6), "ends: wanted groups 3 as in weight, got 2"),
-        (torch.tensor([3, -1, 9], dtype=torch.int32), r"ends\[1\]: wanted 0 to 9, got -1"),
+        (torch.tensor([3, 4, 9]), "group_ends: wanted dtype int32, got int64"),
+        (counted(3, 0, 7), r"group_ends\[2\]: wanted 0 to 9, got 10"),
+        (counted(3, 6), "group_ends: wanted experts 3 as in weight, got 2"),
+        (torch.tensor([3, -1, 9], dtype=torch.int32), r"group_ends\[1\]: wanted 0 to 9, got -1"),
     ],
 )
-def test_ends_that_are_none_are_refused(ends, told):
+def test_ends_that_are_none_are_refused(group_ends, told):
     with pytest.raises(lz.InvalidCallError, match=told):
-        lz.grouped_linear(torch.randn(9, 16), torch.randn(3, 8, 16), ends)
+        lz.grouped_linear(torch.randn(9, 16), torch.randn(3, 8, 16), group_ends)
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("group_ends", "told"),
     [
-        (torch.tensor([5, 3, 9], dtype=torch.int32), "ends: wanted numbers that do not fall"),
-        (counted(3, 3, 2), "ends: wanted the last to be the 9 rows of input"),
+        (torch.tensor([5, 3, 9], dtype=torch.int32), "group_ends: wanted numbers that do not fall"),
+        (counted(3, 3, 2), "group_ends: wanted the last to be the 9 rows of input"),
     ],
 )
-def test_values_of_ends_are_looked_at_in_debug_mode(ends, told):
+def test_values_of_ends_are_looked_at_in_debug_mode(group_ends, told):
     with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match=told):
-        lz.grouped_linear(torch.randn(9, 16), torch.randn(3, 8, 16), ends)
+        lz.grouped_linear(torch.randn(9, 16), torch.randn(3, 8, 16), group_ends)
 
 
 def test_gradients_reach_rows_and_weights():

@@ -14,7 +14,7 @@ def _grouped(c):
     rows, bias = c["input"], c.get("bias")
     out = np.zeros((len(rows), c["weight"].shape[1]))
     start = 0
-    for group, end in enumerate(int(each) for each in c["ends"]):
+    for group, end in enumerate(int(each) for each in c["group_ends"]):
         for row in range(start, end):
             out[row] = c["weight"][group] @ rows[row] + (0 if bias is None else bias[group])
         start = end

@@ -33,9 +33,9 @@ def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
 def _load_loop(facts: Facts) -> Callable[..., Tensor]:
     linear, cat = functional.linear, torch.cat
 
-    def loop(input: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         start, parts = 0, []
-        for number, end in enumerate(ends.tolist()):
+        for number, end in enumerate(group_ends.tolist()):
             if end > start:
                 own = None if bias is None else bias[number]
                 parts.append(linear(input[start:end], weight[number], own))
@@ -50,8 +50,8 @@ def _load_loop(facts: Facts) -> Callable[..., Tensor]:
 def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
     grouped_mm: Any = functional.grouped_mm
 
-    def grouped(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: A002
-        output: Tensor = grouped_mm(input, weight.mT, offs=ends)
+    def grouped(input: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:  # noqa: A002
+        output: Tensor = grouped_mm(input, weight.mT, offs=group_ends)
         return output
 
     return grouped
@@ -97,9 +97,11 @@ KERNELS = (
             limit.dtype("bfloat16"),
             limit.dim("in_features", multiple=8),
             limit.dim("out_features", multiple=8),
-            limit.contiguous("input", "weight", "ends"),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
+            limit.contiguous(
+                "input", "weight", "group_ends"
+            ),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
             limit.aligned(16, "input", "weight"),
-            limit.dim("groups", max=1023),
+            limit.dim("experts", max=1023),
         ),
         graph_safe=True,
         priority=50,

@@ -1,7 +1,7 @@
 """Products with a stack of weights: mlp.batched, each with rows of its own, and mlp.grouped, rows sorted by weight.
 
-Rows of a group lie one after the other; ``ends`` says behind which row each group ends, as ``torch.cumsum`` of how many
-each has. A mixture of experts sorts its tokens by expert, multiplies, and sorts back.
+Rows of a group lie one after the other; ``group_ends`` says behind which row each group ends, as ``torch.cumsum`` of
+how many each has. A mixture of experts sorts its tokens by expert, multiplies, and sorts back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, wide
 from layerzero.ops.linear.examples import deviation
 
 _FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
-_BIAS = TensorSchema("bias", ("groups", "out_features"), FLOATING, required=False)
+_BIAS = TensorSchema("bias", ("experts", "out_features"), FLOATING, required=False)
 
 
-def group_of(ends: Tensor, rows: int) -> Tensor:
+def group_of(group_ends: Tensor, rows: int) -> Tensor:
     """The group of each row, and how many groups there are where a row lies behind the last."""
-    places = torch.arange(rows, device=ends.device, dtype=ends.dtype)
-    return torch.searchsorted(ends.cummax(0).values, places, right=True)
+    places = torch.arange(rows, device=group_ends.device, dtype=group_ends.dtype)
+    return torch.searchsorted(group_ends.cummax(0).values, places, right=True)
 
 
 def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
@@ -44,17 +44,17 @@ def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = No
 def grouped_reference(
     input: Tensor,  # noqa: A002
     weight: Tensor,
-    ends: Tensor,
+    group_ends: Tensor,
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
     """``input[t] @ weight[g]^T + bias[g]`` for each row t, whose group g is the first that ends behind it.
 
-    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N)
+    Shapes: input (T, K), weight (G, N, K), group_ends (G,), bias (G, N) → (T, N)
     Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype. Rows behind the last end
     belong to no group and are 0.
     """
-    dtype, group = wide(input.dtype), group_of(ends, input.shape[0])
+    dtype, group = wide(input.dtype), group_of(group_ends, input.shape[0])
     output = torch.zeros(input.shape[0], weight.shape[1], dtype=dtype, device=input.device)
     for number in range(weight.shape[0]):
         product = input.to(dtype) @ weight[number].to(dtype).mT
@@ -63,13 +63,15 @@ def grouped_reference(
     return output.to(input.dtype)
 
 
-def _check_values(input: Tensor, ends: Tensor, **_: object) -> list[str]:  # noqa: A002
+def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[str]:  # noqa: A002
     """Groups follow one another."""
-    rows, told = input.shape[0], ends.tolist()
+    rows, told = input.shape[0], group_ends.tolist()
     if told != sorted(told):
-        return [f"ends: wanted numbers that do not fall, got {told[:8]}"]
+        return [f"group_ends: wanted numbers that do not fall, got {told[:8]}"]
     return (
-        [] if told and told[-1] == rows else [f"ends: wanted the last to be the {rows} rows of input, got {told[-1:]}"]
+        []
+        if told and told[-1] == rows
+        else [f"group_ends: wanted the last to be the {rows} rows of input, got {told[-1:]}"]
     )
 
 
@@ -85,7 +87,7 @@ def _work(rows_of: Callable[[Mapping[str, Any]], int]) -> Callable[[Mapping[str,
     def work(facts: Mapping[str, Any]) -> Work:
         """Every row times one weight; every tensor once."""
         rows, inputs, outputs = rows_of(facts), facts["in_features"], facts["out_features"]
-        moved = rows * (inputs + outputs) + facts["groups"] * inputs * outputs
+        moved = rows * (inputs + outputs) + facts["experts"] * inputs * outputs
         return Work(2.0 * rows * inputs * outputs, float(moved * facts["dtype"].itemsize))
 
     return work
@@ -95,21 +97,26 @@ def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """Weights whose products are of order 1, and groups of unlike lengths, one of them empty."""
-    groups, outputs, inputs = (case.sizes[name] for name in ("groups", "out_features", "in_features"))
+    groups, outputs, inputs = (case.sizes[name] for name in ("experts", "out_features", "in_features"))
     weight = drawn(TensorSchema("weight"), (groups, outputs, inputs), dtype, device, {}, generator)
     made = {"weight": weight if device.type == "meta" else weight.mul_(deviation(inputs))}
     if "rows" not in case.sizes:
         return made
     if device.type == "meta":
-        return {**made, "ends": torch.empty(groups, dtype=torch.int32, device=device)}
+        return {**made, "group_ends": torch.empty(groups, dtype=torch.int32, device=device)}
     where = device if generator is None else generator.device
-    ends = torch.randint(case.sizes["rows"] + 1, (groups,), generator=generator, device=where).sort().values
-    ends[-1:] = case.sizes["rows"]
-    return {**made, "ends": ends.to(device, torch.int32)}
+    group_ends = torch.randint(case.sizes["rows"] + 1, (groups,), generator=generator, device=where).sort().values
+    group_ends[-1:] = case.sizes["rows"]
+    return {**made, "group_ends": group_ends.to(device, torch.int32)}
 
 
 def _case(name: str, rows: int, groups: int, inputs: int, outputs: int, *, grouped: bool, biased: bool = False) -> Case:
-    sizes = {"rows" if grouped else "rows_each": rows, "groups": groups, "in_features": inputs, "out_features": outputs}
+    sizes = {
+        "rows" if grouped else "rows_each": rows,
+        "experts": groups,
+        "in_features": inputs,
+        "out_features": outputs,
+    }
     return Case(name, sizes, {}, ("bias",) if biased else ())
 
 
@@ -149,7 +156,7 @@ def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None)
 def _grouped_stock(
     input: Tensor,  # noqa: A002
     weight: Tensor,
-    ends: Tensor,
+    group_ends: Tensor,
     *,
     bias: Tensor | None = None,
 ) -> Callable[[], Tensor]:
@@ -157,7 +164,7 @@ def _grouped_stock(
 
     def run() -> Tensor:
         output, start = input.new_zeros(input.shape[0], weight.shape[1]), 0
-        for number, end in enumerate(ends.tolist()):
+        for number, end in enumerate(group_ends.tolist()):
             if end > start:
                 own = None if bias is None else bias[number]
                 output[start:end] = torch.nn.functional.linear(input[start:end], weight[number], own)
@@ -167,13 +174,13 @@ def _grouped_stock(
     return run
 
 
-_WEIGHT = TensorSchema("weight", ("groups", "out_features", "in_features"), FLOATING, resident=True)
+_WEIGHT = TensorSchema("weight", ("experts", "out_features", "in_features"), FLOATING, resident=True)
 BATCHED = Operation(
     schema=OperationSchema(
         operation="mlp.batched",
-        inputs=(TensorSchema("input", ("groups", "rows_each", "in_features"), FLOATING), _WEIGHT, _BIAS),
-        outputs=(TensorSchema("output", ("groups", "rows_each", "out_features"), FLOATING),),
-        axes=(Axis("groups", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
+        inputs=(TensorSchema("input", ("experts", "rows_each", "in_features"), FLOATING), _WEIGHT, _BIAS),
+        outputs=(TensorSchema("output", ("experts", "rows_each", "out_features"), FLOATING),),
+        axes=(Axis("experts", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
     ),
     summary="Products with a weight each",
     reference=batched_reference,
@@ -182,7 +189,7 @@ BATCHED = Operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     examples=_examples,
-    work=_work(lambda facts: int(facts["groups"] * facts["rows_each"])),
+    work=_work(lambda facts: int(facts["experts"] * facts["rows_each"])),
     sweep=_sweep(grouped=False),
     stock=_batched_stock,
 )
@@ -192,11 +199,11 @@ GROUPED = Operation(
         inputs=(
             TensorSchema("input", ("rows", "in_features"), FLOATING),
             _WEIGHT,
-            TensorSchema("ends", ("groups",), frozenset({torch.int32}), same_dtype=False, counts=("rows",)),
+            TensorSchema("group_ends", ("experts",), frozenset({torch.int32}), same_dtype=False, counts=("rows",)),
             _BIAS,
         ),
         outputs=(TensorSchema("output", ("rows", "out_features"), FLOATING),),
-        axes=(Axis("rows", scales=True, live=True), Axis("groups", scales=True), *_FEATURES),
+        axes=(Axis("rows", scales=True, live=True), Axis("experts", scales=True), *_FEATURES),
     ),
     summary="Products of rows that are sorted by the weight they go to",
     reference=grouped_reference,

@@ -29,28 +29,28 @@ def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None)
 def grouped_linear(
     input: Tensor,  # noqa: A002  # torch's name
     weight: Tensor,
-    ends: Tensor,
+    group_ends: Tensor,
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply rows that are sorted by group with their group's weight: the experts of a mixture, each with its tokens.
 
-    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of the
-        group before it to ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
-    Dtype: floating, the same for all, ends int32; sums are in float32; returns input.dtype.
+    Shapes: input (T, K), weight (G, N, K), group_ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of
+        the group before it to group_ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
+    Dtype: floating, the same for all, group_ends int32; sums are in float32; returns input.dtype.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and, where values can be read (debug mode),
         for ends that fall or whose last is not T. Without, rows of no group hold anything.
     """
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def _to(name: str, operation: Operation) -> Any:
+def _to(name: str, operation: Operation, varies: str) -> Any:
     def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:  # the protocol's
         check_dense(name, arguments)
         problems = operation.schema.validate(**arguments)
         if problems:
             raise InvalidCallError(name, problems)
-        return Routed(operation, arguments)
+        return Routed(operation, arguments, varies=(varies,))
 
     return route
 
@@ -82,9 +82,9 @@ def draw_grouped(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     )
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((rows, inputs), dtype))}
     arguments |= _stack(draw, dtype, groups, inputs)
-    ends = draw.integers((groups,), rows, torch.int32).sort().values
-    ends[-1] = rows
-    arguments["ends"] = ends
+    group_ends = draw.integers((groups,), rows, torch.int32).sort().values
+    group_ends[-1] = rows
+    arguments["group_ends"] = group_ends
     draw.poison(arguments, ("input",))
     return arguments
 
@@ -93,7 +93,7 @@ FUNCTIONS = (
     Function(
         "batched_linear",
         batched_linear,
-        _to("batched_linear", BATCHED),
+        _to("batched_linear", BATCHED, "rows_each"),
         (BATCHED,),
         draw=draw_batched,
         weight=1,
@@ -102,7 +102,7 @@ FUNCTIONS = (
     Function(
         "grouped_linear",
         grouped_linear,
-        _to("grouped_linear", GROUPED),
+        _to("grouped_linear", GROUPED, "rows"),
         (GROUPED,),
         draw=draw_grouped,
         weight=1,
