@@ -24,6 +24,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
+from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 
 log = logging.getLogger("layerzero")
@@ -118,6 +119,7 @@ def _warm(operation: Operation, dispatcher: Dispatcher, bound: dict[str, Any]) -
                     for _ in range(2):  # the first call compiles; the second shows that it need not again
                         plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
+                BUILDS.failures.forget(kernel, report.facts)
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)

@@ -1,0 +1,81 @@
+"""The two ways to build: in a child process, for kernels whose libraries keep what they compile, or in this thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import planning
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.first_run import first_run
+from layerzero.engine.functions import CALLS
+from layerzero.engine.jit import BUILT, Outcome
+from layerzero.ops import function_of
+from layerzero.serving.build_child import Build, last_lines
+from layerzero.serving.chosen import Chosen
+from layerzero.testing.apart import BUILD_S, End, Task, run_apart
+from layerzero.testing.trial import duplicate
+from layerzero.tuning.proving.child import homes, rebuilt
+
+
+def taken_over(each: Chosen) -> Outcome:
+    """Load what a child built, so that no call waits for that either."""
+    if not BUILT.ready(each.kernel, each.facts):
+        return Outcome("a child process built it, but left nothing where its library would keep it; is there room?")
+    try:
+        _plan(each)
+    except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
+        return Outcome(last_lines(error))
+    return Outcome()
+
+
+def _plan(each: Chosen) -> Any:
+    function = function_of(each.report.operation)
+    assert function is not None, "only calls of functions are asked for"
+    return planning.build(function, each.candidate, each.report, current_policy())
+
+
+def build_apart(chosen: list[Chosen], told: Callable[[Chosen, Outcome], None], stop: Callable[[], bool]) -> None:
+    """Build in children, one at a time: each job starts in the child of the one before, unless that died."""
+    if not chosen:
+        return
+    named = homes(each.kernel for each in chosen)
+    tasks = deque(
+        Task(Build(each.kernel.id, CallRecipe.of(each.facts), named), each.kernel.id, BUILD_S, about=each)
+        for each in chosen
+    )
+
+    def ended(task: Task, end: End) -> None:
+        if end.kind != "stopped":
+            told(task.about, Outcome(str(end), lasting=end.verdict is not None))
+
+    run_apart(
+        "layerzero.serving.build_child",
+        tasks,
+        found=lambda task, value: told(task.about, msgspec.convert(value, Outcome)),
+        ended=ended,
+        modules=named,
+        stop=stop,
+    )
+
+
+def built_here(each: Chosen) -> Outcome:
+    """Build in this thread what no other process can build for this one."""
+    try:
+        with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
+            call = duplicate(rebuilt(CallRecipe.of(each.facts)))
+            given = CALLS[call.function].function.bind((), call.arguments)
+            plan = _plan(each)
+            with first_run(plan, ENGINE.ledger):
+                for _ in range(2):
+                    plan.run(**given)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
+        return Outcome(last_lines(error))
+    BUILT.add(each.kernel, each.facts)
+    return Outcome()
