@@ -16,9 +16,10 @@ import layerzero as lz
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
-from layerzero.serving import build_child, building, jit_status
+from layerzero.serving import building, jit_status
 from layerzero.serving.building import BUILDS
 from layerzero.tuning.keeping import builds
+from layerzero.tuning.proving import build_child
 
 HERE = str(Path(__file__).parent)
 CALL = torch.ones(4, 32), torch.ones(32)
@@ -76,7 +77,7 @@ def here():
                 load=load,
                 accepts=("eps",),
                 jit=True,
-                priority=99,
+                priority=50,
             )
         ]
     )
@@ -104,7 +105,7 @@ def test_a_call_does_not_wait_and_the_kernel_takes_over(here):
 
 
 def test_what_would_not_be_chosen_is_not_built(here):
-    in_background(avoid_sources=["test"], prefer_sources=["torch"])
+    in_background(avoid_sources=["test"])
     lz.rms_norm(*CALL)
     assert BUILDS.idle.wait(LIMIT_S)
     assert here.builds == []
@@ -131,7 +132,7 @@ def test_the_variable_and_a_scope_say_how(monkeypatch):
 
 def test_the_policy_of_the_calls_scope_decides(here):
     here.may.set()
-    with lz.scope(jit="background", avoid_sources=["test"], prefer_sources=["torch"]):
+    with lz.scope(jit="background", avoid_sources=["test"]):
         lz.rms_norm(*CALL)
         assert BUILDS.idle.wait(LIMIT_S)
     assert here.builds == []

@@ -119,7 +119,7 @@ class Standings:
 
         Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
         priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
-        what judges them is returned beside the others. What verdicts, health or other changing things decide about is
+        what judges them is returned beside the others. None that holds others back is left. What verdicts, health or other changing things decide about is
         never left.
         """
         kept = self._of(kernels, facts, policy, machine)
@@ -135,7 +135,7 @@ class Standings:
             if standing.changing or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
-            elif kernel.priority_on(facts.device) < best or (stock and kernel.id not in kept.first):
+            elif kernel.id not in kept.first and (stock or kernel.priority_on(facts.device) < best):
                 left.append(standing)
                 continue
             candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)

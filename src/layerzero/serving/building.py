@@ -15,14 +15,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildIdentity, Outcome, build_of
+from layerzero.engine.policy import Policy
 from layerzero.serving.chosen import Chosen
 from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock
 
@@ -49,12 +51,16 @@ END_S = 2.0
 NICENESS = 10
 
 
+_Lack = tuple[str, str, Hashable, Policy]
+"""A build that is missing, under a policy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A call that waits: what it is about, which builds it lacks, and the context in which it was made."""
 
     facts: Facts
-    lacks: tuple[BuildIdentity, ...]
+    lacks: tuple[_Lack, ...]
     context: contextvars.Context
 
 
@@ -78,7 +84,7 @@ class Builds:
         """Build nothing and have no thread: at first, and in a process that was forked."""
         self.host.close()
         self._lock = forking.lock()
-        self._asked: dict[BuildIdentity, None] = {}
+        self._asked: dict[_Lack, None] = {}
         self._epoch = ENGINE.epoch
         self._waiting: deque[Waiting] = deque()
         self._wake, self._ending = threading.Event(), threading.Event()
@@ -101,7 +107,9 @@ class Builds:
         if self._epoch != ENGINE.epoch:  # something else may be wanted now
             self._epoch = ENGINE.epoch
             self._asked.clear()
-        lacks = tuple(each for kernel in kernels if (each := build_of(kernel, facts)) not in self._asked)
+        policy = current_policy()
+        asked = [(*build_of(kernel, facts), policy) for kernel in kernels]  # another policy may want another kernel
+        lacks = tuple(each for each in asked if each not in self._asked)
         if not lacks or self._ending.is_set():
             return
         with self._lock:
@@ -188,7 +196,8 @@ class Builds:
 
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
-        from layerzero.serving import compiling  # here: a call should not wait for what compiling imports
+        from layerzero.serving import compiling  # here: a call should not wait for what these import
+        from layerzero.tuning.proving.building import build_apart
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []
@@ -208,7 +217,12 @@ class Builds:
 
         self._tell(open_ones.values())
         chosen = [each.chosen for each in asked]
-        compiling.build_apart([each for each in chosen if each.kernel.builds_apart], told, self._ending.is_set)
+        apart = {each.identity: each for each in chosen if each.kernel.builds_apart}
+        build_apart(
+            [(each.kernel, each.facts) for each in apart.values()],
+            lambda kernel, facts, outcome: told(apart[build_of(kernel, facts)], outcome),
+            self._ending.is_set,
+        )
         for each in chosen:
             if not each.kernel.builds_apart and not self._ending.is_set():
                 told(each, contexts[each.identity].context.run(compiling.built_here, each))

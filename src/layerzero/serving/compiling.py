@@ -1,12 +1,9 @@
-"""The two ways to build: in a child process, for kernels whose libraries keep what they compile, or in this thread."""
+"""What this process itself does of a build: load what a child built, or compile where no other process can."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 
 from layerzero.core.recipe import CallRecipe
@@ -17,11 +14,10 @@ from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT, Outcome
 from layerzero.ops import function_of
-from layerzero.serving.build_child import Build, last_lines
 from layerzero.serving.chosen import Chosen
-from layerzero.testing.apart import BUILD_S, End, Task, run_apart
 from layerzero.testing.trial import duplicate
-from layerzero.tuning.proving.child import homes, rebuilt
+from layerzero.tuning.proving.build_child import last_lines
+from layerzero.tuning.proving.child import rebuilt
 
 
 def taken_over(each: Chosen) -> Outcome:
@@ -39,30 +35,6 @@ def _plan(each: Chosen) -> Any:
     function = function_of(each.report.operation)
     assert function is not None, "only calls of functions are asked for"
     return planning.build(function, each.candidate, each.report, current_policy())
-
-
-def build_apart(chosen: list[Chosen], told: Callable[[Chosen, Outcome], None], stop: Callable[[], bool]) -> None:
-    """Build in children, one at a time: each job starts in the child of the one before, unless that died."""
-    if not chosen:
-        return
-    named = homes(each.kernel for each in chosen)
-    tasks = deque(
-        Task(Build(each.kernel.id, CallRecipe.of(each.facts), named), each.kernel.id, BUILD_S, about=each)
-        for each in chosen
-    )
-
-    def ended(task: Task, end: End) -> None:
-        if end.kind != "stopped":
-            told(task.about, Outcome(str(end), lasting=end.verdict is not None))
-
-    run_apart(
-        "layerzero.serving.build_child",
-        tasks,
-        found=lambda task, value: told(task.about, msgspec.convert(value, Outcome)),
-        ended=ended,
-        modules=named,
-        stop=stop,
-    )
 
 
 def built_here(each: Chosen) -> Outcome:
