@@ -239,6 +239,7 @@ class Dispatcher:
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
+        self.engine.ledger.called(plan.report.facts)
         if not self.engine.watchers:
             conditions = reuse.conditions_of(plan, policy, self.order)
             self.cache.insert(key, plan, policy, epoch, policy.cache_max_size, conditions)

@@ -122,7 +122,7 @@ class Standings:
 
         Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
         priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
-        what judges them is returned beside the others. None that holds others back is left. What verdicts, health or other changing things decide about is
+        what judges them is returned beside the others. What verdicts, health or other changing things decide about is
         never left.
         """
         kept = self._of(kernels, facts, policy, machine)
