@@ -7,7 +7,7 @@ is not measured again: an interrupted run goes on where it ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from layerzero.engine.config import current_policy
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.manifest import dtype_of, jobs_of, text_of
-from layerzero.tuning.measuring.record import Recording
+from layerzero.tuning.measuring.manifest import dtype_of, text_of
+from layerzero.tuning.measuring.record import jobs_of_model
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import MIN_SAMPLES, Effort
 from layerzero.tuning.measuring.tuned import Progress, Tuned
@@ -93,7 +93,7 @@ def tune(
             layout=layout,
         )
     else:
-        jobs = _jobs_of_model(operation, shapes, target.type)
+        jobs = jobs_of_model(operation, shapes, target.type)
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
         raise ValueError(f"samples: wanted at least {MIN_SAMPLES} of each kernel, got {samples}")
@@ -109,23 +109,6 @@ def tune(
         leave_out=leave_out,
         progress=progress,
     )
-
-
-def _jobs_of_model(model: Callable[..., Any], inputs: Any, device: str) -> list[Job]:
-    """The calls of one forward pass. Raises: ValueError where it makes none on this device."""
-    with Recording() as recording, torch.no_grad():
-        if inputs is None:
-            model()
-        elif isinstance(inputs, Mapping):
-            model(**inputs)
-        else:
-            model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-    jobs = jobs_of(recording.manifest(), device)
-    if not jobs:
-        got = f"{type(model).__name__}, which made {recording.calls} calls elsewhere"
-        hint = "lz.optimize(model) lets its modules call them, device= names another device"
-        raise ValueError(f"tune: wanted a model that calls LayerZero's functions on {device}, got {got}; {hint}")
-    return jobs
 
 
 def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
