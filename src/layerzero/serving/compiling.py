@@ -16,6 +16,7 @@ from layerzero.engine.jit import BUILT, Outcome
 from layerzero.ops import function_of
 from layerzero.serving.chosen import Chosen
 from layerzero.testing.trial import duplicate
+from layerzero.tuning.measuring.online import let_others_capture
 from layerzero.tuning.proving.build_child import last_lines
 from layerzero.tuning.proving.child import rebuilt
 
@@ -25,10 +26,17 @@ def taken_over(each: Chosen) -> Outcome:
     if not BUILT.ready(each.kernel, each.facts):
         return Outcome("a child process built it, but left nothing where its library would keep it; is there room?")
     try:
+        _beside_captures(each)
         _plan(each)
     except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
         return Outcome(last_lines(error))
     return Outcome()
+
+
+def _beside_captures(each: Chosen) -> None:
+    """Let another thread capture a graph meanwhile, which what is loaded here would break off otherwise."""
+    if each.facts.device.torch_type == "cuda":
+        let_others_capture()
 
 
 def _plan(each: Chosen) -> Any:
@@ -40,6 +48,7 @@ def _plan(each: Chosen) -> Any:
 def built_here(each: Chosen) -> Outcome:
     """Build in this thread what no other process can build for this one."""
     try:
+        _beside_captures(each)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
             call = duplicate(rebuilt(CallRecipe.of(each.facts)))
             given = CALLS[call.function].function.bind((), call.arguments)
