@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
+from layerzero.backends.torch import inductor
 from layerzero.core import layouts
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, failing, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
+from layerzero.serving.building import BUILDS
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is
@@ -28,6 +31,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package anew otherwise: 0.5 s of its 3
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
+os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that does not ask for it
+config.CONFIGURATION.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +40,14 @@ def fresh_process(monkeypatch):
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
+    monkeypatch.setenv("LAYERZERO_JIT", "never")
+    monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
     ENGINE.ledger = MemoryLedger()
     before = {kernel.id for kernel in REGISTRY.kernels()}
     yield
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
         monkeypatch.delenv(variable)
+    monkeypatch.setenv("LAYERZERO_JIT", "never")
     config.CONFIGURATION.reset()
     DESCRIPTORS.clear()
     for kernel in REGISTRY.kernels():
@@ -49,6 +57,8 @@ def fresh_process(monkeypatch):
     ENGINE.recent.clear()
     ENGINE.health.reset()
     BUILT.clear()
+    BUILDS.end()
+    BUILDS.begin()
     probe.reset_broken()
     failing.forget_told()
     layouts.forget_warnings()

@@ -50,6 +50,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unload_descriptor",
     ),
     "layerzero.asking.trace": ("trace",),
+    "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
     "layerzero.serving.warmup": ("warmup",),
     "layerzero.engine.functions": ("register_function",),
     "layerzero.engine.probe": ("Machine",),

@@ -63,6 +63,7 @@ from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -85,6 +86,7 @@ __all__ = [
     "Function",
     "Handle",
     "InvalidCallError",
+    "JitStatus",
     "Kernel",
     "KernelExecutionError",
     "KernelSpec",
@@ -147,6 +149,7 @@ __all__ = [
     "gelu_mul",
     "greedy",
     "grouped_linear",
+    "jit_status",
     "judges",
     "kernels_from_descriptor",
     "layer_norm",

@@ -83,6 +83,13 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
         BACKGROUND.add(kernel, facts)
 
 
+def build_later(kernels: Iterable[Kernel], facts: Facts) -> None:
+    """Build, in the background, what a call that was just made would choose if it were built."""
+    from layerzero.serving.building import BUILDS
+
+    BUILDS.add(kernels, facts)
+
+
 def sample(plan: Plan, function: Function, rate: float) -> None:
     """Let a plan time a share of its calls."""
     from layerzero.tuning.measuring.online import attach

@@ -13,6 +13,7 @@ KNOWN = {
     "cli/output.py": {"Event"},  # of a command that ends by an interrupt, which forks nothing
     "core/forking.py": {"Lock", "RLock"},
     "engine/flight.py": {"Lock"},  # of one choice that is under way; a child forgets them all
+    "serving/building.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/keeping/watching.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/proving/vet_later.py": {"Event"},  # the same

@@ -139,3 +139,17 @@ def test_the_more_doubtful_times_are_the_more_must_be_gained(library, monkeypatc
     monkeypatch.setattr(type(ENGINE.ledger), "evidence", evidence)
     monkeypatch.setattr(type(ENGINE.ledger), "untimed", lambda *_: False)
     assert chosen().kernel_id == winner
+
+
+@pytest.mark.usefixtures("library")
+def test_a_call_gets_what_the_question_says_where_a_program_has_a_kernel_of_its_own():
+    ran = []
+
+    @lz.register_kernel("norm.rms", "mine.rms_norm", priority=50)
+    def mine(input, weight, *, eps=1e-6):
+        ran.append("mine")
+        return norm(input, weight, eps=eps)
+
+    assert chosen().kernel_id == "mine.rms_norm"
+    lz.rms_norm(X, W)
+    assert ran == ["mine"]

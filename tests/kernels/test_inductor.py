@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.torch import inductor
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build with"),
@@ -59,3 +62,21 @@ def test_one_build_serves_any_eps():
         for eps in (1e-6, 0.5):
             wanted = torch.nn.functional.rms_norm(x, w.shape, w, eps)
             torch.testing.assert_close(lz.rms_norm(x, w, eps), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_built_counts_in_the_next_process_until_its_files_are_gone(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (x, w), wanted = calls("rms_norm", *SHAPES[0])
+    code = "import torch, layerzero as lz; print(lz.warmup('rms_norm', shapes=[(64, 512)], device='cpu'))"
+    monkeypatch.setattr(inductor, "NOTES", "built")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "inductor.rms_norm" in done.stdout, done.stderr
+    assert lz.explain("rms_norm", x, w).reasons("inductor.rms_norm") == ()
+    inductor._BUILT.clear()
+    with lz.scope(locks={"rms_norm": "inductor.rms_norm"}):
+        torch.testing.assert_close(lz.rms_norm(x, w), wanted, rtol=1e-5, atol=1e-5)
+    for artefact in inductor.cache_folder().glob("*.pt2"):
+        artefact.unlink()
+    assert [str(reason.code) for reason in lz.explain("rms_norm", x, w).reasons("inductor.rms_norm")] == [
+        "JIT_DISABLED"
+    ]

@@ -88,10 +88,12 @@ def test_a_recorded_workload_is_tuned_most_frequent_first(tmp_path):
             k = torch.randn(1, length, 4, 16)
             lz.attention(q, k, k, layout="BSHD")
     jobs = jobs_of(Manifest.load(file), "cpu")
-    assert [(job.operation, job.count) for job in jobs] == [("attention.standard.decode", 27), ("norm.rms", 1)]
+    assert [(job.operation, job.count) for job in jobs[:2]] == [("attention.standard.decode", 27), ("norm.rms", 1)]
+    lengths = [job.recipe.tensors["key"].shape[1] for job in jobs if "decode" in job.operation]
+    assert lengths == [59, 33], "both ends; of those that are equally frequent, the largest is the first"
     lz.configure(deny=OTHERS)
     found = lz.tune(manifest=file, samples=3, isolate=False)
-    assert [each.report.operation for each in found.contests] == ["attention.standard.decode", "norm.rms"]
+    assert [each.report.operation for each in found.contests[:2]] == ["attention.standard.decode", "norm.rms"]
     assert jobs_of(Manifest.load(file), "cuda") == []
     x = torch.ones(64, 64)
     assert lz.explain("rms_norm", x, torch.ones(64)).chosen.provenance == "measured"

@@ -24,7 +24,7 @@ from layerzero.ops.paged.sweep import append_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest, grid, tune
+from layerzero.tuning.measuring import contest, grid, running
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
@@ -41,7 +41,7 @@ def tuned(*args, **kwargs):
 
 def test_times_decide_from_then_on(monkeypatch):
     told = []
-    monkeypatch.setattr(tune, "clock_of", lambda device, *, graph: Told(told))
+    monkeypatch.setattr(running, "clock_of", lambda device, *, graph: Told(told))
 
     @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"], priority=99)
     def slow(input, weight, *, eps):
@@ -291,7 +291,7 @@ def test_one_child_is_asked_for_many_calls(monkeypatch, tmp_path):
         return rms_norm(input, weight.shape, weight, eps)
 
     asked = []
-    monkeypatch.setattr(tune, "rehearse", lambda pairs, **_: asked.append(len(pairs)) or [])
+    monkeypatch.setattr(running, "rehearse", lambda pairs, **_: asked.append(len(pairs)) or [])
     ENGINE.ledger = FileLedger(tmp_path)
     tuned("rms_norm", shapes=[(8, 64), (8, 200), (900, 64)], isolate=True)
     assert asked == [3]
@@ -305,7 +305,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
     def unasked(pairs, **_):
         return [rehearsal.Rehearsed(*pair, None, "no such module") for pair in pairs]
 
-    monkeypatch.setattr(tune, "rehearse", unasked)
+    monkeypatch.setattr(running, "rehearse", unasked)
     ENGINE.ledger = FileLedger(tmp_path)
     with pytest.warns(lz.LayerZeroWarning, match=r"mine\.local runs in this process .* no such module") as told:
         found = tuned("rms_norm", shapes=[(8, 64), (8, 200)], isolate=True)

@@ -123,11 +123,14 @@ def doctor(
 ) -> Answer:
     """Diagnose this machine and its libraries.
 
-    Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it.
+    Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it; then what
+    is built in the background, and at the end at most five lines that say what would make calls faster here.
     """
     from layerzero.asking.diagnosis import doctor as diagnose
     from layerzero.cli import tables
     from layerzero.cli.plugins import ask_a_child
+    from layerzero.serving.advice import advice
+    from layerzero.serving.jit_status import jit_status
     from layerzero.tuning.proving.confirm import confirm_suspects
 
     if (again or module) and not confirm:
@@ -136,8 +139,11 @@ def doctor(
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
+    status, faster = jit_status(), advice()
     data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
-    return Answer(data, lambda: [*(f"confirmed: {each}" for each in confirmed), *tables.diagnosis(diagnosis)], code)
+    data |= {"jit": status.to_dict(), "faster": [each.to_dict() for each in faster]}
+    lines = [f"confirmed: {each}" for each in confirmed]
+    return Answer(data, lambda: [*lines, *tables.diagnosis(diagnosis), *tables.faster(status, faster)], code)
 
 
 @main.command(

@@ -73,7 +73,8 @@ def tune(
     threads: Threads = None,
     samples: Samples = None,
     budget_s: Annotated[
-        float | None, typer.Option("--budget-s", metavar="SECONDS", help="Begin no further call after so long.", min=0)
+        float | None,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long; a second run goes on.", min=0),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False,

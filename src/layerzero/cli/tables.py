@@ -22,6 +22,8 @@ from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import Setting
+from layerzero.serving.advice import Advice
+from layerzero.serving.jit_status import JitStatus
 from layerzero.tuning.keeping.rows import Row
 
 
@@ -203,6 +205,16 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
         yield Text(f"issue: {issue}", style="yellow")
     if not found.issues:
         yield Text("no issues found", style="green")
+
+
+def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableType]:
+    """What is built in the background, and what to do to be faster here."""
+    for line in status.lines():
+        yield Text(f"jit: {line}")
+    if advice:
+        yield Text("to be faster here:", style="bold")
+    for each in advice:
+        yield Text(f"  {each}")
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:

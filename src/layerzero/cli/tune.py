@@ -69,9 +69,10 @@ def answer(
 def _bar(*, quiet: bool) -> Iterator[Callable[[Step], None]]:
     """A progress bar on stderr; where nobody watches a terminal, nothing."""
     console = Console(stderr=True)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    left = TextColumn("{task.fields[left]}")
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), left, TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task("looking for what to measure", total=None)
+        task = progress.add_task("looking for what to measure", total=None, left="")
 
         def told(step: Step) -> None:
             if step.contest is not None:
@@ -79,7 +80,8 @@ def _bar(*, quiet: bool) -> Iterator[Callable[[Step], None]]:
             else:
                 text = f"{step.job.name} {f'({step.skipped})' if step.skipped else '…'}"
             done = step.number if step.contest is not None or step.skipped else step.number - 1
-            progress.update(task, completed=done, total=step.total, description=text)
+            left = "" if step.left_s is None else f"{step.left_s:.0f} s left"
+            progress.update(task, completed=done, total=step.total, description=text, left=left)
 
         yield told
 
@@ -116,6 +118,8 @@ def _shown(tuned: Tuned) -> Iterator[RenderableType]:
             yield Text(str(vetted), style="yellow")
     for name, reason in tuned.in_process.items():
         yield Text(f"{name} ran in this process for the first time, no child could be asked: {reason}", style="yellow")
+    for name, reason in tuned.not_built.items():
+        yield Text(f"{name} was not measured: it is not built: {reason}", style="yellow")
     for name, reason in tuned.skipped.items():
         yield Text(f"{name}: {reason}", style="yellow")
     yield Text(f"{tuned}; for {tuned.winners_changed} of them the winner changed")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -161,6 +162,9 @@ class Kernel:
             where one artefact serves more or fewer calls than a class.
         prebuilt: whether the artefact for a call is there: it came with an installed package, or lies where the library
             keeps what it compiled, so that nothing compiles. It is asked in each choice; a file that is gone is seen.
+        cache_folder: the folder in which its library keeps what it compiled, where other processes find it; None where
+            it keeps nothing, or where nothing is written there. With it or ``prebuilt``, a child process compiles in
+            the background, and a thread of this process without.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
@@ -198,6 +202,7 @@ class Kernel:
     jit: bool = False
     build_key: Callable[[Facts], Hashable] | None = None
     prebuilt: Callable[[Facts], bool] | None = None
+    cache_folder: Callable[[], Path | None] | None = None
     checks_indices: bool = False
     handles_empty: bool = False
     handles_negated: bool = False
@@ -236,8 +241,9 @@ class Kernel:
         for name in self.renames.values():
             if not name.isidentifier() or keyword.iskeyword(name):  # it becomes a word of the plan's text
                 raise RegistrationError(f"{self.id}: renames: wanted the name of an argument, got {name!r}")
-        if (self.build_key or self.prebuilt) and not self.jit:
-            raise RegistrationError(f"{self.id}: build_key and prebuilt speak of what compiles, and it does not (jit)")
+        if (self.build_key or self.prebuilt or self.cache_folder) and not self.jit:
+            told = "build_key, prebuilt and cache_folder"
+            raise RegistrationError(f"{self.id}: {told} speak of what compiles, and it does not (jit)")
 
     def __hash__(self) -> int:
         return hash(self.id)  # its mappings have no hash; measured times are kept by kernel
@@ -268,6 +274,11 @@ class Kernel:
     def is_stock(self, facts: Facts) -> bool:
         """Whether torch's own function runs this kernel for such a call."""
         return self.stock if isinstance(self.stock, bool) else self.stock(facts)
+
+    @property
+    def builds_apart(self) -> bool:
+        """Whether what another process compiled serves this one."""
+        return self.prebuilt is not None or self.cache_folder is not None
 
     def workspace_for(self, facts: Facts) -> int:
         """Bytes it needs beside its results."""

@@ -153,6 +153,12 @@ class Ledger(Protocol):
     def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
         """Remember what a child found: passed clears the suspect, anything else bans it."""
 
+    def called(self, facts: Facts) -> None:
+        """Remember that a call was chosen for, so that tuning measures first what this machine runs; never waits."""
+
+    def calls(self) -> Sequence[tuple[int, CallRecipe]]:
+        """What was called on this machine and how often it was chosen for, the latest first; bounded."""
+
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the place where things are remembered, for doctor."""
 
@@ -263,6 +269,13 @@ class MemoryLedger:
                 known[suspect.call_class] = Judgement(verdict, suspect.call_class, detail)
                 settled = replace(suspect, verdict=verdict, detail=detail)
                 self._suspects[suspect.kernel_id, suspect.call_class] = settled
+
+    def called(self, facts: Facts) -> None:
+        """Nothing is remembered of a machine."""
+
+    def calls(self) -> Sequence[tuple[int, CallRecipe]]:
+        """Nothing is remembered of a machine."""
+        return ()
 
     def notes(self) -> tuple[str, ...]:
         """Nothing: memory does not break."""

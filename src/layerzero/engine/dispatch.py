@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from layerzero.core import forking, outdated
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
-from layerzero.core.facts import CallState, FactsBuilder, TensorFacts
+from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
@@ -190,11 +190,13 @@ class Dispatcher:
         failed = set(failed)
         while True:
             machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
-            report, _ = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
+            report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # someone may ask why
                 report = with_every_reason(report, policy, machine)
             if self.engine.frozen is not None:
                 self.engine.frozen.refuse(report, policy)
+            elif policy.jit == "background":
+                self._build_later(judged, report.facts)
             chosen = require(report)
             try:
                 plan = planning.build(self.function, chosen, report, policy)
@@ -237,6 +239,7 @@ class Dispatcher:
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
+        self.engine.ledger.called(plan.report.facts)
         if not self.engine.watchers:
             conditions = reuse.conditions_of(plan, policy, self.order)
             self.cache.insert(key, plan, policy, epoch, policy.cache_max_size, conditions)
@@ -339,6 +342,14 @@ class Dispatcher:
                 return False
         plan.proved = True
         return True
+
+    def _build_later(self, judged: Iterable[Candidate], facts: Facts) -> None:
+        """Have built, behind what runs meanwhile, what this call would choose if it were built; never in a capture."""
+        unbuilt = [each.kernel for each in judged if legality.only_unbuilt(each)]
+        if unbuilt and not facts["capturing"]:
+            from layerzero import _assembly
+
+            _assembly.build_later(unbuilt, facts)
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None

@@ -1,16 +1,46 @@
 """Which compiled artefacts exist: a JIT kernel is refused until it was built for calls like this one.
 
-Which calls are alike the kernel says (``build_key``); where it says nothing, those of one class are.
+Which calls are alike the kernel says (``build_key``); where it says nothing, those of one class are. What an earlier
+process compiled counts where the kernel can tell (``prebuilt``), or where it was noted in the folder in which its
+library keeps such things (``cache_folder``): a note lists the files that were opened there while it was built, and
+counts as long as they exist. Who wipes the folder wipes the notes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
-from layerzero.core import forking
+import msgspec
+import torch
+
+from layerzero.core import disk, forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
+from layerzero.engine import probe
+
+NOTES = "layerzero"
+"""The folder of the notes in a library's own."""
+
+MOST_BYTES = 1 << 20
+"""A file that is larger is no note."""
+
+
+BuildIdentity = tuple[str, str, Hashable]
+"""What is built once: a kernel, the kind of device, and what the artefact depends on."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of it: the last lines of the error, empty if it was built; one that lasts is not tried again."""
+
+    log: str = ""
+    lasting: bool = True
 
 
 class Built:
@@ -18,18 +48,20 @@ class Built:
 
     def __init__(self) -> None:
         self._lock = forking.lock()
-        self._pairs: set[tuple[str, str, Hashable]] = set()
+        self._pairs: set[BuildIdentity] = set()
 
     def ready(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether the kernel was built for calls like this one."""
-        if self._pairs and (kernel.id, facts.device.name, _key(kernel, facts)) in self._pairs:
+        if self._pairs and build_of(kernel, facts) in self._pairs:
             return True
-        return kernel.prebuilt is not None and kernel.prebuilt(facts)
+        if kernel.prebuilt is not None and kernel.prebuilt(facts):
+            return True
+        return kernel.cache_folder is not None and is_noted(kernel, facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
         with self._lock:
-            self._pairs.add((kernel.id, facts.device.name, _key(kernel, facts)))
+            self._pairs.add(build_of(kernel, facts))
 
     def clear(self) -> None:
         """Forget all artefacts."""
@@ -37,8 +69,71 @@ class Built:
             self._pairs.clear()
 
 
+def build_of(kernel: Kernel, facts: Facts) -> BuildIdentity:
+    """What is built once for calls like this one: kernel, kind of device, and what the artefact depends on."""
+    return kernel.id, facts.device.name, _key(kernel, facts)
+
+
 def _key(kernel: Kernel, facts: Facts) -> Hashable:
     return kernel.build_key(facts.seen_in(kernel.layout)) if kernel.build_key else call_class(facts)
+
+
+def name_of(kernel: Kernel, facts: Facts, *more: str) -> str:
+    """The name of a build in files: another one for other versions of its library and of torch, and for ``more``."""
+    version = probe.this_machine().state(kernel.backend, facts.device).version or ""
+    parts = (*build_of(kernel, facts), version, torch.__version__, facts.device.sm, *more)
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:40]
+
+
+def _note(kernel: Kernel, facts: Facts) -> Path | None:
+    folder = kernel.cache_folder() if kernel.cache_folder is not None else None
+    return None if folder is None else folder / NOTES / f"{name_of(kernel, facts)}.json"
+
+
+def is_noted(kernel: Kernel, facts: Facts) -> bool:
+    """Whether a build is noted in its library's folder, and every file that it opened there still exists."""
+    note = _note(kernel, facts)
+    if note is None:
+        return False
+    try:
+        files = msgspec.json.decode(disk.read_plain(note, MOST_BYTES), type=list[str])
+    except (OSError, msgspec.DecodeError):  # none, or a damaged one: it is built again
+        return False
+    return all(os.path.exists(note.parent.parent / each) for each in files)  # noqa: PTH110  # asked in choices
+
+
+def note(kernel: Kernel, facts: Facts, opened: Iterable[str]) -> None:
+    """Write down that a build lies in its library's folder, with those of the files opened meanwhile that do.
+
+    Raises: OSError where nothing can be written there: then nothing was kept, either.
+    """
+    place = _note(kernel, facts)
+    if place is None:
+        return
+    folder = place.parent.parent
+    inside = {os.path.relpath(each, folder) for each in opened if Path(each).is_relative_to(folder)}
+    kept = sorted(each for each in inside if (folder / each).is_file() and not each.startswith(NOTES))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    disk.write_whole(place, msgspec.json.encode(kept))
+
+
+@contextlib.contextmanager
+def opened_files() -> Iterator[set[str]]:
+    """Collect the files that Python opens or renames meanwhile; for processes that only build, as it lasts for good."""
+    found: set[str] = set()
+    on = [True]
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if on[0] and event in ("open", "os.rename"):
+            path = arguments[event == "os.rename"]
+            if isinstance(path, (str, bytes, os.PathLike)):
+                found.add(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100  # links stay as the library names them
+
+    sys.addaudithook(heard)
+    try:
+        yield found
+    finally:
+        on[0] = False
 
 
 BUILT = Built()

@@ -141,6 +141,8 @@ def trust_reasons(
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict", hint))
     if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
+        if policy.jit == "background":
+            hint = "It is built in the background where it would be chosen (lz.jit_status()), or by lz.warmup"
         reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
     return reasons
 
@@ -182,6 +184,12 @@ def untrusted(kernel: Kernel, device: Device) -> bool:
     """Whether a kernel may not run here before it was vetted: a plugin's, or a library's of an untested version."""
     state = this_machine().state(kernel.backend, device)
     return state.untested or (kernel.trust is Trust.PLUGIN and state.reason is None)
+
+
+def only_unbuilt(candidate: Candidate) -> bool:
+    """Whether nothing but its missing artefact keeps a kernel from a call, as far as it was judged."""
+    reasons = candidate.reasons
+    return len(reasons) == 1 and reasons[0].code is ReasonCode.JIT_DISABLED
 
 
 def awaiting(candidates: Iterable[Candidate], facts: Facts) -> list[Kernel]:

@@ -118,6 +118,8 @@ class Policy:
         # Read once for each refused candidate or hit; attributes are cheaper than the mapping.
         for name in _ATTRIBUTES:
             object.__setattr__(self, name.replace(".", "_"), self._by_name[name])
+        if self.jit == "inline":
+            object.__setattr__(self, "allow_jit_compile", True)
         object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))
 
     enabled: bool = field(init=False, compare=False, repr=False)
@@ -125,6 +127,7 @@ class Policy:
     strict_mode: bool = field(init=False, compare=False, repr=False)
     allow_adaptation: bool = field(init=False, compare=False, repr=False)
     allow_jit_compile: bool = field(init=False, compare=False, repr=False)
+    jit: str = field(init=False, compare=False, repr=False)
     deterministic: bool = field(init=False, compare=False, repr=False)
     require_vetting: bool = field(init=False, compare=False, repr=False)
     log_selections: bool = field(init=False, compare=False, repr=False)
@@ -158,7 +161,7 @@ class Policy:
 
 _ATTRIBUTES = (
     *("enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "deterministic"),
-    *("require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
+    *("jit", "require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
     *("prefer_sources", "avoid_sources", "allow", "deny"),
     *("sampling_rate", "vet_in_background", "cache.enabled", "cache.max_size", "descriptors"),
 )

@@ -59,6 +59,12 @@ SETTINGS: dict[str, Setting] = {
     "strict_mode": Setting(bool, False, "refuse adaptations that move data, and ambiguous layouts"),
     "allow_adaptation": Setting(bool, True, "allow copies and operations' own adaptations where a kernel needs them"),
     "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
+    "jit": Setting(
+        str,
+        "background",
+        "what a call would choose if it were built is built in the background, inline (in the call), or never",
+        ("background", "inline", "never"),
+    ),
     "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "vet_in_background": Setting(

@@ -52,12 +52,15 @@ class _Kept(NamedTuple):
     """The standings of a kind of calls: who is refused, and who may be legal.
 
     Those of ``first`` come before the others where nothing was measured; both are in the order of their priorities.
+    ``stock`` are torch's own, which hold the others back; ``rival`` is the highest priority of those others.
     ``of`` are the kernels, the device, the machine and the policy that they are about.
     """
 
     refused: tuple[Candidate, ...]
     standings: tuple[Standing, ...]
     first: frozenset[str]
+    stock: frozenset[str]
+    rival: int
     of: tuple[tuple[Kernel, ...], Device, Machine, Policy]
 
 
@@ -135,6 +138,8 @@ class Standings:
             if standing.changing or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
+            elif kernel.id in kept.stock and not stock and best <= kept.rival:
+                pass  # it may hold a rival back
             elif kernel.priority_on(facts.device) < best or (stock and kernel.id not in kept.first):
                 left.append(standing)
                 continue
@@ -142,7 +147,7 @@ class Standings:
             judged.append(candidate)
             if by_priority and not candidate.reasons and not kernel.is_reference and not _moves(candidate):
                 best = max(best, kernel.priority_on(facts.device))
-                stock = stock or (kernel.id in kept.first and kernel.is_stock(facts))
+                stock = stock or kernel.id in kept.stock
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
         judged += kept.refused
@@ -160,7 +165,11 @@ def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Mach
     found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.kernel.priority_on(facts.device)))
     refused = tuple(each.refused for each in found if each.refused is not None)
     open_ones = tuple(each for each in found if each.refused is None)
-    return _Kept(refused, open_ones, first, (tuple(kernels), facts.device, machine, policy))
+    stock = frozenset(kernel.id for kernel in kernels if kernel.is_stock(facts)) & first
+    others = (each.kernel.priority_on(facts.device) for each in open_ones if each.kernel.id not in first)
+    return _Kept(
+        refused, open_ones, first, stock, max(others, default=-1), (tuple(kernels), facts.device, machine, policy)
+    )
 
 
 def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:

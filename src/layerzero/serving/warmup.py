@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +27,10 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
+from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
+from layerzero.tuning.measuring.manifest import Manifest, jobs_of
+from layerzero.tuning.measuring.record import jobs_of_model
 
 log = logging.getLogger("layerzero")
 
@@ -39,39 +45,105 @@ class Artefact:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A kernel that was not built for a call, and why: it is built already, or what keeps it from the call."""
+
+    kernel_id: str
+    call: str
+    why: str
+
+
+class Warmed(list[Artefact]):
+    """What was built, in order; beside it ``skipped``, the kernels that compile and were not built."""
+
+    def __init__(self, built: Iterable[Artefact] = (), skipped: Iterable[Skipped] = ()) -> None:
+        super().__init__(built)
+        self.skipped = list(skipped)
+
+
+Progress = Callable[[str, int, int], None]
+"""Told, before each call, what is looked at, how many calls are done, and of how many."""
+
+
 def warmup(
-    operation: str = "*",
-    shapes: Sequence[Shape] | None = None,
+    operation: str | Callable[..., Any] = "*",
+    shapes: Any = None,
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device | None = None,
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
     **params: Any,
-) -> list[Artefact]:
+) -> Warmed:
     """Compile and load every legal kernel of an operation for given shapes, so that calls may choose it.
 
     Args:
-        operation: an operation, function, alias or glob.
-        shapes: shapes of the first tensor, or of the first several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128),
-            (1, 64, 8, 128))`` of query and key, ``(512, 4096)`` of a norm. The operations' own cases if None.
+        operation: an operation, function, alias or glob. Or a model: it is called once, and what it calls is built.
+        shapes: beside a model its inputs: a tensor, a tuple, a dict. Else shapes of the first tensor, or of the first
+            several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128), (1, 64, 8, 128))`` of query and key,
+            ``(512, 4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
+        manifest: a file that ``lz.record`` wrote, in place of shapes.
+        progress: told of each call; a bar on a terminal if None.
         params: further arguments of the calls.
     Raises: ValueError for shapes that no operation of this name has; KeyError for an unknown operation.
-    Returns: what was built, with seconds and errors. A kernel that fails to build stays refused. One that may not run
-        before it was vetted is vetted first, in a child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is
-        set, every legal kernel is also measured on these calls, as ``lz.tune`` does.
+    Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
+        fails to build stays refused. One that may not run before it was vetted is vetted first, in a child process, as
+        ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on these calls, as
+        ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    jobs = _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
-    if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels(operation)):
+    jobs = _asked(operation, shapes, dtype, target.type, manifest, params)
+    if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels()):
         _assembly.vet([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))])
-    results = []
-    for job in jobs:  # the tensors of one call at a time
-        results += _warm(REGISTRY.operation(job.operation), *_bound(job, target, params))
-    if results:
+    warmed = Warmed()
+    with _told(progress) as tell:
+        for number, job in enumerate(jobs):  # the tensors of one call at a time
+            tell(job.name, number, len(jobs))
+            _warm(job, warmed, *_bound(job, target, params))
+        tell("", len(jobs), len(jobs))
+    if warmed:
         ENGINE.bump()
     if current_policy()["auto_tune_on_warmup"]:
         _assembly.tune([_facts(*_bound(job, target, params)) for job in jobs])
-    return results
+    return warmed
+
+
+@contextmanager
+def _told(progress: Progress | None) -> Iterator[Progress]:
+    """Who is told of each call: the caller, or a bar on a terminal; nobody elsewhere."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress or (lambda *_: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text, done, of: bar.update(task, description=text, completed=done, total=of)
+
+
+def _asked(
+    operation: str | Callable[..., Any],
+    shapes: Any,
+    dtype: torch.dtype | str,
+    device: str,
+    manifest: str | os.PathLike[str] | None,
+    params: Mapping[str, Any],
+) -> list[Job]:
+    """The calls that are asked for. Raises: ValueError for two ways to say which."""
+    if not isinstance(operation, str):
+        return jobs_of_model(operation, shapes, device)
+    if manifest is None:
+        return _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
+    if shapes is not None or params:
+        raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
+    names = operations_named(operation)[1]
+    return [job for job in jobs_of(Manifest.load(manifest), device) if job.operation in names]
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
@@ -101,14 +173,19 @@ def _awaiting(dispatcher: Dispatcher, bound: dict[str, Any]) -> Iterator[tuple[K
         yield kernel, report.facts
 
 
-def _warm(operation: Operation, dispatcher: Dispatcher, bound: dict[str, Any]) -> list[Artefact]:
-    results = []
+def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any]) -> None:
+    operation = REGISTRY.operation(job.operation)
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
         report, ranked = dispatcher.explain(bound, policy)
         for candidate in ranked:
             kernel = candidate.kernel
-            if not candidate.legal or not kernel.jit or BUILT.ready(kernel, report.facts):
+            if not kernel.jit:
+                continue
+            ready = candidate.legal and BUILT.ready(kernel, report.facts)
+            if ready or not candidate.legal:
+                why = "it is built" if ready else "; ".join(str(reason) for reason in candidate.reasons)
+                warmed.skipped.append(Skipped(kernel.id, job.name, why))
                 continue
             started = time.perf_counter()
             error = ""
@@ -118,11 +195,11 @@ def _warm(operation: Operation, dispatcher: Dispatcher, bound: dict[str, Any]) -
                     for _ in range(2):  # the first call compiles; the second shows that it need not again
                         plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
+                BUILDS.failures.forget(kernel, report.facts)
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
-            results.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
-    return results
+            warmed.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
 
 
 def _copies(arguments: Mapping[str, Any], operation: Operation) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _END_S = 10.0  # how long a child may take to end once it has no more jobs
 _LOOK_S = 0.05  # how often children are looked at that say nothing
 
 
-Kind = Literal["died", "hung", "killed", "given up"]
+Kind = Literal["died", "hung", "killed", "given up", "stopped"]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +97,14 @@ class End:
         """How the process ended, in words."""
         if self.kind == "given up":
             return f"not asked: {DEATHS} processes died or hung in other classes"
+        if self.kind == "stopped":
+            return "who asked did not wait any longer"
         how = {"died": "it ended the process with", "hung": "no sign of life for"}
         text = f"{how.get(self.kind, 'its process was killed from outside with')} {self.how}"
         return f"{text}: {self.words}" if self.words else text
 
     def __str__(self) -> str:
-        if self.step is None and self.kind != "given up":
+        if self.step is None and self.kind not in ("given up", "stopped"):
             return f"the child process did not answer: {self.reason}"
         return f"{self.reason}; it ran {self.at}" if self.at else self.reason
 
@@ -117,6 +119,7 @@ def run_apart(
     at_once: int = 1,
     modules: Iterable[str] = (),
     environment: Mapping[str, str] = APART,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Have every task done by children, as many as it takes.
 
@@ -129,6 +132,7 @@ def run_apart(
         at_once: children that work at the same time, each in a lane of its own.
         modules: what the jobs import by name.
         environment: further variables of the children.
+        stop: asked all the while; once it says so, children are killed, and what has no answer ends as stopped.
     Raises: ValueError where a child says that the jobs make no sense. Whatever ends this early, as a KeyboardInterrupt
         does, ends the children, too.
     """
@@ -136,6 +140,9 @@ def run_apart(
     given = child_environment((worker, *modules), environment)
     try:
         while tasks or runner.children:
+            if stop():
+                runner.stop()
+                return
             while len(runner.children) < at_once and (lane := runner.free_lane()) is not None:
                 runner.children.append(_Child(worker, given, lane))
             runner.turn()
@@ -170,6 +177,16 @@ class _Runner:
         """The first lane with something to do that no child works in."""
         taken = {child.lane for child in self.children}
         return next((task.lane for task in self.tasks if task.lane not in taken), None)
+
+    def stop(self) -> None:
+        """End every child; nobody is to blame."""
+        end = End("stopped")
+        for child in list(self.children):
+            child.end()
+            self.children.remove(child)
+            if child.task is not None:
+                self.ended(child.task, end)
+        self._give_up(list(self.tasks), end)
 
     def turn(self) -> None:
         """Hear what is said, and see who ended or is silent for too long."""

@@ -22,8 +22,9 @@ from layerzero.testing.apart_child import Message
 
 log = logging.getLogger("layerzero")
 
-APART = {"LAYERZERO_CACHE_DIR": "", "CUDA_LAUNCH_BLOCKING": "1"}
-"""For a child that may end: it keeps no files of its own, and launches block, so that it ends where it fails."""
+APART = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never", "CUDA_LAUNCH_BLOCKING": "1"}
+"""For a child that may end: it keeps no files of its own, builds what it is asked alone, and launches block, so that it
+ends where it fails."""
 
 _KILLED_S = 2.0
 """How long a killed process may take to end; only one that waits in the system, as for a device, takes any time."""

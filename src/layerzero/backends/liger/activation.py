@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.liger.norm import LIGER
+from layerzero.backends.triton_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Kernel
@@ -70,6 +71,7 @@ KERNELS = tuple(
         deterministic=True,
         graph_safe=True,
         jit=True,
+        cache_folder=triton_cache,
         build_key=_specialised,
         priority=50,
     )

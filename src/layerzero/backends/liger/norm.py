@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.backends.norm_limits import specialised
+from layerzero.backends.triton_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -165,6 +166,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        cache_folder=triton_cache,
         build_key=specialised,
         priority=60,
     ),
@@ -178,6 +180,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        cache_folder=triton_cache,
         build_key=specialised,
         priority=65,
     ),
@@ -196,6 +199,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         jit=True,
+        cache_folder=triton_cache,
         build_key=specialised,
         priority=45,
     ),
@@ -216,6 +220,7 @@ KERNELS = (
             deterministic=True,
             graph_safe=True,
             jit=True,
+            cache_folder=triton_cache,
             build_key=_rope_specialised,
             priority=60,
         )

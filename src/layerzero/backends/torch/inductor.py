@@ -12,8 +12,12 @@ Library: torch 2.13, BSD-3-Clause.
 from __future__ import annotations
 
 import functools
+import getpass
 import hashlib
+import json
 import os
+import re
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.core import forking
+from layerzero.core import disk, forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -77,20 +81,24 @@ def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: o
     hidden, device = facts.size("hidden"), torch.device(facts.device.torch_type, facts.device.index)
     key = (operation.name, facts["dtype"], facts.device, rows, low)
     with _BUILDING:
+        if key not in _BUILT and (noted := found(_name(operation, facts))):
+            _BUILT[key] = [(top, _loaded(path, device)) for top, path in noted]
         if key not in _BUILT:
             formula = _Formula(operation.reference, extra)
             # in a thread of its own: autocast, inference mode and other state of the caller's belong to his
             with ThreadPoolExecutor(1) as other:
-                _BUILT[key] = other.submit(_build, formula, facts, device, axes, rows, low).result()
+                parts = other.submit(_build, formula, facts, device, axes, rows, low).result()
+            note(_name(operation, facts), parts)
+            _BUILT[key] = [(top, _loaded(path, device)) for top, path in parts]
         run = next(each for top, each in _BUILT[key] if hidden <= top)
     return run, torch.tensor(facts["eps"], dtype=torch.float64, device=device), hidden
 
 
 def _build(
     formula: _Formula, facts: Facts, device: torch.device, axes: tuple[int, ...], rows: int, low: int
-) -> list[tuple[int, Runner]]:
+) -> list[tuple[int, Path]]:
     """Compile for rows and row lengths from the given ones up to their doubles, in as many artefacts as that takes."""
-    parts: list[tuple[int, Runner]] = []
+    parts: list[tuple[int, Path]] = []
     high = 2 * low - 1
     while not parts or parts[-1][0] < high:
         start = parts[-1][0] + 1 if parts else low
@@ -110,10 +118,86 @@ def _build(
             given = next(node.meta["val"] for node in program.graph.nodes if node.name == "tensors_0")
             bound = functools.partial(_longest_row, str(given.shape[1]), high)
             path, top = compiled(program, facts, _OPTIONS, bound)
-            index = -1 if device.type == "cpu" else facts.device.index
-            package: Any = torch._inductor.aoti_load_package(str(path), device_index=index)
-        parts.append((top, package.loader.run))  # without the handling of nested arguments around it, which takes 10 us
+        parts.append((top, path))
     return parts
+
+
+def _loaded(path: Path, device: torch.device) -> Runner:
+    return loaded(path, -1 if device.type == "cpu" else device.index).run  # type: ignore[no-any-return]
+
+
+def loaded(path: Path, index: int = -1) -> Any:
+    """The loader of an artefact, without the handling of nested arguments around it, which takes 10 us.
+
+    It is the one of ``torch._inductor.aoti_load_package``, whose import takes a second.
+    """
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+
+
+NOTES = "built"
+"""The folder of the notes, beside the artefacts: what was built for which class, by a name that needs no compiler.
+
+A note lists the artefacts of a class, each with the largest row length that it serves. It counts as long as all exist.
+"""
+
+
+def cache_folder() -> Path:
+    """Where the artefacts lie, in Inductor's cache, as torch 2.13 names it; asked without importing Inductor."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named is None:
+        try:
+            user = getpass.getuser()
+        except (KeyError, ModuleNotFoundError, OSError):
+            user = f"uid_{os.getuid()}"
+        user = re.sub(r'[\\/:*?"<>|]', "_", user)
+        named = str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
+    return Path(named).absolute() / "layerzero"
+
+
+def name_of(made_of: Sequence[object], *sources: str) -> str:
+    """The name of a build: another one for other versions of torch, another processor, or other code in these files."""
+    here = torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()
+    digest = hashlib.sha256("\0".join(map(repr, (*here, *made_of))).encode())
+    for source in (__file__, *sources):
+        digest.update(_content(source))
+    return digest.hexdigest()[:40]
+
+
+@functools.cache
+def _content(source: str) -> bytes:
+    return Path(source).read_bytes()
+
+
+def found(name: str) -> list[tuple[int, Path]]:
+    """The artefacts of a build, if all of them exist; else none."""
+    folder = cache_folder()
+    try:
+        noted: list[tuple[int, str]] = json.loads((folder / NOTES / f"{name}.json").read_text())
+        parts = [(int(top), folder / Path(file).name) for top, file in noted]
+    except (OSError, ValueError, TypeError):  # none, or a damaged one: it is built anew
+        return []
+    return parts if all(path.is_file() for _, path in parts) else []
+
+
+def note(name: str, parts: Sequence[tuple[int, Path]]) -> None:
+    """Write down that a build exists. Raises: OSError."""
+    place = cache_folder() / NOTES
+    place.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([(top, path.name) for top, path in parts])
+    disk.write_whole(place / f"{name}.json", text.encode())
+
+
+def _name(operation: Operation, facts: Facts) -> str:
+    rows, low = (1 << (facts.size_bits(name) - 1) for name in ("rows", "hidden"))
+    made_of = operation.name, facts["dtype"], facts.device.name, rows, low, tuple(sorted(_OPTIONS.items()))
+    return name_of(made_of, str(norm.__file__))
+
+
+def _prebuilt(operation: Operation) -> Callable[[Facts], bool]:
+    def check(facts: Facts) -> bool:
+        return bool(found(_name(operation, facts)))
+
+    return check
 
 
 def compiled(
@@ -127,20 +211,20 @@ def compiled(
     ``bound`` says that from what the compiler relied on and nothing would ask at run time; kept with the artefact.
     Raises: RuntimeError where the artefact would not serve its class; whatever the compiler raises.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._subclasses.fake_tensor import FakeTensor
 
     made_of = (str(program), repr(options), torch.__version__, str(torch.version.git_version), facts.device.name)
-    folder, name = Path(cache_dir()) / "layerzero", hashlib.sha256("\0".join(made_of).encode()).hexdigest()
-    for found in folder.glob(f"{name}.*.pt2"):
-        return found, int(found.suffixes[0][1:])
+    folder, name = cache_folder(), hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+    for kept in folder.glob(f"{name}.*.pt2"):
+        return kept, int(kept.suffixes[0][1:])
     folder.mkdir(parents=True, exist_ok=True)
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     known = next(each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor))
     assert known is not None, "a program without sizes"
     before = len(known.guards)
     part = folder / f"part.{os.getpid()}.{name}.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+    configs = dict(options)  # it adds to them
+    torch._inductor.aoti_compile_and_package(program, package_path=str(part), inductor_configs=configs)
     top = bound(known.guards[before:], known)
     return part.replace(folder / f"{name}.{top}.pt2"), top
 
@@ -204,18 +288,19 @@ _LIMITS = (
 KERNELS = tuple(
     Kernel(
         id=f"inductor.{name}",
-        operations=(operation,),
+        operations=(operation.name,),
         backend=INDUCTOR,
         load=load,
         accepts=accepts,
         limits=_LIMITS,
         deterministic=True,
         jit=True,
+        prebuilt=_prebuilt(operation),
         priority=30,
     )
     for name, operation, load, accepts in (
-        ("rms_norm", "norm.rms", _load_rms_norm, ("eps",)),
-        ("layer_norm", "norm.layer", _load_layer_norm, ("normalized_shape", "weight", "bias", "eps")),
-        ("add_rms_norm", "norm.add_rms", _load_add_rms_norm, ("eps",)),
+        ("rms_norm", norm.RMS, _load_rms_norm, ("eps",)),
+        ("layer_norm", norm.LAYER, _load_layer_norm, ("normalized_shape", "weight", "bias", "eps")),
+        ("add_rms_norm", norm.ADD_RMS, _load_add_rms_norm, ("eps",)),
     )
 )

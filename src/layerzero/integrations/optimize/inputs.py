@@ -15,8 +15,8 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.record import record
+from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import run_jobs
 from layerzero.tuning.measuring.tuned import Tuned
 
 SHORTEST_S = 0.05

@@ -19,11 +19,13 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.limit_launch import LAUNCH_CODES
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.tuning.keeping import merging, sums
 from layerzero.tuning.keeping import rows as rows_of_times
+from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.keeping.files import FileLedger, cache_folder
@@ -210,6 +212,8 @@ class StoreLedger:
     def __init__(self, markers: Ledger, times: TimeStore | None = None) -> None:
         self.markers = markers
         self.times = TimeStore() if times is None else times
+        self._calls = CallsMade(markers.files.path.parent) if isinstance(markers, FileLedger) else None
+        self.called = markers.called if self._calls is None else self._calls.add
         self.verdict, self.judgement = markers.verdict, markers.judgement
         self.record_verdict = markers.record_verdict
         self.record_failure = markers.record_failure
@@ -231,7 +235,13 @@ class StoreLedger:
         """See what other processes decided, and write what could not be written before."""
         if isinstance(self.markers, FileLedger):
             self.markers.look()
+        if self._calls is not None:
+            self._calls.write()
         self.times.look()
+
+    def calls(self) -> Sequence[tuple[int, CallRecipe]]:
+        """What was called on this machine, the latest first."""
+        return () if self._calls is None else [(each.count, each.call) for each in self._calls.made()]
 
     def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
         """Times of these kernels for a call, by kernel id."""

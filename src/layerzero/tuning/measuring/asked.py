@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import Manifest, jobs_of
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of
 
 
 def asked_jobs(
@@ -27,7 +29,9 @@ def asked_jobs(
     layout: str | None = None,
     params: Mapping[str, Any] | None = None,
 ) -> list[Job]:
-    """List what :func:`layerzero.tune` measures, in order; its arguments are described there.
+    """List what :func:`layerzero.tune` measures, in order of what it is worth; its arguments are described there.
+
+    Where nobody says what: what this machine called, then the operations' cases, then the grid.
 
     ``params`` are parameters that every call has, beside shapes or cases; operations without one of them, and cases
     that are no call with them, are left out.
@@ -58,8 +62,19 @@ def asked_jobs(
         asked = [(shape, dtype) for dtype in dtypes for shape in shapes]
         return [job for shape, dtype in asked for job in jobs_of_shape(names, shape, dtype, implied, layout)]
     jobs = default_grid(device, dtypes, narrow=narrow)
+    if not narrow:
+        jobs = [*jobs_of_cases(names, dtypes), *jobs]
     kept = [job for job in jobs if job.operation in names and _implied(job, implied)]
-    return [dataclasses.replace(job, layout=layout) for job in kept] if layout else kept
+    kept = [dataclasses.replace(job, layout=layout) for job in kept] if layout else kept
+    called = [] if narrow or layout else [job for job in jobs_called(device) if job.operation in names]
+    return list({job.identity: job for job in reversed([*called, *kept])}.values())[::-1]
+
+
+def jobs_called(device: str) -> list[Job]:
+    """What this machine called, as misses left it in the ledger; calls that kernels are no longer known for are not."""
+    known = REGISTRY.operations()
+    calls = [Recorded(count, call) for count, call in ENGINE.ledger.calls() if call.operation in known]
+    return jobs_of(Manifest(FORMAT, time.time(), "", calls), device)
 
 
 def _implied(job: Job, implied: dict[str, Any]) -> bool:

@@ -48,6 +48,13 @@ class Job:
         """Operation, case and dtype in a line."""
         return f"{self.operation} {self.case.name} {self.dtype}"
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells two jobs apart, however they are called."""
+        params = tuple(sorted(self.case.params.items(), key=str))
+        sizes = tuple(sorted(self.case.sizes.items()))
+        return self.operation, self.dtype, self.layout, sizes, str(params), self.recipe and str(self.recipe)
+
     def make(self, device: torch.device | str) -> RandomCall:
         """The call, with random data on a device."""
         if self.recipe is not None:

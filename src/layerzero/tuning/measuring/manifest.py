@@ -7,6 +7,7 @@ A call is written as :class:`layerzero.core.recipe.CallRecipe`: sizes, strides a
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -90,23 +91,39 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def jobs_of(manifest: Manifest, device: str) -> list[Job]:
-    """The most frequent call of each class, where a class is what verdicts are kept for; frequent classes first.
+    """Calls of each class, where a class is what verdicts are kept for; frequent classes first.
 
-    A decode loop makes thousands of calls that differ in length by one: one of them stands for each power of two.
+    A decode loop makes thousands of calls that differ in length by one. Of each power of two that they lie in, three
+    stand for it: the smallest, the most frequent and the largest, so that all between them have measured neighbours.
+    The most frequent of every class come before the others.
     """
     classes: dict[str, list[Recorded]] = defaultdict(list)
     for recorded in manifest.calls:
         if recorded.call.device == device:
             classes[_class_of(recorded.call)].append(recorded)
-    found = []
+    first, bracketing = [], []
     for members in classes.values():
         most = max(
             members, key=lambda each: (each.count, [each.call.tensors[name].shape for name in each.call.tensors])
         )
         count = sum(each.count for each in members)
-        name = Case(text_of(most.call), {})
-        found.append(Job(most.call.operation, name, dtype_of(most.call), recipe=most.call, count=count))
-    return sorted(found, key=lambda job: (-job.count, job.name))
+        first.append(_job(most.call, count))
+        by_size = sorted(members, key=lambda each: _elements(each.call))
+        ends = {_elements(each.call): each for each in (by_size[0], by_size[-1])}
+        bracketing += [_job(each.call, count) for size, each in ends.items() if size != _elements(most.call)]
+    return [*sorted(first, key=_rank), *sorted(bracketing, key=_rank)]
+
+
+def _job(call: CallRecipe, count: int) -> Job:
+    return Job(call.operation, Case(text_of(call), {}), dtype_of(call), recipe=call, count=count)
+
+
+def _rank(job: Job) -> tuple[int, str]:
+    return -job.count, job.name
+
+
+def _elements(call: CallRecipe) -> int:
+    return sum(math.prod(each.shape) for each in call.tensors.values())
 
 
 def _class_of(call: CallRecipe) -> str:

@@ -152,7 +152,7 @@ class Sampler:
         self._wake.set()
 
     def _work(self) -> None:
-        _let_others_capture()
+        let_others_capture()
         while True:
             self._wake.wait()
             self._wake.clear()
@@ -343,7 +343,7 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], torch.dtype)
 
 
-def _let_others_capture() -> None:
+def let_others_capture() -> None:
     """Let this thread ask events while another one captures a graph: CUDA forbids that to all threads otherwise."""
     if not torch.cuda.is_available() or not torch.version.cuda:
         return

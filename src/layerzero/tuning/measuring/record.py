@@ -11,11 +11,13 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+import torch
 
 import layerzero
 from layerzero.core import forking
@@ -24,7 +26,8 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of
 
 
 class Recording:
@@ -109,3 +112,20 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Re
     Calls are slower while it runs, since each is chosen for anew; before and after, they cost what they always do.
     """
     return Recording(path, model=model)
+
+
+def jobs_of_model(model: Callable[..., Any], inputs: Any, device: str) -> list[Job]:
+    """The calls of one forward pass. Raises: ValueError where it makes none on this device."""
+    with Recording() as recording, torch.no_grad():
+        if inputs is None:
+            model()
+        elif isinstance(inputs, Mapping):
+            model(**inputs)
+        else:
+            model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+    jobs = jobs_of(recording.manifest(), device)
+    if not jobs:
+        got = f"{type(model).__name__}, which made {recording.calls} calls elsewhere"
+        hint = "lz.optimize(model) lets its modules call them, device= names another device"
+        raise ValueError(f"wanted a model that calls LayerZero's functions on {device}, got {got}; {hint}")
+    return jobs

@@ -21,6 +21,7 @@ class Step:
         number, total: which of how many.
         contest: what was found; None before, and where there was nothing to measure.
         skipped: why nothing was measured; empty where something was, or will be.
+        left_s: seconds that are left of the budget; None without one.
     """
 
     job: Job
@@ -28,6 +29,7 @@ class Step:
     total: int
     contest: Contest | None = None
     skipped: str = ""
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Tuned:
         left: calls that time did not suffice for.
         vetted: what vetting said about kernels that may not run before; those without a verdict were not measured.
         in_process: kernels that ran here for the first time, since no child process could be asked, and why not.
+        not_built: kernels that compile and were not measured, and why not.
         winners_changed: calls for which another kernel is chosen now.
         seconds: how long it took; ``compile_s`` of them went into first calls.
     """
@@ -68,6 +71,7 @@ class Tuned:
     left: int
     vetted: tuple[Vetted, ...]
     in_process: Mapping[str, str]
+    not_built: Mapping[str, str]
     winners_changed: int
     seconds: float
     compile_s: float
@@ -84,6 +88,7 @@ class Tuned:
             "left": self.left,
             "vetted": [each.to_dict() for each in self.vetted],
             "in_process": dict(self.in_process),
+            "not_built": dict(self.not_built),
             "winners_changed": self.winners_changed,
             "seconds": self.seconds,
             "compile_s": self.compile_s,

@@ -77,12 +77,17 @@ def confirm_suspects(
     return tuple(found)
 
 
-def ask(tasks: Sequence[Task], told: Callable[[Task, Reply], None], at_once: int = 1) -> None:
+def ask(
+    tasks: Sequence[Task],
+    told: Callable[[Task, Reply], None],
+    at_once: int = 1,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
     """Have questions answered by children, those of a lane by one of them."""
 
     def ended(task: Task, end: End) -> None:
         detail = f"it did not end within {end.how}" if end.verdict is Verdict.HUNG else str(end)
-        unsafe = end.kind == "given up" or (end.kind == "killed" and end.step is not None)
+        unsafe = end.kind in ("given up", "stopped") or (end.kind == "killed" and end.step is not None)
         told(task, Reply(end.verdict, detail, unsafe))
 
     run_apart(
@@ -91,5 +96,6 @@ def ask(tasks: Sequence[Task], told: Callable[[Task, Reply], None], at_once: int
         found=lambda task, value: told(task, msgspec.convert(value, Reply)),
         ended=ended,
         at_once=at_once,
+        stop=stop,
         modules=[module for task in tasks for module in task.job.modules],
     )

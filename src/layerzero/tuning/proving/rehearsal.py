@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerzero.core.facts import Facts
@@ -60,13 +60,18 @@ def is_new(kernel: Kernel, facts: Facts) -> bool:
 
 
 def rehearse(
-    pairs: Sequence[tuple[Kernel, Facts]], *, modules: Sequence[str] = (), timeout_s: float = TIMEOUT_S
+    pairs: Sequence[tuple[Kernel, Facts]],
+    *,
+    modules: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Rehearsed]:
     """Run each kernel on a call like its own in child processes; remember who was wrong, crashed or hung.
 
     Args:
         modules: modules that register kernels, imported in the child.
         timeout_s: seconds that one kernel may be silent, compiling included.
+        stop: asked all the while; once it says so, children are killed, and what is left counts as unsafe.
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
     shares = _shares(list(classes.values()), max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD)))
@@ -84,7 +89,7 @@ def rehearse(
             named = list(dict.fromkeys([*modules, *homes([kernel])]))
             question = Question(kernel.id, CallRecipe.of(facts), named, compare=False)
             tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
-    ask(tasks, told, len(shares))
+    ask(tasks, told, len(shares), stop)
     if any(each.guilty for each in found):
         ENGINE.bump()
     return found

@@ -165,11 +165,13 @@ def vet_calls(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
     go_on: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Vetted, ...]:
     """Check the classes of calls, each once, in as few child processes as survive; remember the verdicts.
 
     Args:
         go_on: where no child gets to work, say of each class that is left that it was not vetted, and why; log it.
+        stop: asked all the while; once it says so, children are killed, and what is left has no verdict.
     Raises: RuntimeError or ValueError in that case otherwise.
     """
     unique: dict[tuple[str, str], tuple[Kernel, Facts]] = {}
@@ -200,7 +202,7 @@ def vet_calls(
     named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
     tasks = deque(_task(name, *pair, named, timeout_s) for name, pair in unique.items())
     try:
-        run_apart("layerzero.tuning.proving.child", tasks, found=answered, ended=ended, modules=named)
+        run_apart("layerzero.tuning.proving.child", tasks, found=answered, ended=ended, modules=named, stop=stop)
     except (RuntimeError, ValueError) as error:
         if not go_on:
             raise

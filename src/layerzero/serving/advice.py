@@ -1,0 +1,140 @@
+"""What would make this machine faster: at most five lines, those first from which most is to be gained.
+
+Gains are told where times are known of what runs and of what would: of calls that were made here, as misses left them
+in the ledger, or, before there are any, of the operations' named cases.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.asking.answers import explain
+from layerzero.core.evidence import Provenance
+from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Candidate, Report
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine import accelerator, legality
+from layerzero.engine.config import current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import function_of
+from layerzero.tuning.measuring.asked import jobs_called
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
+
+MOST = 5
+
+LOOKED_AT = 64
+"""Calls that are asked about: a millisecond each."""
+
+WORTH = 1.02
+"""A smaller gain is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A line of advice, and how many times faster the calls that it is about get; None where no time tells."""
+
+    text: str
+    gain: float | None = None
+    calls: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {"text": self.text, "gain": self.gain and round(self.gain, 2), "calls": self.calls}
+
+    def __str__(self) -> str:
+        if self.gain is None:
+            return f"{self.text} (gain not known before)"
+        return f"{self.text} ({self.gain:.2f} times faster in {self.calls} of the calls looked at)"
+
+
+def advice(device: str | None = None) -> tuple[Advice, ...]:
+    """Say what to do to be faster here; at most five lines.
+
+    Args:
+        device: ``cpu`` or ``cuda``; CUDA where there is a device.
+    """
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    called = jobs_called(target)
+    jobs = (called or _cases(target))[:LOOKED_AT]
+    reports = [explain(job.facts(target)) for job in jobs]
+    known = sorted(_of_times(reports), key=lambda each: -(each.gain or 0.0))
+    return tuple([*known, *_of_settings(target, reports, called=bool(called))][:MOST])
+
+
+def _cases(device: str) -> list[Job]:
+    names = [name for name in REGISTRY.operations() if function_of(name) is not None]
+    return list(jobs_of_cases(names, ["bfloat16" if device == "cuda" else "float32"]))
+
+
+def _of_times(reports: Sequence[Report]) -> Iterator[Advice]:
+    """What keeps a kernel from calls of which times say that it is faster than what runs."""
+    gains: dict[str, list[float]] = defaultdict(list)
+    for report in reports:
+        chosen = report.chosen
+        if chosen is None or chosen.time_us is None:
+            continue
+        for_each: dict[str, float] = {}
+        kept = {each.kernel: way for each in report.candidates if (way := _way(each, report))}
+        evidence = ENGINE.ledger.evidence(list(kept), report.facts)
+        for kernel, way in kept.items():
+            if kernel.id in evidence:
+                gain = chosen.time_us / evidence[kernel.id].time_us
+                for_each[way] = max(gain, for_each.get(way, 0.0))
+        for way, gain in for_each.items():
+            if gain >= WORTH:
+                gains[way].append(gain)
+    for way, several in gains.items():
+        yield Advice(way, math.exp(sum(map(math.log, several)) / len(several)), len(several))
+
+
+def _way(candidate: Candidate, report: Report) -> str:
+    """What would let a refused kernel run this call; empty where nothing does."""
+    codes, kernel = {reason.code for reason in candidate.reasons}, candidate.kernel
+    if codes == {ReasonCode.NOT_INSTALLED}:
+        return f"install {kernel.source}: {kernel.backend.install}" if kernel.backend.install else ""
+    if codes == {ReasonCode.JIT_DISABLED}:
+        return _build(kernel)
+    if kernel in legality.awaiting([candidate], report.facts):
+        return f"let {kernel.source} prove itself here: layerzero vet --backend {kernel.source}"
+    return ""
+
+
+def _build(kernel: Kernel) -> str:
+    if current_policy().jit == "background":
+        return f"let {kernel.source} be built: it is, behind the first calls; lz.warmup does it before"
+    return f"build {kernel.source}: set jit: background, or call lz.warmup"
+
+
+def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Iterator[Advice]:
+    unmeasured = [each for each in reports if not _is_measured(each)]
+    if called and unmeasured:
+        yield Advice(
+            f"layerzero tune --budget-s 300 measures {len(unmeasured)} calls of this machine that nobody measured"
+        )
+    elif not called:
+        yield Advice("run your program, then layerzero tune --budget-s 300: it measures what was called")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    here = torch.get_num_threads()
+    if device == "cpu" and here == 1 and cores > 1:
+        yield Advice(f"torch uses 1 thread of {cores}: torch.set_num_threads, or OMP_NUM_THREADS")
+    if accelerator.HOT is None:
+        yield Advice(f"the hit path is Python ({accelerator.ABSENT}); reinstall LayerZero where there is a C compiler")
+    if not current_policy().enabled:
+        yield Advice("LayerZero is disabled: set enabled: true")
+    awaiting = {each.source for report in reports for each in legality.awaiting(report.candidates, report.facts)}
+    for name in sorted(awaiting):
+        yield Advice(f"{name} may not run before it was vetted: layerzero vet --backend {name}")
+    if current_policy().jit == "never":
+        yield Advice("kernels that compile are never built: set jit: background")
+
+
+def _is_measured(report: Report) -> bool:
+    chosen = report.chosen
+    return chosen is not None and chosen.provenance in (Provenance.MEASURED, Provenance.IMPORTED)

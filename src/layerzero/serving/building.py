@@ -1,0 +1,261 @@
+"""Builds in the background: what a call would have chosen if it were built is built behind it, for the next.
+
+A miss leaves the facts of its call in a bounded queue and goes on. A thread of low priority asks who would win if
+everything were built. Where the library keeps what it compiles, a child process compiles; else the thread does. One
+process of a host builds at a time. What was built takes over by a new epoch; what failed is told once, and is not tried
+again until a version changes. When the process ends, its children do; a library moves files into its cache whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from layerzero.core import forking
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.engine.config import current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.jit import BuildIdentity, Outcome, build_of
+from layerzero.engine.policy import Policy
+from layerzero.serving.chosen import Chosen
+from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock
+
+log = logging.getLogger("layerzero")
+
+MAX_WAITING = 1000
+"""Calls that wait; of further ones the oldest are dropped, and counted."""
+
+MAX_ASKED = 10_000
+"""Builds that are remembered as asked for."""
+
+GATHER_S = 0.5
+"""How long it waits for more calls before it starts a process for those that came."""
+
+BREATH_S = 0.001
+"""Between two questions who would win: each takes a millisecond in which no other thread runs Python."""
+
+LOOK_S = 1.0
+"""How often it looks whether another process of the host is done."""
+
+END_S = 2.0
+"""How long the end of the process waits for its children to be ended."""
+
+NICENESS = 10
+
+
+_Lack = tuple[str, str, Hashable, Policy]
+"""A build that is missing, under a policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A call that waits: what it is about, which builds it lacks, and the context in which it was made."""
+
+    facts: Facts
+    lacks: tuple[_Lack, ...]
+    context: contextvars.Context
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be built, for which call."""
+
+    chosen: Chosen
+    waiting: Waiting
+
+
+class Builds:
+    """The queue and its thread, which starts with the first call."""
+
+    def __init__(self) -> None:
+        self.host = HostLock()
+        self.begin()
+        forking.in_child(self.begin)
+
+    def begin(self) -> None:
+        """Build nothing and have no thread: at first, and in a process that was forked."""
+        self.host.close()
+        self._lock = forking.lock()
+        self._asked: dict[_Lack, None] = {}
+        self._epoch = ENGINE.epoch
+        self._waiting: deque[Waiting] = deque()
+        self._wake, self._ending = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self.host, self.failures = HostLock(), Failures()
+        self.building: tuple[str, ...] = ()
+        self.built: list[tuple[str, str, float]] = []
+        self.failed: list[FailedBuild] = []
+        self.dropped, self.elsewhere = 0, False
+        self.idle = threading.Event()
+        self.idle.set()
+
+    @property
+    def waits(self) -> int:
+        """How many calls wait."""
+        return len(self._waiting)
+
+    def add(self, kernels: Iterable[Kernel], facts: Facts) -> None:
+        """Ask for what a call lacks, each build once; never waits."""
+        if self._epoch != ENGINE.epoch:  # something else may be wanted now
+            self._epoch = ENGINE.epoch
+            self._asked.clear()
+        policy = current_policy()
+        asked = [(*build_of(kernel, facts), policy) for kernel in kernels]  # another policy may want another kernel
+        lacks = tuple(each for each in asked if each not in self._asked)
+        if not lacks or self._ending.is_set():
+            return
+        with self._lock:
+            while len(self._asked) + len(lacks) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+            self._asked.update(dict.fromkeys(lacks))
+            if len(self._waiting) >= MAX_WAITING:
+                for dropped in self._waiting.popleft().lacks:
+                    self._asked.pop(dropped, None)
+                self.dropped += 1
+            self._waiting.append(Waiting(facts, lacks, contextvars.copy_context()))
+            self.idle.clear()
+            if self._thread is None:
+                self._start()
+        self._wake.set()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="layerzero-building", daemon=True)
+        atexit.register(self.end)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter ends
+            log.debug("nothing is built in the background: %s", error)
+            return
+        self._thread = thread
+
+    def end(self) -> None:
+        """Build no more: children are ended, and nothing half-built is left where it would be found."""
+        self._ending.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _work(self) -> None:
+        step_back()
+        while not self._ending.is_set():
+            self._wake.wait()
+            self._ending.wait(GATHER_S)
+            with self._lock:
+                batch = list(self._waiting)
+                self._waiting.clear()
+                self._wake.clear()
+            try:
+                self._build(batch)
+            except Exception:
+                log.exception("building in the background failed for %d calls", len(batch))
+            self.building = ()
+            self.host.leave()
+            with self._lock:
+                if not self._waiting:
+                    self.idle.set()
+
+    def _build(self, batch: list[Waiting]) -> None:
+        """Build what each call would choose; where that fails, what it would choose then."""
+        while batch and not self._ending.is_set():
+            chosen: dict[BuildIdentity, _Asked] = {}
+            for waiting in batch:
+                found = waiting.context.run(self._choice, waiting)
+                if found is not None:
+                    chosen.setdefault(found.identity, _Asked(found, waiting))
+                self._ending.wait(BREATH_S)
+            if not chosen or not self._turn([each.chosen for each in chosen.values()]):
+                return
+            left = [each for each in chosen.values() if not each.chosen.ready()]
+            if len(left) < len(chosen):  # another process built it meanwhile
+                ENGINE.new_winner()
+            batch = self._run(left)
+
+    def _choice(self, waiting: Waiting) -> Chosen | None:
+        from layerzero.serving.wanted import wanted
+
+        return wanted(waiting.facts, lambda kernel, facts: self.failures.of(kernel, facts) is not None)
+
+    def _turn(self, chosen: list[Chosen]) -> bool:
+        """Wait until no other process of this host builds, or until it has built all this; False at the end."""
+        while not self.host.take():
+            self.elsewhere = True
+            if all(each.kernel.builds_apart and each.ready() for each in chosen):
+                break
+            if self._ending.wait(LOOK_S):
+                return False
+        self.elsewhere = False
+        return True
+
+    def _run(self, asked: list[_Asked]) -> list[Waiting]:
+        """Build, in children what they can build for this process; the calls whose builds failed."""
+        from layerzero.serving import compiling  # here: a call should not wait for what these import
+        from layerzero.tuning.proving.building import build_apart
+
+        contexts = {each.chosen.identity: each.waiting for each in asked}
+        again: list[Waiting] = []
+        began = time.monotonic()
+        open_ones = {each.chosen.identity: each.chosen.kernel.id for each in asked}
+
+        def told(each: Chosen, outcome: Outcome) -> None:
+            nonlocal began
+            seconds, began = time.monotonic() - began, time.monotonic()
+            open_ones.pop(each.identity, None)
+            self._tell(open_ones.values())
+            waiting = contexts[each.identity]
+            if not outcome.log and each.kernel.builds_apart and not self._ending.is_set():
+                outcome = waiting.context.run(compiling.taken_over, each)
+            if not self._accepted(each, outcome, seconds):
+                again.append(waiting)
+
+        self._tell(open_ones.values())
+        chosen = [each.chosen for each in asked]
+        apart = {each.identity: each for each in chosen if each.kernel.builds_apart}
+        build_apart(
+            [(each.kernel, each.facts) for each in apart.values()],
+            lambda kernel, facts, outcome: told(apart[build_of(kernel, facts)], outcome),
+            self._ending.is_set,
+        )
+        for each in chosen:
+            if not each.kernel.builds_apart and not self._ending.is_set():
+                told(each, contexts[each.identity].context.run(compiling.built_here, each))
+        return again
+
+    def _tell(self, building: Iterable[str]) -> None:
+        self.building = tuple(building)
+        self.host.tell(list(self.building), self.waits)
+
+    def _accepted(self, each: Chosen, outcome: Outcome, seconds: float) -> bool:
+        """Let a build take over, or remember that it failed; whether it did not fail."""
+        if self._ending.is_set():
+            return True
+        if outcome.log:
+            failed = self.failures.add(each.kernel, each.facts, outcome.log, lasting=outcome.lasting)
+            self.failed.append(failed)
+            until = "until a version changes" if outcome.lasting else "in this process"
+            log.warning("%s\nit is not tried again %s; `lz.warmup` tries again", failed, until)
+            return False
+        self.failures.forget(each.kernel, each.facts)
+        self.built.append((each.kernel.id, each.report.operation, seconds))
+        log.info("built in the background: %s for %s in %.1f s", each.kernel.id, each.report.operation, seconds)
+        ENGINE.new_winner()
+        return True
+
+
+def step_back() -> None:
+    """Have a lower priority than the threads that serve; on Linux a thread has its own."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    except (AttributeError, OSError) as error:  # another system, or one that does not allow it
+        log.debug("the thread that builds keeps its priority: %s", error)
+
+
+BUILDS = Builds()
+"""The one of this process."""

@@ -1,0 +1,62 @@
+"""What this process itself does of a build: load what a child built, or compile where no other process can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import planning
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.first_run import first_run
+from layerzero.engine.functions import CALLS
+from layerzero.engine.jit import BUILT, Outcome
+from layerzero.ops import function_of
+from layerzero.serving.chosen import Chosen
+from layerzero.testing.trial import duplicate
+from layerzero.tuning.measuring.online import let_others_capture
+from layerzero.tuning.proving.build_child import last_lines
+from layerzero.tuning.proving.child import rebuilt
+
+
+def taken_over(each: Chosen) -> Outcome:
+    """Load what a child built, so that no call waits for that either."""
+    if not BUILT.ready(each.kernel, each.facts):
+        return Outcome("a child process built it, but left nothing where its library would keep it; is there room?")
+    try:
+        _beside_captures(each)
+        _plan(each)
+    except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
+        return Outcome(last_lines(error))
+    return Outcome()
+
+
+def _beside_captures(each: Chosen) -> None:
+    """Let another thread capture a graph meanwhile, which what is loaded here would break off otherwise."""
+    if each.facts.device.torch_type == "cuda":
+        let_others_capture()
+
+
+def _plan(each: Chosen) -> Any:
+    function = function_of(each.report.operation)
+    assert function is not None, "only calls of functions are asked for"
+    return planning.build(function, each.candidate, each.report, current_policy())
+
+
+def built_here(each: Chosen) -> Outcome:
+    """Build in this thread what no other process can build for this one."""
+    try:
+        _beside_captures(each)
+        with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
+            call = duplicate(rebuilt(CallRecipe.of(each.facts)))
+            given = CALLS[call.function].function.bind((), call.arguments)
+            plan = _plan(each)
+            with first_run(plan, ENGINE.ledger):
+                for _ in range(2):
+                    plan.run(**given)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
+        return Outcome(last_lines(error))
+    BUILT.add(each.kernel, each.facts)
+    return Outcome()

@@ -1,0 +1,209 @@
+"""What did not build on this machine, and who builds now: files in the cache folder, for every process of the host.
+
+A build that failed is not tried again until its library, torch or a compiler has another version: the file's name says
+which. One process of a host builds at a time; it holds the lock of a file, and writes into it how far it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from layerzero.core import disk
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import class_text
+from layerzero.engine.jit import name_of
+from layerzero.tuning.keeping.files import cache_folder
+
+FOLDER, LOCK = "builds-1", "building.lock"
+
+MOST_BYTES = 1 << 20
+
+_COMPILERS = ("CC", "cc"), ("CXX", "c++"), ("CUDACXX", "nvcc")
+"""Variables that name a compiler, and what is taken without them."""
+
+
+class FailedBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A build that failed: its kernel, the class of calls it was for, when, and the last lines of what was said."""
+
+    kernel: str
+    call_class: str
+    at_unix_s: float
+    log: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} did not build for {self.call_class}: {self.log}"
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the process is that builds on this host."""
+
+    process: int
+    since_unix_s: float
+    building: list[str]
+    waiting: int
+
+    def __str__(self) -> str:
+        names = ", ".join(self.building) or "nothing at this moment"
+        seconds = max(0.0, time.time() - self.since_unix_s)
+        return f"process {self.process} builds {names} since {seconds:.0f} s; {self.waiting} calls wait"
+
+
+@functools.cache
+def compilers() -> str:
+    """What would compile here: where it lies, and when it was changed; where this failed, another may succeed."""
+    found = []
+    for variable, default in _COMPILERS:
+        path = shutil.which(os.environ.get(variable) or default)
+        found.append(f"{path} {os.stat(path).st_mtime_ns}" if path else "none")  # noqa: PTH116  # links are followed
+    return "; ".join(found)
+
+
+class Failures:
+    """What did not build, in this process and, where there is a cache folder, in every other one."""
+
+    def __init__(self) -> None:
+        self._here: dict[str, FailedBuild] = {}
+
+    def of(self, kernel: Kernel, facts: Facts) -> FailedBuild | None:
+        """Why a kernel does not build for calls like these, if it failed before."""
+        name, folder = _name(kernel, facts), _folder()
+        if name in self._here or folder is None:
+            return self._here.get(name)
+        return _read(folder / name)
+
+    def add(self, kernel: Kernel, facts: Facts, log: str, *, lasting: bool) -> FailedBuild:
+        """Remember a failure: in this process, and where it lasts for later ones."""
+        found = FailedBuild(kernel.id, class_text(facts), time.time(), log)
+        name, folder = _name(kernel, facts), _folder()
+        self._here[name] = found
+        if lasting and folder is not None:
+            try:
+                disk.make_private(folder)
+                disk.write_whole(folder / name, msgspec.json.encode(found))
+            except OSError:  # it is known in this process; the ledger tells of a folder that cannot be written
+                return found
+        return found
+
+    def forget(self, kernel: Kernel, facts: Facts) -> None:
+        """It was built after all."""
+        name, folder = _name(kernel, facts), _folder()
+        self._here.pop(name, None)
+        if folder is not None:
+            try:
+                (folder / name).unlink(missing_ok=True)
+            except OSError:
+                return
+
+    def all(self) -> tuple[FailedBuild, ...]:
+        """Every one that is known, for whatever versions."""
+        folder = _folder()
+        found = dict(self._here)
+        if folder is not None and folder.is_dir():
+            for path in sorted(folder.glob("*.json")):
+                read = _read(path)
+                if read is not None:
+                    found.setdefault(path.name, read)
+        return tuple(found[name] for name in sorted(found))
+
+    def clear(self) -> None:
+        """Forget what failed in this process."""
+        self._here.clear()
+
+
+def _name(kernel: Kernel, facts: Facts) -> str:
+    return f"{name_of(kernel, facts, compilers())}.json"
+
+
+def _folder() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None or disk.distrust(folder) else folder / FOLDER
+
+
+def _read(path: Path) -> FailedBuild | None:
+    try:
+        return msgspec.json.decode(disk.read_plain(path, MOST_BYTES), type=FailedBuild)
+    except (OSError, msgspec.DecodeError):  # none, or a damaged one: it is tried again
+        return None
+
+
+class HostLock:
+    """The right to build on this host."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def take(self) -> bool:
+        """Take it unless another process has it; where no file can be opened, nobody can have it."""
+        if self._file is not None:
+            return True
+        try:
+            file = _opened()
+        except OSError:
+            return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return False
+        self._file = file
+        return True
+
+    def tell(self, building: list[str], waiting: int) -> None:
+        """Write down how far this process is, for whoever asks."""
+        if self._file is not None:
+            text = msgspec.json.encode(Progress(os.getpid(), time.time(), building, waiting))
+            try:
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, text, 0)
+            except OSError:  # a full disk: nobody reads how far it is
+                return
+
+    def leave(self) -> None:
+        """Let others build."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough where a forked child has the file, too
+        self.close()
+
+    def close(self) -> None:
+        """Have nothing to do with it, as in a forked child: the lock is its parent's."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+
+
+def progress_of_others() -> Progress | None:
+    """How far another process is that builds on this host; None where nobody does."""
+    lock = HostLock()
+    if lock.take():
+        lock.leave()
+        return None
+    try:
+        return msgspec.json.decode(disk.read_plain(_lock_path(), MOST_BYTES), type=Progress)
+    except (OSError, msgspec.DecodeError):  # it has just begun, or ended
+        return None
+
+
+def _lock_path() -> Path:
+    """In the cache folder, or among temporary files where there is none that can be written."""
+    folder = cache_folder()
+    if folder is not None and not disk.distrust(folder):
+        try:
+            disk.make_private(folder)
+        except OSError:
+            folder = None
+        if folder is not None and os.access(folder, os.W_OK):
+            return folder / LOCK
+    return Path(tempfile.gettempdir()) / f"layerzero-{os.getuid()}-{LOCK}"
+
+
+def _opened() -> int:
+    return disk.open_plain(_lock_path(), os.O_RDWR | os.O_CREAT)

@@ -1,0 +1,71 @@
+"""How long a run may take, what is left of it, and how long a call is likely to take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from layerzero.core.facts import Facts
+
+_FLOP_S = {"cuda": 1e12}
+_BYTE_S = {"cuda": 1e11}
+_CPU_FLOP_S, _CPU_BYTE_S = 5e9, 5e8
+"""What is assumed of measuring a call, with its comparisons in float64, before the first of its operation was measured:
+a tenth of what devices do, since each of some kernels runs some dozens of times."""
+
+
+class Deadline:
+    """The end of a run: so many seconds from now, or never. ``now`` reads a clock that only goes forward."""
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"budget_s: wanted seconds, 0 or more, got {seconds}")
+        self._now = now
+        self.began = now()
+        self.until = math.inf if seconds is None else self.began + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; infinite where there is no end."""
+        return self.until - self._now()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the beginning."""
+        return self._now() - self.began
+
+    def passed(self) -> bool:
+        """Whether it is over."""
+        return self.left_s <= 0.0
+
+    def part(self, share: float) -> Callable[[], bool]:
+        """A question whether this share of what is left now is over."""
+        left = self.left_s
+        until = math.inf if left == math.inf else self._now() + share * left
+        return lambda: self._now() >= until
+
+
+class Pace:
+    """How long calls of each operation took for their work, the slowest so far."""
+
+    def __init__(self) -> None:
+        self._factor: dict[str, float] = {}
+
+    def seconds(self, facts: Facts) -> float:
+        """How long measuring a call is likely to take; 0 where the operation does not say its work."""
+        return self._factor.get(facts.operation.name, 1.0) * _assumed_s(facts)
+
+    def took(self, facts: Facts, seconds: float) -> None:
+        """Learn from a call that was measured."""
+        assumed = _assumed_s(facts)
+        if assumed > 0:
+            name = facts.operation.name
+            self._factor[name] = max(self._factor.get(name, 0.0), seconds / assumed)
+
+
+def _assumed_s(facts: Facts) -> float:
+    if facts.operation.work is None:
+        return 0.0
+    work, kind = facts.operation.work(facts), facts.device.torch_type
+    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), work.bytes / _BYTE_S.get(kind, _CPU_BYTE_S))

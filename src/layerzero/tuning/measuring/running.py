@@ -1,0 +1,383 @@
+"""A tuning run: calls in their order until its time is over; what compiles or has to be vetted comes to them later.
+
+What can run here is measured at once. What only vetting or a build keeps from a call is handed to child processes: on a
+GPU they work beside the measuring, on a CPU between two batches of calls, since they would disturb it. What came out of
+them is then measured beside the best of its call. Nothing that takes an unknown time happens in this process while
+there is a deadline: children are killed when it passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import torch
+
+from layerzero.asking.answers import explain
+from layerzero.core.device import Device
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.evidence import Provenance
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import class_text
+from layerzero.core.plan import Report
+from layerzero.engine import legality
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.failing import out_of_memory
+from layerzero.engine.jit import BUILT, Outcome
+from layerzero.engine.policy import names_kernel
+from layerzero.engine.registry import REGISTRY
+from layerzero.testing.trial import lost_context, raised
+from layerzero.tuning.measuring.contest import Contest, contest, taking_part, window
+from layerzero.tuning.measuring.deadline import Deadline, Pace
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
+from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
+from layerzero.tuning.predicting.weighing import FULL_SAMPLES
+from layerzero.tuning.predicting.winner import record_times
+from layerzero.tuning.proving.building import build_apart
+from layerzero.tuning.proving.rehearsal import is_new, rehearse
+from layerzero.tuning.proving.vetting import Vetted, vet_calls
+
+AT_ONCE, GROWTH = 16, 4
+"""Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
+round costs seconds, most of them for importing torch and compiling anew, but the first times should not wait long."""
+
+USABLE = 0.5
+"""Confidence from which on times decide more than priority does; below it they are measured again."""
+
+BETWEEN = 0.5
+"""The share of what time is left that children may take where the measuring waits for them."""
+
+_Pairs = list[tuple[Kernel, Facts]]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One tuning run as it goes on."""
+
+    jobs: Sequence[Job]
+    device: torch.device
+    clock: Clock
+    effort: Effort
+    deadline: Deadline
+    again: bool
+    graph: bool
+    isolate: bool
+    modules: Sequence[str]
+    leave_out: Sequence[str]
+    pace: Pace = field(default_factory=Pace)
+    banned: dict[tuple[str, str], str] = field(default_factory=dict)
+    vetted: list[Vetted] = field(default_factory=list)
+    in_process: dict[str, str] = field(default_factory=dict)
+    not_built: dict[str, str] = field(default_factory=dict)
+    contests: dict[int, Contest] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    known: int = 0
+    changed: set[int] = field(default_factory=set)
+
+    @property
+    def usable(self) -> float:
+        """The confidence that is enough: fewer samples, where they were asked for, cannot be worth more."""
+        return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
+
+    def report(self, job: Job) -> Report:
+        """Who would take part, judged without the call's data."""
+        with window():
+            return explain(job.facts(self.device))
+
+    def unknown(self, kernels: Iterable[Kernel], report: Report) -> list[Kernel]:
+        """Those without a usable time that was measured here, and without a failure before."""
+        several = list(kernels)
+        if self.again:
+            return several
+        facts = report.facts.on(report.facts.device, capturing=self.graph)
+        evidence, failures = ENGINE.ledger.evidence(several, facts), ENGINE.ledger.failures()
+        return [
+            kernel
+            for kernel in several
+            if (kernel.id, report.operation) not in failures
+            and not (
+                kernel.id in evidence
+                and evidence[kernel.id].provenance == Provenance.MEASURED
+                and evidence[kernel.id].confidence >= self.usable
+            )
+        ]
+
+    def parties(self, report: Report) -> list[Kernel]:
+        """The kernels that would be measured if all were built."""
+        return [each.kernel for each in taking_part(report, self.leave_out, graph=self.graph)]
+
+    def unbuilt(self, report: Report) -> list[Kernel]:
+        """Those of them that would compile in this process: for children, or, with a deadline, for nobody."""
+        return [
+            kernel
+            for kernel in self.parties(report)
+            if kernel.jit
+            and not BUILT.ready(kernel, report.facts)
+            and ((self.isolate and kernel.builds_apart) or self.deadline.left_s < float("inf"))
+        ]
+
+    def to_vet(self, jobs: Iterable[Job]) -> _Pairs:
+        """What only vetting keeps from these calls, and was not asked before."""
+        here = Device.detect(str(self.device))
+        if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
+            return []
+        asked = {(each.kernel_id, each.call_class) for each in self.vetted}
+        return [
+            (kernel, report.facts)
+            for report in map(self.report, jobs)
+            for kernel in legality.awaiting(report.candidates, report.facts)
+            if (kernel.id, class_text(report.facts)) not in asked
+            and not any(names_kernel(pattern, kernel) for pattern in self.leave_out)
+            and (kernel.graph_safe or not self.graph)
+        ]
+
+    def to_build(self, jobs: Iterable[Job]) -> _Pairs:
+        """What children can build for these calls, and has no time yet."""
+        if not self.isolate:
+            return []
+        reports = map(self.report, jobs)
+        return [
+            (kernel, report.facts)
+            for report in reports
+            for kernel in self.unknown(self.unbuilt(report), report)
+            if kernel.builds_apart and kernel.id not in self.not_built
+        ]
+
+    def rehearse(self, jobs: Iterable[Job]) -> None:
+        """Let a child run what these calls would run for the first time."""
+        if not self.isolate:
+            return
+        pairs = []
+        for report in map(self.report, jobs):
+            ready = [kernel for kernel in self.parties(report) if kernel not in self.unbuilt(report)]
+            if self.unknown(ready, report):
+                pairs += [(kernel, report.facts) for kernel in ready if is_new(kernel, report.facts)]
+        stop = self.deadline.part(BETWEEN)
+        for each in rehearse(pairs, modules=self.modules, stop=stop) if pairs else ():
+            if each.guilty or each.unsafe:
+                self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict or 'not tried'}: {each.detail}"
+            elif each.verdict is None and each.kernel.id not in self.in_process:
+                self.in_process[each.kernel.id] = each.detail
+                what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"
+                repair = "modules=[...] names what registers it, leave_out leaves it out"
+                text = f"{what}: no child process could be asked: {each.detail}; {repair}"
+                warnings.warn(text, LayerZeroWarning, stacklevel=2)
+
+    def measure(self, number: int, job: Job) -> str:
+        """Measure what can run now; of a call that was measured before, what came to it since. Why not, if not."""
+        report = self.report(job)
+        unbuilt = {kernel.id for kernel in self.unbuilt(report)}
+        ready = [kernel for kernel in self.parties(report) if kernel.id not in unbuilt]
+        before = self.contests.get(number)
+        new = self.unknown(ready, report)
+        if before is not None:
+            new = [kernel for kernel in new if kernel.id not in {each.kernel.id for each in before.entries}]
+        for kernel in self.parties(report):
+            if kernel.id in unbuilt and not (self.isolate and kernel.builds_apart):
+                self.not_built[kernel.id] = "it compiles in this process, for an unknown time; lz.warmup builds it"
+        if not new:
+            return "" if before is not None else "known"
+        if self.pace.seconds(report.facts) > self.deadline.left_s:
+            return "" if before is not None else "no time left for a call of its size"
+        only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
+        began = time.monotonic()
+        try:
+            found = self._contest(job, report.facts, unbuilt, only)
+        except Exception as error:  # one call's trouble is told, and the others are measured
+            if lost_context(report.facts.device):
+                raise
+            return f"too little memory: {raised(error)}" if out_of_memory(error) else raised(error)
+        self.pace.took(report.facts, time.monotonic() - began)
+        if found.times and record_times(found.facts, found.times):
+            self.changed.add(number)
+        self.contests[number] = found if before is None else _joined(before, found)
+        self.choices[number] = self._choice(self.contests[number])
+        return ""
+
+    def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str]) -> Contest:
+        banned = {kernel: text for (kernel, class_), text in self.banned.items() if class_ == class_text(facts)}
+        left = self.deadline.left_s
+        each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, max(left, 0.0) / 10)
+        return contest(
+            job.make(self.device),
+            effort=dataclasses.replace(self.effort, budget_s=each_s),
+            graph=self.graph,
+            leave_out=[*self.leave_out, *unbuilt],
+            only=only,
+            banned=banned,
+            clock=self.clock,
+        )
+
+    def _choice(self, found: Contest) -> Choice:
+        """What a call gets now that its times are recorded."""
+        facts = found.facts.on(found.facts.device, capturing=self.graph)
+        evidence = ENGINE.ledger.evidence(list(found.times), facts)
+        confidence = min((each.confidence for each in evidence.values()), default=0.0)
+        return Choice(explain(facts).kernel_id, confidence, bool(found.times) and confidence < self.usable)
+
+
+def _joined(before: Contest, found: Contest) -> Contest:
+    """A contest with what came to its call later."""
+    entries = {each.kernel.id: each for each in (*before.entries, *found.entries)}
+    ordered = sorted(
+        entries.values(), key=lambda each: each.measurement.median_us if each.measurement else float("inf")
+    )
+    return dataclasses.replace(before, entries=tuple(ordered))
+
+
+class _Beside:
+    """Children that vet and build: beside the measuring, or, on a CPU, when asked to catch up."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run, self.beside = run, run.device.type == "cuda"
+        self._pool = ThreadPoolExecutor(1, "layerzero-tuning") if self.beside else None
+        self._futures: list[Future[bool]] = []
+        self._left: list[Callable[[Callable[[], bool]], bool]] = []
+        self._over = False
+
+    def ask(self, jobs: Sequence[Job]) -> None:
+        """Have done what these calls wait for."""
+        vet, build = self.run.to_vet(jobs), self.run.to_build(jobs)
+        if not vet and not build:
+            return
+
+        def work(stop: Callable[[], bool]) -> bool:
+            if vet:
+                self.run.vetted += vet_calls(vet, modules=self.run.modules, go_on=True, stop=stop)
+            build_apart(build, self._built, stop, modules=self.run.modules)
+            return True
+
+        if self._pool is None:
+            self._left.append(work)
+        else:
+            self._futures.append(self._pool.submit(work, lambda: self._over or self.run.deadline.passed()))
+
+    def _built(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        if outcome.log:
+            self.run.not_built[kernel.id] = outcome.log.strip().splitlines()[-1]
+            ENGINE.ledger.record_failure(kernel, facts, outcome.log)
+
+    def caught_up(self, *, wait_for: bool) -> bool:
+        """Whether something came out of them since; on a CPU they work now, for a part of what time is left."""
+        left, self._left = self._left, []
+        stop = self.run.deadline.part(BETWEEN)
+        for work in left:
+            work(stop)
+        if wait_for and self._futures:
+            timeout = None if self.run.deadline.left_s == float("inf") else max(self.run.deadline.left_s, 0.0)
+            wait(self._futures, timeout, return_when="FIRST_COMPLETED")
+        done = [each.result() for each in self._futures if each.done()]
+        self._futures = [each for each in self._futures if not each.done()]
+        return bool(done or left)
+
+    @property
+    def open(self) -> bool:
+        """Whether more will come."""
+        return bool(self._futures or self._left)
+
+    def end(self) -> None:
+        """Kill the children that still work."""
+        self._over = True
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _batches(jobs: Sequence[Job]) -> Iterator[list[tuple[int, Job]]]:
+    """Calls with their numbers, a few at first."""
+    numbered, begin, size = list(enumerate(jobs, 1)), 0, AT_ONCE
+    while begin < len(numbered):
+        yield numbered[begin : begin + size]
+        begin, size = begin + size, size * GROWTH
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    device: torch.device,
+    *,
+    effort: Effort,
+    budget_s: float | None = None,
+    again: bool = False,
+    graph: bool = False,
+    isolate: bool = True,
+    modules: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
+    progress: Progress | None = None,
+    deadline: Deadline | None = None,
+) -> Tuned:
+    """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
+    deadline, tell = deadline or Deadline(budget_s), progress or _silent
+    clock = clock_of(device, graph=graph)
+    run = _Run(jobs, device, clock, effort, deadline, again, graph, isolate, modules, leave_out)
+    beside = _Beside(run)
+    looked_at: dict[int, Job] = {}
+
+    def step(number: int, job: Job, skipped: str = "", *, done: bool = True) -> None:
+        left = None if deadline.left_s == float("inf") else max(deadline.left_s, 0.0)
+        tell(Step(job, number, len(jobs), run.contests.get(number) if done else None, skipped, left))
+
+    def revisit(*, wait_for: bool = False) -> None:
+        if beside.caught_up(wait_for=wait_for):
+            for number, job in looked_at.items():
+                if deadline.passed():
+                    return
+                if why := run.measure(number, job):
+                    run.skipped.setdefault(job.name, why) if why != "known" else None
+
+    try:
+        for batch in _batches(jobs):
+            if deadline.passed():
+                break
+            here = [job for _, job in batch]
+            beside.ask(here)
+            run.rehearse(here)
+            for number, job in batch:
+                if deadline.passed():
+                    break
+                step(number, job, done=False)
+                why = run.measure(number, job)
+                if why.startswith("no time left"):
+                    step(number, job, why)
+                    continue
+                looked_at[number] = job
+                run.known += why == "known"
+                if why and why != "known":
+                    run.skipped[job.name] = why
+                step(number, job, why)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            revisit()
+        while beside.open and not deadline.passed():
+            revisit(wait_for=True)
+    finally:
+        beside.end()
+    return _tuned(run, len(jobs) - len(looked_at))
+
+
+def _tuned(run: _Run, left: int) -> Tuned:
+    numbers = sorted(run.contests)
+    contests = tuple(run.contests[number] for number in numbers)
+    first_us = sum(each.first_call_us or 0.0 for found in contests for each in found.times.values())
+    return Tuned(
+        contests=contests,
+        choices=tuple(run.choices[number] for number in numbers),
+        known=run.known,
+        skipped=run.skipped,
+        left=left,
+        vetted=tuple(run.vetted),
+        in_process=run.in_process,
+        not_built=run.not_built,
+        winners_changed=len(run.changed),
+        seconds=run.deadline.spent_s,
+        compile_s=first_us / 1e6,
+    )
+
+
+def _silent(_: Step) -> None:
+    return None

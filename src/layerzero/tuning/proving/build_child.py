@@ -1,0 +1,111 @@
+"""What a child does that builds: have a kernel compile for a call, and note what lies in its library's cache.
+
+It works at low priority, and what it compiles it keeps where its library does, so that the process that asked, and
+every later one, finds it there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import traceback
+
+import msgspec
+import torch
+
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.kernel import Kernel
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine import jit
+from layerzero.engine.config import SCOPES
+from layerzero.engine.failing import out_of_memory
+from layerzero.engine.jit import Outcome
+from layerzero.engine.registry import REGISTRY
+from layerzero.testing.apart_child import Tell
+from layerzero.testing.trial import attempt, duplicate
+from layerzero.tuning.proving.child import rebuilt
+
+NICENESS = 10
+
+LINES = 15
+"""Of what a compiler said, the last lines are told."""
+
+_SPARE = 2
+"""How many times a call's tensors must fit into what a GPU has left: the copies, and what else runs there."""
+
+
+class Build(msgspec.Struct, frozen=True):
+    """A kernel to build for a call, once modules are imported that register it."""
+
+    kernel: str
+    call: CallRecipe
+    modules: list[str]
+
+
+Job = Build
+
+
+def work(build: Build, tell: Tell) -> None:
+    """Build, and tell what became of it."""
+    _step_back()
+    try:
+        for module in build.modules:
+            importlib.import_module(module)
+        kernel = REGISTRY.kernel(build.kernel)
+    except (ImportError, KeyError) as error:
+        tell.found(Outcome(f"a child process does not know {build.kernel}: {error}", lasting=False))
+        return
+    tell.begins()
+    tell.found(built(kernel, build.call))
+
+
+def _step_back() -> None:
+    """Leave the processor to what serves; compilers that are started from here do, too."""
+    if hasattr(os, "nice") and os.nice(0) < NICENESS:
+        os.nice(NICENESS)
+    half = max(1, (os.cpu_count() or 1) // 2)
+    os.environ.setdefault("MAX_JOBS", str(half))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
+    """Run a kernel on a call like the one that is waited for; the first time compiles, the second shows it is done."""
+    short = _too_large(recipe)
+    if short:
+        return Outcome(short, lasting=False)
+    try:
+        with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad(), jit.opened_files() as opened:
+            call = rebuilt(recipe)
+            trial = attempt(kernel, REGISTRY.operation(recipe.operation), call)
+            if trial is None or trial.reasons:
+                return Outcome(
+                    f"a child process may not run it: {trial.reasons if trial else 'no call'}", lasting=False
+                )
+            trial.plan()
+            for _ in range(2):
+                trial.run(**duplicate(call).arguments)
+            if recipe.device == "cuda":
+                torch.cuda.synchronize()
+        jit.note(kernel, trial.facts, opened)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
+        return Outcome(last_lines(error), lasting=not out_of_memory(error) and not isinstance(error, OSError))
+    return Outcome()
+
+
+def last_lines(error: BaseException) -> str:
+    """The end of what an error says, with that of what caused it: compilers write pages."""
+    cause = error.__cause__ or error
+    text = "".join(traceback.format_exception_only(cause)).strip()
+    return "\n".join(text.splitlines()[-LINES:])
+
+
+def _too_large(recipe: CallRecipe) -> str:
+    """Why a call cannot be made beside what runs on a GPU; empty where it can."""
+    if recipe.device != "cuda":
+        return ""
+    sizes = [math.prod(each.shape) * dtype_named(each.dtype).itemsize for each in recipe.tensors.values()]
+    free, _ = torch.cuda.mem_get_info()
+    if sum(sizes) * _SPARE <= free:
+        return ""
+    return f"its tensors take {sum(sizes) / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free on the device"

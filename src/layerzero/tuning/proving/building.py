@@ -1,0 +1,67 @@
+"""Build kernels in child processes, for libraries that keep what they compile where other processes find it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.recipe import CallRecipe
+from layerzero.engine.jit import BUILT, Outcome, build_of
+from layerzero.testing.apart import BUILD_S, End, Task, run_apart
+from layerzero.tuning.proving.build_child import Build
+from layerzero.tuning.proving.child import homes
+
+Told = Callable[[Kernel, Facts, Outcome], None]
+"""Told what became of a build."""
+
+
+def build_apart(
+    pairs: Sequence[tuple[Kernel, Facts]],
+    told: Told,
+    stop: Callable[[], bool],
+    *,
+    modules: Sequence[str] = (),
+    at_once: int = 1,
+) -> None:
+    """Build kernels for calls, each build once, in children that do one job after the other.
+
+    Args:
+        pairs: kernels that say ``prebuilt`` or ``cache_folder``, each with a call.
+        told: of each build that ended; not of those that were stopped.
+        stop: asked all the while; once it says so, the children are killed.
+        modules: modules that register kernels, beside those that did so here.
+        at_once: children that work at the same time.
+    """
+    unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
+    if not unique:
+        return
+    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
+    tasks = deque(
+        Task(
+            Build(kernel.id, CallRecipe.of(facts), named),
+            kernel.id,
+            BUILD_S,
+            lane=f"child {number % at_once}",
+            about=(kernel, facts),
+        )
+        for number, (kernel, facts) in enumerate(unique.values())
+    )
+
+    def ended(task: Task, end: End) -> None:
+        if end.kind != "stopped":
+            kernel, facts = task.about
+            told(kernel, facts, Outcome(str(end), lasting=end.verdict is not None))
+
+    run_apart(
+        "layerzero.tuning.proving.build_child",
+        tasks,
+        found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, Outcome)),
+        ended=ended,
+        at_once=at_once,
+        modules=named,
+        stop=stop,
+    )

@@ -1,0 +1,349 @@
+"""What a call would have chosen if it were built is built behind it, takes over, and breaks nothing where it fails."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.jit import BUILT
+from layerzero.serving import building, jit_status
+from layerzero.serving.building import BUILDS
+from layerzero.tuning.keeping import builds
+from layerzero.tuning.proving import build_child
+
+HERE = str(Path(__file__).parent)
+CALL = torch.ones(4, 32), torch.ones(32)
+LIMIT_S = 120.0
+"""How long a test waits for what it expects; nothing is compared with it."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(building, "GATHER_S", 0.0)
+    monkeypatch.setattr(building, "LOOK_S", 0.01)
+
+
+def in_background(**more):
+    monkey = {"jit": "background", **more}
+    lz.configure(**monkey)
+
+
+def chosen(*call):
+    return lz.which("rms_norm", *(call or CALL))["kernel_id"]
+
+
+def codes(kernel, *call):
+    return [str(each.code) for each in lz.explain("rms_norm", *(call or CALL)).reasons(kernel)]
+
+
+@pytest.fixture
+def here():
+    """A kernel that compiles in this process, when the test lets it; and who built what."""
+
+    class Here:
+        may, began, builds, error = threading.Event(), threading.Event(), [], None
+
+    state = Here()
+    state.may, state.began, state.builds = threading.Event(), threading.Event(), []
+
+    def load(facts):
+        state.builds.append((threading.current_thread().name, facts.size("hidden")))
+        state.began.set()
+        assert state.may.wait(LIMIT_S)
+        if state.error is not None:
+            raise state.error
+
+        def rms_norm(input, weight, *, eps):
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        return rms_norm
+
+    lz.register_backend(
+        [
+            lz.Kernel(
+                id="test.compiles",
+                operations=("norm.rms",),
+                backend=lz.Backend("test", "compiles", origin="code"),
+                load=load,
+                accepts=("eps",),
+                jit=True,
+                priority=50,
+            )
+        ]
+    )
+    yield state
+    state.may.set()
+
+
+def test_a_call_does_not_wait_and_the_kernel_takes_over(here):
+    in_background()
+    lz.rms_norm(*CALL)
+    assert here.began.wait(LIMIT_S)
+    assert codes("test.compiles") == ["JIT_DISABLED"]
+    status = lz.jit_status()
+    assert (status.setting, status.building, status.done) == ("background", ("test.compiles",), False)
+    epoch = ENGINE.epoch
+    here.may.set()
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert ENGINE.epoch > epoch
+    assert chosen() == "test.compiles"
+    assert [thread for thread, _ in here.builds] == ["layerzero-building"]
+    assert [each.kernel_id for each in lz.jit_status().built] == ["test.compiles"]
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert [thread for thread, _ in here.builds] == ["layerzero-building", "MainThread"], "loaded, not built again"
+
+
+def test_what_would_not_be_chosen_is_not_built(here):
+    in_background(avoid_sources=["test"])
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert here.builds == []
+
+
+@pytest.mark.parametrize("setting", ["never", "inline"])
+def test_never_builds_nothing_and_inline_builds_in_the_call(here, setting):
+    here.may.set()
+    lz.configure(jit=setting)
+    lz.rms_norm(*CALL)
+    assert BUILDS.waits == 0
+    assert [thread for thread, _ in here.builds] == (["MainThread"] if setting == "inline" else [])
+
+
+def test_the_variable_and_a_scope_say_how(monkeypatch):
+    monkeypatch.setenv("LAYERZERO_JIT", "inline")
+    CONFIGURATION.reset()
+    assert lz.jit_status().setting == "inline"
+    with lz.scope(jit="never"):
+        assert lz.jit_status().setting == "never"
+    with pytest.raises(lz.PolicyError, match="'background' or 'inline' or 'never'"):
+        lz.configure(jit="later")
+
+
+def test_the_policy_of_the_calls_scope_decides(here):
+    here.may.set()
+    with lz.scope(jit="background", avoid_sources=["test"]):
+        lz.rms_norm(*CALL)
+        assert BUILDS.idle.wait(LIMIT_S)
+    assert here.builds == []
+    with lz.scope(jit="background"):
+        lz.rms_norm(*CALL)
+        assert BUILDS.idle.wait(LIMIT_S)
+    assert len(here.builds) == 1
+
+
+def test_a_failure_is_told_once_with_its_log_and_not_tried_again(here, caplog):
+    here.error = RuntimeError("\n".join([*(["noise"] * 40), "g++: fatal error: killed"]))
+    here.may.set()
+    in_background()
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        for _ in range(2):
+            ENGINE.bump()
+            lz.rms_norm(*CALL)
+            assert BUILDS.idle.wait(LIMIT_S)
+    (told,) = [each.getMessage() for each in caplog.records if "did not build" in each.getMessage()]
+    assert "g++: fatal error: killed" in told
+    assert told.count("noise") < build_child.LINES
+    assert len(here.builds) == 1
+    assert [each.kernel for each in lz.jit_status().failed] == ["test.compiles"]
+    assert chosen() == "torch.rms_norm"
+
+
+def test_the_queue_is_bounded_and_drops_the_oldest(here, monkeypatch):
+    monkeypatch.setattr(building, "MAX_WAITING", 2)
+    in_background()
+    lz.rms_norm(*CALL)
+    assert here.began.wait(LIMIT_S)
+    for hidden in (64, 128, 256):
+        lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
+    assert (BUILDS.waits, lz.jit_status().dropped) == (2, 1)
+    here.may.set()
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert [hidden for _, hidden in here.builds] == [32, 128, 256]
+
+
+def test_nothing_is_asked_for_under_capture_or_when_choices_are_frozen(here):
+    in_background()
+    facts = lz.facts("rms_norm", *CALL)
+    report = lz.explain(facts)
+    from layerzero.engine.functions import CALLS
+
+    dispatcher = CALLS["rms_norm"].dispatcher
+    dispatcher._build_later(report.candidates, facts.on(facts.device, capturing=True))
+    assert BUILDS.waits == 0
+    lz.rms_norm(*CALL)  # asks
+    assert here.began.wait(LIMIT_S)
+
+
+def test_another_rank_builds_and_this_one_takes_over(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    artefact = tmp_path / "artefact"
+    loads = []
+    lz.register_backend(
+        [
+            lz.Kernel(
+                id="test.shared",
+                operations=("norm.rms",),
+                backend=lz.Backend("test", "shared", origin="code"),
+                load=lambda facts: loads.append(facts) or (lambda input, weight, *, eps: input * weight),
+                accepts=("eps",),
+                jit=True,
+                prebuilt=lambda _: artefact.is_file(),
+                priority=99,
+            )
+        ]
+    )
+    other = builds.HostLock()
+    assert other.take()
+    other.tell(["test.shared"], 0)
+    in_background()
+    lz.rms_norm(*CALL)
+    asked = threading.Event()
+    take = BUILDS.host.take
+    monkeypatch.setattr(BUILDS.host, "take", lambda: (asked.set(), take())[1])
+    assert asked.wait(LIMIT_S)
+    assert "builds test.shared" in lz.jit_status().elsewhere
+    assert loads == []
+    artefact.touch()  # the other rank is done
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert chosen() == "test.shared"
+    other.leave()
+
+
+@pytest.fixture
+def apart(monkeypatch, tmp_path):
+    """A kernel that a child builds: its artefact is a file in a folder."""
+    monkeypatch.setenv("BACKGROUND_KERNELS", str(tmp_path))
+    monkeypatch.syspath_prepend(HERE)
+    sys.modules.pop("background_kernels", None)
+    importlib.import_module("background_kernels")
+
+    return tmp_path
+
+
+def built_apart():
+    in_background()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+
+
+def told(folder):
+    lines = [line.split() for line in (folder / "log").read_text().splitlines()]
+    return [(what, name) for _, what, name in lines]
+
+
+def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
+    built_apart()
+    assert told(apart)[0][0] == "builds"
+    assert ("loads", "32.so") in told(apart), "this process loads it before it takes over"
+    assert chosen() == "background.rms_norm"
+    (apart / "32.so").unlink()
+    assert codes("background.rms_norm") == ["JIT_DISABLED"]
+    ENGINE.bump()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert chosen() == "background.rms_norm", "it was built again"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raise", "ninja: no such compiler"), ("die", "SIGSEGV"), ("keep nothing", "left nothing where its library")],
+)
+def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, how, said):
+    monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        built_apart()
+    assert said in caplog.text
+    assert chosen() == "torch.rms_norm"
+    (failed,) = lz.jit_status().failed
+    assert said in failed.log
+
+
+def test_a_failure_is_known_to_the_next_process_until_a_version_changes(apart, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(apart / "cache"))
+    monkeypatch.setenv("BACKGROUND_KERNELS_DO", "raise")
+    built_apart()
+    before = told(apart)
+    BUILDS.failures.clear()  # as in a new process
+    built_apart()
+    assert told(apart) == before
+    monkeypatch.setattr(builds, "compilers", lambda: "another compiler")
+    monkeypatch.delenv("BACKGROUND_KERNELS_DO")
+    ENGINE.bump()
+    built_apart()
+    assert chosen() == "background.rms_norm"
+
+
+def test_a_folder_that_cannot_be_written_breaks_nothing(here, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file" / "below"))
+    here.may.set()
+    here.error = RuntimeError("no room")
+    in_background()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert [each.log for each in lz.jit_status().failed] == ["RuntimeError: no room"]
+
+
+_ENDS = """
+import os, sys, torch, layerzero as lz
+import background_kernels
+lz.configure(jit="background")
+lz.rms_norm(torch.ones(4, 32), torch.ones(32))
+from layerzero.serving.building import BUILDS
+while not BUILDS.building:
+    pass
+print(BUILDS.building)
+"""
+
+
+def test_a_process_that_ends_amid_a_build_ends_and_leaves_nothing_half_built(apart, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", HERE, prepend=":")
+    monkeypatch.delenv("LAYERZERO_JIT")
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "('background.rms_norm',)"), ended.stderr
+    assert not (apart / "32.so").exists()
+
+
+def test_notes_of_builds_count_as_long_as_their_files_exist(tmp_path):
+    from layerzero.engine import jit
+
+    kernel = lz.Kernel(
+        id="test.noted",
+        operations=("norm.rms",),
+        backend=lz.Backend("test", "noted", origin="code"),
+        load=lambda _: None,
+        jit=True,
+        cache_folder=lambda: tmp_path,
+    )
+    facts = lz.facts("rms_norm", *CALL)
+    assert not BUILT.ready(kernel, facts)
+    with jit.opened_files() as opened:
+        (tmp_path / "part").write_text("compiled")
+        (tmp_path / "part").rename(tmp_path / "kernel.cubin")
+        (tmp_path.parent / "elsewhere").write_text("no artefact")
+    jit.note(kernel, facts, opened)
+    assert BUILT.ready(kernel, facts)
+    assert not BUILT.ready(kernel, lz.facts("rms_norm", torch.ones(4, 4096), torch.ones(4096)))
+    (tmp_path / "kernel.cubin").unlink()
+    assert not BUILT.ready(kernel, facts), "the cache was wiped"
+
+
+def test_a_status_is_told_in_words(here):
+    here.may.set()
+    in_background()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    status = jit_status.jit_status()
+    assert "test.compiles" in str(status)
+    assert status.to_dict()["built"][0]["kernel_id"] == "test.compiles"

@@ -1,0 +1,67 @@
+"""Warmup builds for shapes, for a manifest, or for what a model calls, and says what it did not build, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+
+
+@pytest.fixture
+def compiled():
+    loads = []
+
+    def load(facts):
+        loads.append(facts.size("hidden"))
+
+        def norm(input, weight, *, eps):
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        return norm
+
+    backend = lz.Backend("mine", "compiles", origin="code")
+    kernel = lz.Kernel(
+        id="mine.compiled", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), jit=True
+    )
+    lz.register_backend([kernel])
+    lz.configure(allow=["mine", "torch"])
+    return loads
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_second_time_says_that_it_is_built():
+    built = lz.warmup("rms_norm", [(8, 64)], device="cpu")
+    assert [(each.kernel_id, each.error) for each in built] == [("mine.compiled", "")]
+    again = lz.warmup("rms_norm", [(8, 64)], device="cpu")
+    assert again == []
+    assert [each.why for each in again.skipped if each.kernel_id == "mine.compiled"] == ["it is built"]
+    assert any("POLICY_DENIED" in each.why for each in again.skipped), "the others say why they are refused"
+
+
+def test_what_a_model_calls_is_built(compiled):
+    weight, told = torch.randn(64), []
+    built = lz.warmup(lambda x: lz.rms_norm(x, weight), torch.randn(8, 64), progress=lambda *each: told.append(each))
+    assert [each.kernel_id for each in built] == ["mine.compiled"]
+    assert compiled == [64]
+    assert [each[1:] for each in told] == [(0, 1), (1, 1)]
+
+
+def test_what_a_manifest_lists_is_built(compiled, tmp_path):
+    file = tmp_path / "workload.json"
+    with lz.record(file):
+        lz.rms_norm(torch.randn(8, 32), torch.randn(32))
+    assert [each.operation for each in lz.warmup(manifest=file, device="cpu")] == ["norm.rms"]
+    assert compiled == [32]
+    with pytest.raises(ValueError, match="manifest: wanted it alone"):
+        lz.warmup("rms_norm", [(8, 64)], manifest=file)
+
+
+def test_grouped_heads_and_caches_have_calls_to_build_for():
+    looked_at = []
+    lz.configure(allow=["torch"])
+    shapes = [((1, 16, 8, 64), (1, 16, 2, 64))]
+    lz.warmup("attention", shapes, device="cpu", layout="BSHD", progress=lambda text, *_: looked_at.append(text))
+    lz.warmup("paged_attention", device="cpu", progress=lambda text, *_: looked_at.append(text))
+    assert any(text.startswith("attention.gqa.prefill") for text in looked_at)
+    assert any(".paged" in text for text in looked_at)

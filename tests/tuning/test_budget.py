@@ -1,0 +1,215 @@
+"""A tuning run ends when its time is over, measures first what was called, and goes on where it ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.jit import Outcome
+from layerzero.tuning.keeping import calls
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.measuring import running
+from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.deadline import Deadline, Pace
+from layerzero.tuning.measuring.manifest import jobs_of
+from layerzero.tuning.measuring.running import run_jobs
+from layerzero.tuning.measuring.timing import Effort
+from others import OTHERS
+
+LEFT_OUT = [name for name in OTHERS if name != "inductor"]
+
+
+class Clock:
+    """A clock that goes on by what is said."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(jobs, deadline=None, **more):
+    given = {"effort": Effort(3, 0.0), "isolate": False, "leave_out": OTHERS, "deadline": deadline}
+    return run_jobs(jobs, torch.device("cpu"), **{**given, **more})
+
+
+def norms(*hiddens):
+    return asked_jobs("rms_norm", [(8, hidden) for hidden in hiddens], ["float32"], "cpu")
+
+
+def test_no_call_is_begun_after_the_end_and_the_next_run_goes_on(monkeypatch):
+    clock = Clock()
+    told = []
+
+    def progress(step):
+        told.append(step)
+        if step.contest is not None:
+            clock.now += 4.0
+
+    found = run(norms(64, 128, 256, 512), Deadline(10.0, clock), progress=progress)
+    assert (len(found.contests), found.left, found.seconds) == (3, 1, 12.0)
+    assert [step.left_s for step in told if step.contest is not None] == [10.0, 6.0, 2.0]
+    again = run(norms(64, 128, 256, 512))
+    assert (again.known, len(again.contests), again.left) == (3, 1, 0)
+
+
+def test_a_budget_of_nothing_measures_nothing_and_less_is_refused():
+    found = lz.tune("rms_norm", [(8, 64)], "float32", budget_s=0, isolate=False)
+    assert (len(found.contests), found.left) == (0, 1)
+    with pytest.raises(ValueError, match="budget_s: wanted seconds, 0 or more, got -1"):
+        lz.tune("rms_norm", [(8, 64)], "float32", budget_s=-1)
+
+
+def test_a_call_that_takes_longer_than_is_left_is_left_to_the_next_run():
+    (small,), (large,) = norms(64), asked_jobs("rms_norm", [(4096, 8192)], ["float32"], "cpu")
+    found = run([large, small], Deadline(0.1, Clock()))
+    assert [each.facts.size("hidden") for each in found.contests] == [64]
+    assert found.left == 1
+
+
+def test_a_pace_is_learnt_from_what_was_slowest():
+    facts = lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64))
+    pace = Pace()
+    assumed = pace.seconds(facts)
+    pace.took(facts, 10 * assumed)
+    pace.took(facts, 2 * assumed)
+    assert pace.seconds(facts) == pytest.approx(10 * assumed)
+
+
+def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_path):
+    clock = Clock()
+    deadline = Deadline(100.0, clock)
+    stops = []
+
+    def rehearse(pairs, *, modules, stop):
+        stops.append(stop())
+        clock.now = 60.0
+        stops.append(stop())
+        return []
+
+    @lz.register_kernel("norm.rms", "mine.new", supported_dtypes=["float32"])
+    def new(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    monkeypatch.setattr(running, "rehearse", rehearse)
+    ENGINE.ledger = FileLedger(tmp_path)
+    run(norms(64), deadline, isolate=True)
+    assert stops == [False, True], "half of what is left"
+
+
+@pytest.fixture
+def compiled():
+    """A kernel that compiles, which a child may build."""
+    built, loaded = [], []
+
+    def load(facts):
+        loaded.append(facts.size("hidden"))
+
+        def norm(input, weight, *, eps):
+            return rms_norm(input, weight.shape, weight, eps)
+
+        return norm
+
+    kernel = lz.Kernel(
+        id="mine.compiled",
+        operations=("norm.rms",),
+        backend=lz.Backend("mine", "compiles", origin="code"),
+        load=load,
+        accepts=("eps",),
+        jit=True,
+        build_key=lambda facts: facts.size("hidden"),
+        prebuilt=lambda facts: facts.size("hidden") in built,
+    )
+    lz.register_backend([kernel])
+    return built, loaded
+
+
+def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compiled, monkeypatch):
+    built, loaded = compiled
+    order = []
+
+    def build_apart(pairs, told, stop, *, modules):
+        order.append("build")
+        for kernel, facts in pairs:
+            built.append(facts.size("hidden"))
+            told(kernel, facts, Outcome())
+
+    monkeypatch.setattr(running, "build_apart", build_apart)
+    found = run(
+        norms(64), Deadline(100.0, Clock()), isolate=True, progress=lambda step: order.append(step.contest is not None)
+    )
+    assert order == [False, True, "build"], "what can run is measured first"
+    (contest,) = found.contests
+    assert {"mine.compiled", "torch.rms_norm"} <= {each.id for each in contest.times}
+    assert loaded == [64], "it was loaded here when it was built"
+
+
+def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):
+    def build_apart(pairs, told, stop, *, modules):
+        for pair in pairs:
+            told(*pair, Outcome("lines\nninja: failed"))
+
+    monkeypatch.setattr(running, "build_apart", build_apart)
+    found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
+    assert found.not_built == {"mine.compiled": "ninja: failed"}
+    assert len(found.contests) == 2
+
+
+def test_with_an_end_nothing_compiles_here_that_no_child_can_build(compiled):
+    found = run(norms(64), Deadline(100.0, Clock()))
+    assert list(found.not_built) == ["mine.compiled"]
+    assert compiled[1] == []
+    assert "mine.compiled" in {each.id for each in run(norms(64)).contests[0].times}, "without an end it may"
+
+
+def test_what_was_called_is_measured_first(tmp_path):
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+    lz.rms_norm(torch.randn(3, 48), torch.randn(48))
+    first = asked_jobs("rms_norm", None, ["float32"], "cpu")[0]
+    assert (first.operation, first.recipe.tensors["input"].shape) == ("norm.rms", (3, 48))
+    assert len(asked_jobs("rms_norm", None, ["float32"], "cpu")) > 1, "then cases and grid"
+    later = StoreLedger(FileLedger(tmp_path / "ledger"))
+    assert [call.operation for _, call in later.calls()] == ["norm.rms"]
+
+
+def test_calls_are_bounded_and_a_damaged_file_is_begun_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_KEPT", 2)
+    made = calls.CallsMade(tmp_path)
+    for hidden in (16, 32, 64):
+        made.add(lz.facts("rms_norm", torch.empty(2, hidden), torch.empty(hidden)))
+        made.write()
+    assert [each.call.tensors["input"].shape[1] for each in made.made()] == [64, 32]
+    (tmp_path / calls.FILE).write_text("{")
+    assert made.made() == []
+    made.add(lz.facts("rms_norm", torch.empty(2, 8), torch.empty(8)))
+    assert len(made.made()) == 1
+
+
+def test_a_growing_size_is_measured_at_both_ends_and_in_the_middle():
+    with lz.record() as recording:
+        weight = torch.randn(32)
+        for rows in (*range(65, 100), 80, 80):
+            lz.rms_norm(torch.randn(rows, 32), weight)
+    jobs = jobs_of(recording.manifest(), "cpu")
+    assert [each.recipe.tensors["input"].shape[0] for each in jobs] == [80, 65, 99]
+
+
+def test_a_model_is_called_once_and_its_calls_are_measured():
+    weight = torch.randn(64)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            called.append(x.shape)
+            return lz.rms_norm(x, weight)
+
+    called = []
+    found = lz.tune(Model(), torch.randn(8, 64), isolate=False, leave_out=OTHERS, samples=3)
+    assert called == [(8, 64)]
+    assert [each.facts.operation.name for each in found.contests] == ["norm.rms"]
+    with pytest.raises(ValueError, match="wanted a model that calls LayerZero's functions on cpu, got function"):
+        lz.tune(lambda: None)
