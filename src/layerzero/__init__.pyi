@@ -62,6 +62,7 @@ from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
+from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
@@ -104,6 +105,7 @@ __all__ = [
     "Param",
     "Plan",
     "PolicyError",
+    "RaggedMetadata",
     "Reason",
     "ReasonCode",
     "RegistrationError",
@@ -163,6 +165,7 @@ __all__ = [
     "prefer",
     "qk_norm_rope",
     "qkv_linear",
+    "ragged_attention",
     "record",
     "register_backend",
     "register_function",
@@ -725,6 +728,89 @@ def qkv_linear(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
         the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
         or of one that was written into since.
+    """
+
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    step: RaggedMetadata | None = None,
+) -> Tensor: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[True],
+    step: RaggedMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    step: RaggedMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend within sequences of unlike lengths that lie one after the other, without padding between them.
+
+    Shapes: query (T, H, D), key (T_k, K, D), value (T_k, K, D_v), H a multiple of K; cu_seqlens_q and cu_seqlens_k
+        (B + 1,) → (T, H, D_v).
+    Dtype: query, key and value the same floating dtype; starts int32, on the same device.
+    Args:
+        cu_seqlens_q: where each sequence's queries begin: 0, then the end of each. Sequences may be empty.
+        cu_seqlens_k: the same of its keys; the same tensor where both are of one length.
+        causal: hide keys in the future; the last query of a sequence is aligned with its last key.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths that the caller knows; all tokens together if None.
+            Kernels size their work by them. A longer sequence is the caller's mistake: found in debug mode.
+        window: (left, right) keys around the query's own position that it sees, as in ``lz.attention``.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        sinks: (H,), one extra logit a head.
+        alibi_slopes: (H,) or (B, H).
+        return_lse: also return the log-sum-exp of the scores, float32 (H, T), natural logarithm.
+        step: the :class:`layerzero.RaggedMetadata` of these starts, so that kernels that plan on the host do so once
+            for all layers.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for starts that do not begin at 0, decrease, or end elsewhere than the tokens.
+        NoKernelFoundError if policy leaves no kernel.
+    Source: flash_attn_varlen_func of FlashAttention, arXiv:2205.14135.
     """
 
 def relu2(input: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "varlen",
     "verify",
 )
 """The files that declare kernels, a family each."""
