@@ -19,6 +19,7 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "paged_tokens",
     "qkv",
     "rope",
     "rope_append",

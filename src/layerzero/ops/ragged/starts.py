@@ -50,19 +50,20 @@ def value_problems(name: str, starts: Tensor, tokens: int, longest: int | None =
     return problems
 
 
-def guard(*pairs: tuple[str, str]) -> Callable[[str, str | None], Callable[..., None]]:
+def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None], Callable[..., None]]:
     """What looks at every call: as many starts as belong together, and on a CPU their values.
 
     Args:
         pairs: names of the starts, each with the tensor whose tokens they divide.
+        rows: a tensor with a row for each sequence; without one the starts agree with each other.
     """
 
     def made(function: str, _: str | None) -> Callable[..., None]:
         def look(**tensors: Tensor) -> None:
-            first = tensors[pairs[0][0]]
+            count = len(tensors[rows]) + 1 if rows else len(tensors[pairs[0][0]])
             for name, of in pairs:
                 starts = tensors[name]
-                problems = shape_problems(name, starts, len(first))
+                problems = shape_problems(name, starts, count)
                 if not problems and starts.is_cpu:
                     problems = value_problems(name, starts, len(tensors[of]))
                 if problems:

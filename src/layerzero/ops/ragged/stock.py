@@ -31,7 +31,7 @@ def attention(
         return None
     if query.is_cuda:
         longest = max_seqlen_q or len(query), max_seqlen_k or len(key)
-        return varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, causal=causal, scale=scale)
+        return _varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, causal=causal, scale=scale)
     pairs = [list(pairwise(each.tolist())) for each in (cu_seqlens_q, cu_seqlens_k)]
     square = pairs[0] == pairs[1]
     if (causal and not square) or query.device.type != "cpu":  # torch aligns a causal mask top-left
@@ -50,7 +50,7 @@ def attention(
     return run
 
 
-def varlen(*tensors: Any, causal: bool, scale: float | None) -> Callable[[], Any]:
+def _varlen(*tensors: Any, causal: bool, scale: float | None) -> Callable[[], Any] | None:
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters  # they differ between torch 2.10 and 2.13
@@ -63,4 +63,4 @@ def varlen(*tensors: Any, causal: bool, scale: float | None) -> Callable[[], Any
         arguments["is_causal"] = causal
     if "enable_gqa" in known:
         arguments["enable_gqa"] = tensors[0].shape[1] != tensors[1].shape[1]
-    return lambda: varlen_attn(*tensors, **arguments)
+    return (lambda: varlen_attn(*tensors, **arguments)) if arguments.keys() <= known.keys() else None
