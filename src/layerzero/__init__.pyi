@@ -613,6 +613,10 @@ def paged_attention(
     return_lse: Literal[False] = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -629,6 +633,10 @@ def paged_attention(
     return_lse: Literal[True],
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -645,27 +653,41 @@ def paged_attention(
     return_lse: bool = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the newest token of each sequence to all its tokens in a paged cache.
+    """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
-    Shapes: query (B, 1, H, D); key_cache (P, N, K, D) and value_cache (P, N, K, D_v) in NHD, axes 1 and 2 swapped in
-        HND; H a multiple of K; block_tables (B, max_blocks); context_lens (B,) → (B, 1, H, D_v).
-    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    One token a sequence is a decode step. Several, by ``cu_seqlens_q``, are prefills, chunks of prefills behind a
+    cached prefix, and decodes, all in one call.
+
+    Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
+        (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
+        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
+    Dtype: query and caches the same floating dtype; tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
-        context_lens: tokens of each sequence that are in the cache, the query's own included. 0 gives 0 and -inf.
+        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"NHD"`` or ``"HND"``.
-        window: (left, right) as in ``lz.attention``; only left counts, since nothing is to the right.
+        window: (left, right) as in ``lz.attention``; of one causal query only left counts: nothing is to its right.
         softcap: ``c * tanh(score / c)`` on the scores.
-        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1) or (H, T), natural logarithm.
+        cu_seqlens_q: where each sequence's queries begin: 0, then the end of each; they are its newest tokens. A
+            sequence may have none.
+        max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
+        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
+        causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
+        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.ops.paged.cache import PagedCache
 from layerzero.ops.paged import declare, mixed
+from layerzero.ops.paged.cache import PagedCache
 from layerzero.ops.paged.declare import DECODE_PAGED
 from layerzero.ops.paged.route import FUNCTIONS
 from layerzero.ops.paged.step import StepMetadata

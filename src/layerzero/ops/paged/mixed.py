@@ -150,7 +150,8 @@ def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
         if mixed:
             promised: Any = case.params.get("decodes", max(batch * 8 // 9, 1))
             decodes = max(min(promised, tokens, batch if batch == tokens else batch - 1), 0)
-        starts = torch.cat((torch.arange(decodes, dtype=torch.int32), spread(tokens - decodes, batch - decodes) + decodes))
+        ones = torch.arange(decodes, dtype=torch.int32)
+        starts = torch.cat((ones, spread(tokens - decodes, batch - decodes) + decodes))
         made = table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
         made["max_seqlen_q"] = bounds_of(made, "cu_seqlens_q")["cu_seqlens_q"]
         made["cu_seqlens_q"] = starts.to(device)

@@ -34,7 +34,8 @@ def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Ite
         for heads in extent.heads[:2]:
             for batch in (1, 8):
                 for context in extent.contexts:
-                    sequences, tokens = (batch, batch * chunk) if kind == "prefill" else (9 * batch, batch * (chunk + 8))
+                    prefill = batch, batch * chunk
+                    sequences, tokens = prefill if kind == "prefill" else (9 * batch, batch * (chunk + 8))
                     if chunk <= context <= MAX_PAGED and sequences * context <= extent.max_context:
                         name, case = tokens_case(heads, kind, sequences, tokens, context)
                         if name == operation:

@@ -68,7 +68,8 @@ def paged_attention(
             do so once for all layers.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no kernel.
+        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")
