@@ -130,8 +130,8 @@ __all__ = [
     "apply_penalties",
     "attention",
     "avoid",
-    "batched_linear",
     "bind",
+    "cascade_attention",
     "cast",
     "chosen_logprobs",
     "configure",
@@ -148,7 +148,6 @@ __all__ = [
     "gelu",
     "gelu_mul",
     "greedy",
-    "grouped_linear",
     "judges",
     "kernels_from_descriptor",
     "layer_norm",
@@ -159,6 +158,7 @@ __all__ = [
     "load_config",
     "load_descriptor",
     "lock",
+    "merge_attention_states",
     "mlp",
     "optimize",
     "paged_attention",
@@ -427,12 +427,72 @@ def attention(
     Source: arXiv:1706.03762.
     """
 
-def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Multiply each input of a stack with its own weight: ``input[g] @ weight[g]^T + bias[g]``.
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of each sequence, where all sequences begin with the same pages.
 
-    Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
-    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    The result is that of ``lz.paged_attention``; kernels that read the shared pages once for all sequences are
+    candidates, and so are those that do not, where they are faster.
+
+    Shapes: query (B, 1, H, D); caches, block_tables and context_lens as in ``lz.paged_attention`` → (B, 1, H, D_v).
+    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        shared_blocks: a promise that the first so many pages of every table are the same, and full. Found broken on a
+            CPU by kernels that rely on it, and in debug mode.
+        scale, layout, window, softcap, max_context_len, step: as in ``lz.paged_attention``.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: cascade inference of FlashInfer, arXiv:2501.01005.
     """
 
 def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -517,16 +577,6 @@ def greedy(logits: Tensor) -> Tensor:
     Raises: InvalidCallError for other dtypes, and where there is no place.
     """
 
-def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows that are sorted by group with their group's weight: the experts of a mixture, each with its tokens.
-
-    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of the
-        group before it to ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
-    Dtype: floating, the same for all, ends int32; sums are in float32; returns input.dtype.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and, where values can be read (debug mode),
-        for ends that fall or whose last is not T. Without, rows of no group hold anything.
-    """
-
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -565,6 +615,18 @@ def linear(
             that once. It changes no result, and has no effect in compiled code.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
         of one that was written into since.
+    """
+
+def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Make attention over two parts of the keys attention over both.
+
+    Shapes: output_a, output_b (T, H, D_v), lse_a, lse_b (H, T) → (T, H, D_v), (H, T), as ``lz.ragged_attention`` and
+        ``lz.paged_attention`` with ``cu_seqlens_q`` return them; each part has keys of its own.
+    Dtype: both outputs the same floating dtype, which the result has; log-sum-exps float32, natural logarithm.
+    Returns: the output and its log-sum-exp. A part that saw no key (0 and -inf, as attention gives it) has no share;
+        neither saw one: 0 and -inf.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
+    Source: online softmax, arXiv:1805.02867.
     """
 
 def mlp(

@@ -26,7 +26,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.paged import declare as paged
+from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -200,7 +200,7 @@ _LIMITS = (
 def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limit) -> Kernel:
     return Kernel(
         id=kernel_id,
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=FLASHINFER,
         load=functools.partial(_load, tensor_cores=tensor_cores),
         layout="NHD",

@@ -277,9 +277,9 @@ _SHARED: tuple[Limit, ...] = (
     limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
-    limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),
     limit.Custom("capture: a capturable step", plannable),
 )
+_WINDOW = (limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),)
 
 
 def _stepped(facts: Facts) -> Reason | None:
@@ -294,18 +294,20 @@ _ARCH: dict[str, tuple[Limit, ...]] = {
     "fa3": (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma")),
 }
 _RAGGED = (
+    *_SHARED,
     limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims),
     limit.last_stride_one("query", "key", "value"),
     limit.aligned(16, "query", "key", "value"),
 )
-_PAGED = (
+OF_PAGES = (
+    *_SHARED,
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),
     limit.Custom("key_cache and value_cache: the same strides", same_strides),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
 )
-_STEPPED = (limit.Custom("step: given", _stepped),)
+STEPPED = (limit.Custom("step: given", _stepped),)
 _ACCEPTS = ("causal", "scale", "window", "softcap", "return_lse", "step")
 
 
@@ -319,7 +321,7 @@ def _kernel(backend: str, kind: str, priority: int) -> Kernel:
         load=load or functools.partial(_load_ragged, backend=backend),
         layout="NHD" if paged else None,
         accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
-        limits=(*_SHARED, *_ARCH[backend], *(_PAGED if paged else _RAGGED), *(_STEPPED if split else ())),
+        limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *_WINDOW, *(STEPPED if split else ())),
         graph_safe=True,
         jit=True,
         build_key=batches_key(backend),

@@ -6,6 +6,7 @@ MODULES = (
     "activation",
     "alibi",
     "attention",
+    "cascade",
     "cuda_attention",
     "elementwise",
     "embedding",

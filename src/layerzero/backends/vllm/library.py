@@ -59,7 +59,7 @@ def variant_of_tokens_v2(facts: Facts) -> Hashable:
     window, softcap = facts["window"] is not None, facts["softcap"] is not None
     slopes, paged = facts.get("alibi_slopes", "none") != "none", "block_tables" in facts.tensors
     dims = -(-facts.size("head_dim") // 32)
-    return facts.device.sm, facts["dtype"], dims, facts["causal"], window, softcap, slopes, paged
+    return facts.device.sm, facts["dtype"], dims, facts.get("causal", False), window, softcap, slopes, paged
 
 
 _MARKS = {"_C": "_C::rms_norm"}

@@ -11,7 +11,7 @@ Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,14 +29,14 @@ from layerzero.backends.vllm.library import (
 )
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Keys and values, and how they are divided: by starts, or by lengths and a block table."""
 
     keys: Tensor
@@ -47,7 +47,7 @@ class _Keys(NamedTuple):
     longest: int
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """What acts on the scores."""
 
     scale: float
@@ -62,15 +62,15 @@ class Forward(Protocol):
     """Attention of queries (T, H, D), by their starts and the longest sequence: (T, H, D_v) and (H, T)."""
 
     def __call__(
-        self, query: Tensor, starts: Tensor, longest: int, keys: _Keys, scores: _Scores, out: Tensor | None
+        self, query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores, out: Tensor | None
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def _v2() -> Forward:
+def forward_of_v2() -> Forward:
     operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
 
     def forward(
-        query: Tensor, starts: Tensor, longest: int, keys: _Keys, scores: _Scores, out: Tensor | None
+        query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         slopes = None if scores.slopes is None else scores.slopes.float()
         starts_k = starts if keys.starts is None else keys.starts  # read only without lengths
@@ -84,11 +84,11 @@ def _v2() -> Forward:
     return forward
 
 
-def _v3() -> Forward:
+def forward_of_v3() -> Forward:
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
 
     def forward(
-        query: Tensor, starts: Tensor, longest: int, keys: _Keys, scores: _Scores, out: Tensor | None
+        query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, None, None, None, out, starts, keys.starts, None, None, keys.lens),
@@ -106,7 +106,7 @@ def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _into(
-    out: Tensor, forward: Forward, query: Tensor, starts: Tensor, longest: int, keys: _Keys, scores: _Scores
+    out: Tensor, forward: Forward, query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores
 ) -> Tensor:
     """Write the output where it belongs; version 2 swaps heads of one query in a copy, which it returns instead."""
     got, lse = forward(query, starts, longest, keys, scores, out)
@@ -135,8 +135,8 @@ def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Any:
-        keys = _Keys(key, value, cu_seqlens_k, None, None, longest_or(max_seqlen_k, len(key)))
-        scores = _Scores(
+        keys = Keys(key, value, cu_seqlens_k, None, None, longest_or(max_seqlen_k, len(key)))
+        scores = Scores(
             default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0, alibi_slopes, sinks
         )
         longest = longest_or(max_seqlen_q, len(query))
@@ -167,10 +167,10 @@ def _load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Ca
         max_seqlen_q: int | None = None,
         decodes: int | None = None,
     ) -> Any:
-        scores = _Scores(default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0)
+        scores = Scores(default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0)
         bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
         longest = longest_or(max_seqlen_q, len(query))
-        keys = _Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
+        keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
         count = decodes or 0
         if not split or count == 0 or count == len(context_lens):
             output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
@@ -215,36 +215,36 @@ _PAGES_OF_V2 = limit.dim("page_size", multiple=16)
 _NARROWEST = limit.dim("head_dim", min=64)  # of narrower heads it left half of a page unread (H200, 2026-11-21)
 
 
-def _of_v3(kernel_id: str, operations: tuple[str, ...], limits: tuple[Limit, ...], *, split: bool = False) -> Kernel:
-    return Kernel(
-        id=kernel_id,
-        operations=operations,
-        backend=VLLM_FLASH_ATTN_3,
-        load=functools.partial(_load_paged, library=_v3, split=split),
-        layout="NHD",
-        accepts=(*_SCORES, "max_context_len", *(("decodes",) if split else ())),
-        limits=(*_HOPPER, _NARROWEST, *limits),
-        graph_safe=True,
-        device_guard=True,
-        priority=84 if split else 85,
-    )
+class Own(NamedTuple):
+    """What all kernels of one version have."""
+
+    backend: Backend
+    limits: tuple[Limit, ...]
+    build_key: Callable[[Facts], Hashable] | None = None
+    prebuilt: Callable[[Facts], bool] | None = None
 
 
-def _of_v2(kernel_id: str, operations: tuple[str, ...], limits: tuple[Limit, ...], *, split: bool = False) -> Kernel:
+OF_V3 = Own(VLLM_FLASH_ATTN_3, (*_HOPPER, _NARROWEST))
+OF_V2 = Own(VLLM_FLASH_ATTN_2, (*_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2)
+"""Over pages."""
+
+
+def _over_pages(own: Own, name: str, priority: int, *, split: bool = False) -> Kernel:
+    forward = forward_of_v3 if own is OF_V3 else forward_of_v2
     return Kernel(
-        id=kernel_id,
-        operations=operations,
-        backend=VLLM_FLASH_ATTN_2,
-        load=functools.partial(_load_paged, library=_v2, split=split),
+        id=name,
+        operations=mixed.MIXED_PAGED if split else mixed.ALL,
+        backend=own.backend,
+        load=functools.partial(_load_paged, library=forward, split=split),
         layout="NHD",
         accepts=(*_SCORES, "max_context_len", *(("decodes",) if split else ())),
-        limits=(*_AMPERE, _PAGES_OF_V2, *limits),
+        limits=(*own.limits, *_PAGED),
         graph_safe=True,
-        jit=True,
-        build_key=variant_of_tokens_v2,
-        prebuilt=has_machine_code_of_v2,
+        jit=own.build_key is not None,
+        build_key=own.build_key,
+        prebuilt=own.prebuilt,
         device_guard=True,
-        priority=54 if split else 55,
+        priority=priority,
     )
 
 
@@ -253,7 +253,7 @@ KERNELS = (
         id="vllm.flash_attn.v3.ragged",
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_3,
-        load=functools.partial(_load_ragged, library=_v3),
+        load=functools.partial(_load_ragged, library=forward_of_v3),
         accepts=(*_SCORES, "max_seqlen_k", "sinks"),
         limits=(
             *_HOPPER,
@@ -269,7 +269,7 @@ KERNELS = (
         id="vllm.flash_attn.v2.ragged",
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_2,
-        load=functools.partial(_load_ragged, library=_v2),
+        load=functools.partial(_load_ragged, library=forward_of_v2),
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(*_AMPERE, *_RAGGED, limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE),
         graph_safe=True,
@@ -279,8 +279,8 @@ KERNELS = (
         device_guard=True,
         priority=55,
     ),
-    _of_v3("vllm.flash_attn.v3.paged_tokens", mixed.ALL, _PAGED),
-    _of_v3("vllm.flash_attn.v3.paged_split", mixed.MIXED_PAGED, _PAGED, split=True),
-    _of_v2("vllm.flash_attn.v2.paged_tokens", mixed.ALL, _PAGED),
-    _of_v2("vllm.flash_attn.v2.paged_split", mixed.MIXED_PAGED, _PAGED, split=True),
+    _over_pages(OF_V3, "vllm.flash_attn.v3.paged_tokens", 85),
+    _over_pages(OF_V3, "vllm.flash_attn.v3.paged_split", 84, split=True),
+    _over_pages(OF_V2, "vllm.flash_attn.v2.paged_tokens", 55),
+    _over_pages(OF_V2, "vllm.flash_attn.v2.paged_split", 54, split=True),
 )
