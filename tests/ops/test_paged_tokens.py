@@ -21,7 +21,7 @@ def starts(*lengths):
 
 
 def paged(queries=(1, 3, 0, 8), lens=(5, 7, 2, 8), heads=4, kv_heads=2, head_dim=8, dtype=torch.float64):
-    """Queries, caches full of NaN beyond what was written, tables with garbage beyond the last page, lengths, starts."""
+    """Queries, caches full of NaN beyond what was written, tables with garbage at their ends, lengths, starts."""
     torch.manual_seed(0)
     blocks, pages = 2, len(lens) * 2 + 1
     keys, values = (torch.full((pages, PAGE, kv_heads, head_dim), math.nan, dtype=dtype) for _ in range(2))

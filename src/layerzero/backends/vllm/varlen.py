@@ -67,6 +67,7 @@ class Forward(Protocol):
 
 
 def forward_of_v2() -> Forward:
+    """Version 2's call for unlike lengths."""
     operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
 
     def forward(
@@ -85,6 +86,7 @@ def forward_of_v2() -> Forward:
 
 
 def forward_of_v3() -> Forward:
+    """Version 3's; it takes nothing else."""
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
 
     def forward(
