@@ -182,3 +182,21 @@ def test_debug_mode_holds_a_caller_to_the_promised_decodes():
     query, keys, values, table, lens, cu_q = paged()
     with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match="wanted one query in each of the first 2"):
         lz.paged_attention(query, keys, values, table, lens, cu_seqlens_q=cu_q, decodes=2)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("lens", [(5, 3, 6), (5, 8, 2), (9, 3, 6)], ids=str)
+@pytest.mark.parametrize("tokens", [None, 1, 2])
+def test_slots_are_the_same_whether_lengths_lie_on_the_host(lens, given, tokens, monkeypatch):
+    table, cu_q = torch.tensor([[7, 2], [5, 9], [1, 3]], dtype=torch.int32), starts(1, 3, 2)
+
+    def slots(on_host):
+        monkeypatch.setattr(lz.StepMetadata, "has_host", on_host)
+        host = (torch.tensor(lens).int(), cu_q.clone()) if given else None
+        try:
+            step = lz.StepMetadata(table, torch.tensor(lens).int(), cu_seqlens_q=cu_q, host=host)
+            return step.slot_mapping(PAGE, tokens).tolist()
+        except lz.InvalidCallError as error:
+            return str(error)
+
+    assert slots(True) == slots(False)

@@ -92,6 +92,11 @@ class StepMetadata(Handle):
         lens, *starts = self._given or [each.cpu() for each in self._tensors[1:]]
         return lens, starts[0] if starts else torch.arange(len(lens) + 1, dtype=torch.int32)
 
+    @property
+    def has_host(self) -> bool:
+        """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
+        return self._given is not None or not self.context_lens.is_cuda
+
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
         if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=False)):
@@ -181,17 +186,47 @@ class _SlotMapping:
         return owner, tokens + (lens - starts[1:])[owner]
 
     def _compute(self, step: StepMetadata) -> Tensor:
-        tables = step.block_tables
+        tables, page_size = step.block_tables, self._page_size
+        capacity = tables.shape[1] * page_size
+        seen = self._seen_on_host(step, capacity)
+        if seen is not None:
+            bits = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else 0
+            pages = tables.reshape(-1).index_select(0, seen >> bits if bits else seen // page_size)
+            slots = torch.add(seen & (page_size - 1) if bits else seen % page_size, pages, alpha=page_size)
+            last = min(step.pages or _MOST_PAGES, _MOST_PAGES) - 1  # the most that an int32 may be compared with
+            return self._within(slots, (pages < 0) | (pages > last), None)
         owner, positions = self._places(step)
-        capacity = tables.shape[1] * self._page_size
         early, late = positions < 0, positions >= capacity
         if capacity == 0:
-            slots = torch.full_like(positions, -1)
-        else:
-            columns = (positions // self._page_size).masked_fill(early | late, 0)
-            pages = tables[owner, columns].long()
-            late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
-            slots = (pages * self._page_size + positions % self._page_size).masked_fill(early | late, -1)
+            return self._within(torch.full_like(positions, -1), late, early)
+        pages = tables[owner, (positions // page_size).masked_fill(early | late, 0)].long()
+        late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
+        return self._within(pages * page_size + positions % page_size, late, early)
+
+    def _seen_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
+        """The place of each token if all tables were one row of pages, where lengths on the host say that it has one.
+
+        They are one sum then, since a table ends at a page: few launches on a GPU, where each costs 4 us of host time.
+        """
+        if capacity == 0 or not step.has_host or len(step.context_lens) == 0:
+            return None
+        (lens, starts), device = step.host, step.context_lens.device
+        if self._tokens is not None:
+            starts = torch.arange(0, (len(lens) + 1) * self._tokens, self._tokens)
+        counts = starts[1:] - starts[:-1]
+        before = lens - counts  # tokens that were in the cache already
+        if int(before.min()) < 0 or int(lens.max()) > capacity:
+            return None
+        rows = before + torch.arange(0, len(lens) * capacity, capacity)
+        if self._tokens == 1:
+            return rows.to(device, non_blocking=True)
+        both, total = torch.stack((rows - starts[:-1], counts.long())), int(starts[-1])
+        both = both.to(device, non_blocking=True)
+        return torch.repeat_interleave(both[0], both[1], output_size=total) + torch.arange(total, device=device)
+
+    def _within(self, slots: Tensor, late: Tensor, early: Tensor | None) -> Tensor:
+        """The slots, -1 where there is none, after those that are lost were counted."""
+        slots = slots.masked_fill(late if early is None else early | late, -1)
         self._lost += late.sum()
         if self._lost.is_cuda:
             self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
