@@ -164,6 +164,7 @@ WRONG = [
     (lambda c: {"cu_seqlens_q": torch.tensor([0, 5, 3, 8]).int()}, r"cu_seqlens_q\[2\]: wanted at least 5"),
     (lambda c: {"cu_seqlens_q": starts(3, 0, 4)}, r"cu_seqlens_q\[3\]: wanted 8, the number of tokens, got 7"),
     (lambda c: {"cu_seqlens_k": starts(7, 2, 6)}, r"cu_seqlens_k\[3\]: wanted 14, the number of tokens, got 15"),
+    (lambda c: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts()), "wanted the end of a sequence for 8 tokens"),
     (lambda c: {"query": c["query"][None]}, "query: wanted a 3D tensor"),
     (lambda c: {"query": c["query"].float()}, "key: wanted dtype float32 like the first tensor"),
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),

@@ -35,9 +35,10 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
     """Check a call and choose the operation by head counts and by whether it promises decodes."""
     query, key_cache, layout = arguments["query"], arguments["key_cache"], arguments["layout"]
     problems = table_problems(arguments["block_tables"], arguments["context_lens"])
-    if not problems:
-        problems += start_problems("cu_seqlens_q", arguments["cu_seqlens_q"], len(arguments["context_lens"]) + 1)
     problems += shape_problems(arguments, ("query",), 3)
+    if not problems:
+        starts = arguments["cu_seqlens_q"], len(arguments["context_lens"]) + 1, len(query)
+        problems += start_problems("cu_seqlens_q", *starts)
     problems += shape_problems(arguments, ("key_cache", "value_cache"), 4)
     problems += layout_problems(layout)
     if problems:

@@ -102,8 +102,8 @@ _VARIES = ("tokens", "kv_tokens", "starts")
 
 def _start_problems(arguments: dict[str, Any]) -> list[str]:
     starts, others = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    problems = shape_problems("cu_seqlens_q", starts)
-    problems += shape_problems("cu_seqlens_k", others, None if problems else len(starts))
+    problems = shape_problems("cu_seqlens_q", starts, tokens=len(arguments["query"]))
+    problems += shape_problems("cu_seqlens_k", others, None if problems else len(starts), len(arguments["key"]))
     step = arguments["step"]
     if problems:
         return problems

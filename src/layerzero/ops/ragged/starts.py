@@ -17,7 +17,7 @@ from layerzero.core.errors import InvalidCallError
 _MAX_TOLD = 8
 
 
-def shape_problems(name: str, starts: object, others: int | None = None) -> list[str]:
+def shape_problems(name: str, starts: object, others: int | None = None, tokens: int = 0) -> list[str]:
     """What is wrong with starts as a tensor; ``others`` is how many of them belong together."""
     if not isinstance(starts, Tensor):
         return [f"{name}: wanted an int32 tensor (sequences + 1,), got {type(starts).__name__}"]
@@ -28,6 +28,8 @@ def shape_problems(name: str, starts: object, others: int | None = None) -> list
         return [f"{name}: wanted a 0 and the end of each sequence, got no numbers"]
     if others is not None and len(starts) != others:
         return [f"{name}: wanted {others} numbers, the end of each of {others - 1} sequences and 0, got {len(starts)}"]
+    if len(starts) == 1 and tokens:
+        return [f"{name}: wanted the end of a sequence for {tokens} tokens, got none"]
     return []
 
 
@@ -63,7 +65,7 @@ def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None]
             count = len(tensors[rows]) + 1 if rows else len(tensors[pairs[0][0]])
             for name, of in pairs:
                 starts = tensors[name]
-                problems = shape_problems(name, starts, count)
+                problems = shape_problems(name, starts, count, len(tensors[of]))
                 if not problems and starts.is_cpu:
                     problems = value_problems(name, starts, len(tensors[of]))
                 if problems:
