@@ -130,6 +130,7 @@ __all__ = [
     "apply_penalties",
     "attention",
     "avoid",
+    "batched_linear",
     "bind",
     "cascade_attention",
     "cast",
@@ -148,6 +149,7 @@ __all__ = [
     "gelu",
     "gelu_mul",
     "greedy",
+    "grouped_linear",
     "judges",
     "kernels_from_descriptor",
     "layer_norm",
@@ -427,6 +429,14 @@ def attention(
     Source: arXiv:1706.03762.
     """
 
+def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply each input of a stack with its own weight: ``input[g] @ weight[g]^T + bias[g]``.
+
+    Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    """
+
 @overload
 def cascade_attention(
     query: Tensor,
@@ -575,6 +585,16 @@ def greedy(logits: Tensor) -> Tensor:
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; returns int64.
     Raises: InvalidCallError for other dtypes, and where there is no place.
+    """
+
+def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows that are sorted by group with their group's weight: the experts of a mixture, each with its tokens.
+
+    Shapes: input (T, K), weight (G, N, K), ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of the
+        group before it to ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
+    Dtype: floating, the same for all, ends int32; sums are in float32; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and, where values can be read (debug mode),
+        for ends that fall or whose last is not T. Without, rows of no group hold anything.
     """
 
 def layer_norm(
