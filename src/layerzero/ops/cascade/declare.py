@@ -104,14 +104,14 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     return {
         "group": values["heads"] // values["kv_heads"],
         "context_bound": capacity if bound is None else min(bound, capacity),
-        "shared": min(shared or 0, values["max_blocks"]) * values["page_size"],
+        "prefix_tokens": min(shared or 0, values["max_blocks"]) * values["page_size"],
     }
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over all keys of each sequence; those that are shared are read once."""
     batch, dims, keys = facts["batch"], facts["head_dim"] + facts["value_dim"], facts["context_bound"]
-    shared = min(facts["shared"], keys)
+    shared = min(facts["prefix_tokens"], keys)
     read = shared + batch * (keys - shared)
     elements = dims * (batch * facts["heads"] + read * facts["kv_heads"])
     return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
@@ -150,7 +150,7 @@ CASCADE = Operation(
         inputs=_OF_DECODE.inputs,
         outputs=_OF_DECODE.outputs,
         params=(*_OF_DECODE.params, SHARED_BLOCKS),
-        axes=(*_OF_DECODE.axes, Axis("shared", scales=True)),
+        axes=(*_OF_DECODE.axes, Axis("prefix_tokens", scales=True)),
         layouts=_OF_DECODE.layouts,
     ),
     summary="Attention of one query per sequence over pages, the first of which all sequences share",
@@ -164,11 +164,11 @@ CASCADE = Operation(
     tolerance_reason="the attention contract; parts are merged in float32, after one rounding more",
     aliases=ALIASES,
     derive=_derive,
-    derived=("group", "context_bound", "shared"),
+    derived=("group", "context_bound", "prefix_tokens"),
     derived_from={
         "group": ("heads", "kv_heads"),
         "context_bound": ("max_blocks", "page_size"),
-        "shared": ("max_blocks", "page_size"),
+        "prefix_tokens": ("max_blocks", "page_size"),
     },
     work=_work,
     check_values=_check_values,
