@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,3 +202,18 @@ def test_slots_are_the_same_whether_lengths_lie_on_the_host(lens, given, tokens,
             return str(error)
 
     assert slots(True) == slots(False)
+
+
+def test_the_code_of_the_serving_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code, names)
+    starts, lens, tables = names["starts"].tolist(), names["lens"].tolist(), names["tables"]
+    cache = names["cache"]
+    for row, (first, last) in enumerate(pairwise(starts)):
+        keys, values = (
+            each[tables[row].long()].flatten(0, 1)[None, : lens[row]] for each in (cache.keys, cache.values)
+        )
+        wanted = attention_reference(names["query"][None, first:last], keys, values, causal=True)
+        torch.testing.assert_close(names["output"][first:last], wanted[0], rtol=1e-5, atol=1e-5)
