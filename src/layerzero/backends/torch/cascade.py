@@ -33,6 +33,12 @@ def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> t
     return output, torch.logaddexp(lse_a, lse_b)
 
 
+def weighted(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> Tensor:
+    """The output alone, where every query saw a key of the first part."""
+    share = torch.sigmoid(lse_b - lse_a).t().unsqueeze(-1)
+    return torch.lerp(output_a.float(), output_b.float(), share).to(output_a.dtype)
+
+
 def _load_merge(facts: Facts) -> Callable[..., Any]:
     return merge
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.cascade import as_decode, merge
+from layerzero.backends.torch.cascade import as_decode, merge, weighted
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Scores, forward_of_v2, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade.declare import CASCADE
 from layerzero.ops.cascade.merge import MERGE_STATES
 
@@ -53,8 +52,11 @@ def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[...,
             longest = blocks * page_size if max_context_len is None else min(max_context_len, blocks * page_size)
             table = block_tables[:, shared_blocks:]
             rest = Keys(key_cache, value_cache, None, context_lens - shared, table, max(longest - shared, 1))
-            output, lse = forward(tokens, numbers(batch + 1), 1, rest, scores, None)
-            first = merge(*first, output, lse_of_hidden_rows(output.transpose(0, 1), lse))
+            second, lse_of_rest = forward(tokens, numbers(batch + 1), 1, rest, scores, None)
+            lse_of_rest = lse_of_rest.masked_fill(lse_of_rest == torch.inf, -torch.inf)  # of a sequence without a rest
+            if not return_lse:
+                return weighted(*first, second, lse_of_rest).unsqueeze(1)
+            first = merge(*first, second, lse_of_rest)
         output, lse = as_decode(*first)
         return (output, lse) if return_lse else output
 
@@ -104,8 +106,8 @@ def _cascade(version: int, priority: int) -> Kernel:
 
 
 KERNELS = (
-    _cascade(3, 88),
-    _cascade(2, 56),
+    _cascade(3, 60),  # below those that follow each table: eager, its launches cost more than it saves
+    _cascade(2, 50),
     Kernel(
         id="vllm.merge_states",
         operations=(MERGE_STATES.name,),

@@ -188,13 +188,14 @@ class _SlotMapping:
     def _compute(self, step: StepMetadata) -> Tensor:
         tables, page_size = step.block_tables, self._page_size
         capacity = tables.shape[1] * page_size
-        seen = self._seen_on_host(step, capacity)
-        if seen is not None:
-            bits = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else 0
-            pages = tables.reshape(-1).index_select(0, seen >> bits if bits else seen // page_size)
-            slots = torch.add(seen & (page_size - 1) if bits else seen % page_size, pages, alpha=page_size)
-            last = min(step.pages or _MOST_PAGES, _MOST_PAGES) - 1  # the most that an int32 may be compared with
-            return self._within(slots, (pages < 0) | (pages > last), None)
+        placed = self._placed_on_host(step, capacity)
+        if placed is not None:
+            rows, offsets = placed.to(tables.device, non_blocking=True)
+            pages = tables.reshape(-1).index_select(0, rows)
+            lost = pages < 0
+            if step.pages is not None and step.pages < _MOST_PAGES:
+                lost |= pages >= step.pages
+            return self._within(torch.add(offsets, pages, alpha=page_size), lost, None)
         owner, positions = self._places(step)
         early, late = positions < 0, positions >= capacity
         if capacity == 0:
@@ -203,26 +204,30 @@ class _SlotMapping:
         late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
         return self._within(pages * page_size + positions % page_size, late, early)
 
-    def _seen_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
-        """The place of each token if all tables were one row of pages, where lengths on the host say that it has one.
+    def _placed_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
+        """The entry of all tables and the place in its page of each token; None where lengths say that one has none.
 
-        They are one sum then, since a table ends at a page: few launches on a GPU, where each costs 4 us of host time.
+        Computed on the host, as one sum: if all tables were one row of pages, each would begin at a page. A GPU gets them
+        in one copy, since each launch costs 4 us of host time and more (H200, 2026-11-22).
+        Shapes: → (2, T) int64 on the CPU
         """
         if capacity == 0 or not step.has_host or len(step.context_lens) == 0:
             return None
-        (lens, starts), device = step.host, step.context_lens.device
+        lens, starts = step.host
         if self._tokens is not None:
             starts = torch.arange(0, (len(lens) + 1) * self._tokens, self._tokens)
         counts = starts[1:] - starts[:-1]
         before = lens - counts  # tokens that were in the cache already
         if int(before.min()) < 0 or int(lens.max()) > capacity:
             return None
-        rows = before + torch.arange(0, len(lens) * capacity, capacity)
-        if self._tokens == 1:
-            return rows.to(device, non_blocking=True)
-        both, total = torch.stack((rows - starts[:-1], counts.long())), int(starts[-1])
-        both = both.to(device, non_blocking=True)
-        return torch.repeat_interleave(both[0], both[1], output_size=total) + torch.arange(total, device=device)
+        places = before + torch.arange(0, len(lens) * capacity, capacity)
+        if self._tokens != 1:
+            total = int(starts[-1])
+            places = torch.repeat_interleave(places - starts[:-1], counts, output_size=total) + torch.arange(total)
+        bits = self._page_size.bit_length() - 1
+        if self._page_size == 1 << bits:
+            return torch.stack((places >> bits, places & (self._page_size - 1)))
+        return torch.stack((places // self._page_size, places % self._page_size))
 
     def _within(self, slots: Tensor, late: Tensor, early: Tensor | None) -> Tensor:
         """The slots, -1 where there is none, after those that are lost were counted."""
