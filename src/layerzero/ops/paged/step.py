@@ -207,8 +207,8 @@ class _SlotMapping:
     def _placed_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
         """The entry of all tables and the place in its page of each token; None where lengths say that one has none.
 
-        Computed on the host, as one sum: if all tables were one row of pages, each would begin at a page. A GPU gets them
-        in one copy, since each launch costs 4 us of host time and more (H200, 2026-11-22).
+        Computed on the host, as one sum: if all tables were one row of pages, each would begin at a page. A GPU gets
+        both in one copy: each launch costs 4 us of host time and more (H200, 2026-11-22).
         Shapes: → (2, T) int64 on the CPU
         """
         if capacity == 0 or not step.has_host or len(step.context_lens) == 0:
