@@ -62,6 +62,7 @@ from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
+from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.warmup import warmup
@@ -106,6 +107,7 @@ __all__ = [
     "Param",
     "Plan",
     "PolicyError",
+    "RaggedMetadata",
     "Reason",
     "ReasonCode",
     "RegistrationError",
@@ -132,6 +134,7 @@ __all__ = [
     "avoid",
     "batched_linear",
     "bind",
+    "cascade_attention",
     "cast",
     "chosen_logprobs",
     "configure",
@@ -160,12 +163,14 @@ __all__ = [
     "load_config",
     "load_descriptor",
     "lock",
+    "merge_attention_states",
     "mlp",
     "optimize",
     "paged_attention",
     "prefer",
     "qk_norm_rope",
     "qkv_linear",
+    "ragged_attention",
     "record",
     "register_backend",
     "register_function",
@@ -435,6 +440,74 @@ def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None)
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     """
 
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared_blocks: int,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of each sequence, where all sequences begin with the same pages.
+
+    The result is that of ``lz.paged_attention``; kernels that read the shared pages once for all sequences are
+    candidates, and so are those that do not, where they are faster.
+
+    Shapes: query (B, 1, H, D); caches, block_tables and context_lens as in ``lz.paged_attention`` → (B, 1, H, D_v).
+    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        shared_blocks: a promise that the first so many pages of every table are the same, and full. Found broken on a
+            CPU by kernels that rely on it, and in debug mode.
+        scale, layout, window, softcap, max_context_len, step: as in ``lz.paged_attention``.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: cascade inference of FlashInfer, arXiv:2501.01005.
+    """
+
 def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Write the same numbers in another floating dtype, rounded to the nearest, into memory of its own.
 
@@ -567,6 +640,18 @@ def linear(
         of one that was written into since.
     """
 
+def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Make attention over two parts of the keys attention over both.
+
+    Shapes: output_a, output_b (T, H, D_v), lse_a, lse_b (H, T) → (T, H, D_v), (H, T), as ``lz.ragged_attention`` and
+        ``lz.paged_attention`` with ``cu_seqlens_q`` return them; each part has keys of its own.
+    Dtype: both outputs the same floating dtype, which the result has; log-sum-exps float32, natural logarithm.
+    Returns: the output and its log-sum-exp. A part that saw no key (0 and -inf, as attention gives it) has no share;
+        neither saw one: 0 and -inf.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
+    Source: online softmax, arXiv:1805.02867.
+    """
+
 def mlp(
     input: Tensor,
     up_weight: Tensor,
@@ -613,6 +698,10 @@ def paged_attention(
     return_lse: Literal[False] = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -629,6 +718,10 @@ def paged_attention(
     return_lse: Literal[True],
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -645,27 +738,41 @@ def paged_attention(
     return_lse: bool = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the newest token of each sequence to all its tokens in a paged cache.
+    """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
-    Shapes: query (B, 1, H, D); key_cache (P, N, K, D) and value_cache (P, N, K, D_v) in NHD, axes 1 and 2 swapped in
-        HND; H a multiple of K; block_tables (B, max_blocks); context_lens (B,) → (B, 1, H, D_v).
-    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    One token a sequence is a decode step. Several, by ``cu_seqlens_q``, are prefills, chunks of prefills behind a
+    cached prefix, and decodes, all in one call.
+
+    Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
+        (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
+        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
+    Dtype: query and caches the same floating dtype; tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
-        context_lens: tokens of each sequence that are in the cache, the query's own included. 0 gives 0 and -inf.
+        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"NHD"`` or ``"HND"``.
-        window: (left, right) as in ``lz.attention``; only left counts, since nothing is to the right.
+        window: (left, right) as in ``lz.attention``; of one causal query only left counts: nothing is to its right.
         softcap: ``c * tanh(score / c)`` on the scores.
-        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1) or (H, T), natural logarithm.
+        cu_seqlens_q: where each sequence's queries begin: 0, then the end of each; they are its newest tokens. A
+            sequence may have none.
+        max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
+        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
+        causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
+        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
 
@@ -728,6 +835,89 @@ def qkv_linear(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
         the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
         or of one that was written into since.
+    """
+
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    step: RaggedMetadata | None = None,
+) -> Tensor: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: Literal[True],
+    step: RaggedMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = True,
+    scale: float | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    step: RaggedMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend within sequences of unlike lengths that lie one after the other, without padding between them.
+
+    Shapes: query (T, H, D), key (T_k, K, D), value (T_k, K, D_v), H a multiple of K; cu_seqlens_q and cu_seqlens_k
+        (B + 1,) → (T, H, D_v).
+    Dtype: query, key and value the same floating dtype; starts int32, on the same device.
+    Args:
+        cu_seqlens_q: where each sequence's queries begin: 0, then the end of each. Sequences may be empty.
+        cu_seqlens_k: the same of its keys; the same tensor where both are of one length.
+        causal: hide keys in the future; the last query of a sequence is aligned with its last key.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths that the caller knows; all tokens together if None.
+            Kernels size their work by them. A longer sequence is the caller's mistake: found in debug mode.
+        window: (left, right) keys around the query's own position that it sees, as in ``lz.attention``.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        sinks: (H,), one extra logit a head.
+        alibi_slopes: (H,) or (B, H).
+        return_lse: also return the log-sum-exp of the scores, float32 (H, T), natural logarithm.
+        step: the :class:`layerzero.RaggedMetadata` of these starts, so that kernels that plan on the host do so once
+            for all layers.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for starts that do not begin at 0, decrease, or end elsewhere than the tokens.
+        NoKernelFoundError if policy leaves no kernel.
+    Source: flash_attn_varlen_func of FlashAttention, arXiv:2205.14135.
     """
 
 def relu2(input: Tensor) -> Tensor:

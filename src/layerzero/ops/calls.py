@@ -73,8 +73,8 @@ def arguments_of(
         made |= {name: in_layout(made[name], made["layout"], operation) for name in _moving(made, operation)}
     if promised:
         for name in schema.bounds:
-            (bounded,) = schema.param(name).made_of
-            made.setdefault(name, schema.tensor(bounded).most(sizes))
+            for bounded in schema.param(name).made_of:  # of a bound of anything else the examples tell
+                made.setdefault(name, schema.tensor(bounded).most(sizes))
         made |= handles_of(operation, made)
     return made
 

@@ -46,7 +46,9 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
                 raise LookupError(f"{operation.name}: {name} was given, and its schema has no example of it")
     for name in schema.bounds:  # what the call promised, its values keep
         if values[name] is not None:
-            values[schema.param(name).made_of[0]].clamp_(max=values[name])
+            for bounded in schema.param(name).made_of:
+                values[bounded].clamp_(max=values[name])
+            values[name] = own.get(name, values[name])
     for name in schema.handles:  # of the kind that the call had
         kind, param = recipe.params.get(name, "none"), schema.param(name)
         if kind != "none" and param.make is not None:
@@ -55,8 +57,8 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
     return function, accepted(function, values)
 
 
-def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Values that the operation draws itself: places, counts, what is drawn from, and weights.
+def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Any]:
+    """Values that the operation draws itself: places, counts, what is drawn from, weights, and what it promises.
 
     Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
     two products is then more than their judge allows, and right kernels fail (mlp.fused.gated, bfloat16, 1024 inputs).
@@ -73,12 +75,14 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int])
     # On the call's device: an H200's host took most of a minute for a large cache that is thrown away (2026-11-21).
     exact = chance or not weights.isdisjoint(wanted)
     dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if exact else torch.bfloat16
-    made = operation.examples(Case("again", sizes), dtype, torch.device(recipe.device), None)
+    promised = {name: recipe.params[name] for name in schema.bounds if recipe.params.get(name) is not None}
+    made = operation.examples(Case("again", sizes, promised), dtype, torch.device(recipe.device), None)
     shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
-    return {
+    found: dict[str, Any] = {
         name: made[name].view(shape) if made[name].numel() == math.prod(shape) else made[name]
         for name, shape in shapes.items()
     }
+    return found | {name: made[name] for name in promised if name in made}
 
 
 def _tensor(

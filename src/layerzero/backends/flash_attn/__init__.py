@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("attention", "cute", "paged")
+MODULES = ("attention", "cute", "paged", "varlen")
 """The files that declare kernels, a family each."""

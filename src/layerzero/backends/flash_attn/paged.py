@@ -21,7 +21,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import lse_of_hidden_rows
-from layerzero.ops.paged import declare as paged
+from layerzero.ops.cascade.declare import FLAT
 
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 KERNELS = (
     Kernel(
         id="flash_attn.v3.paged",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=FLASH_ATTN_3,
         load=_load_v3,
         layout="NHD",
@@ -145,7 +145,7 @@ KERNELS = (
     ),
     Kernel(
         id="flash_attn.v2.paged",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=FLASH_ATTN_2,
         load=_load_v2,
         layout="NHD",
@@ -156,7 +156,7 @@ KERNELS = (
     ),
     Kernel(
         id="flash_attn.v4.paged",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=FLASH_ATTN_4,
         load=_load_v4,
         layout="NHD",

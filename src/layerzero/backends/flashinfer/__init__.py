@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("activation", "attention", "linear", "norm", "paged", "rope", "sampling", "verify")
+MODULES = ("activation", "attention", "cascade", "linear", "norm", "paged", "rope", "sampling", "varlen", "verify")
 """The files that declare kernels, a family each."""

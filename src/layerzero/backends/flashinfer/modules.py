@@ -42,7 +42,7 @@ class Variant(NamedTuple):
         scale: Any = facts["scale"]
         softcap: Any = facts["softcap"]
         left, right = window or (-1, -1)
-        causal = facts.get("causal") is True or (right == 0 and facts.size("seq_q") > 1)
+        causal = facts.get("causal") is True or (right == 0 and facts.get("seq_q") != 1)
         return Variant(causal, left, softcap or 0.0, facts.size("head_dim") ** -0.5 if scale is None else scale)
 
 
@@ -155,6 +155,25 @@ def prebuilt(backend: str) -> Callable[[Facts], bool]:
         return name is not None and is_built(name, facts) and (not masked or is_built("quantization", facts))
 
     return check
+
+
+def batches_prebuilt(backend: str) -> Callable[[Facts], bool]:
+    """Whether a call for batches of unlike lengths compiles nothing."""
+
+    def check(facts: Facts) -> bool:
+        name = _for_batches(backend, facts)
+        return name is not None and is_built(name, facts)
+
+    return check
+
+
+def batches_key(backend: str) -> Callable[[Facts], Hashable]:
+    """What must have been built for it: the module for batches, without one that packs masks."""
+
+    def key(facts: Facts) -> Hashable:
+        return backend, False, facts.device.sm, "none", compiled_for(facts)
+
+    return key
 
 
 def build_key(backend: str) -> Callable[[Facts], Hashable]:

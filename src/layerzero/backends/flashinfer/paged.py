@@ -15,7 +15,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.paged import declare as paged
+from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -39,7 +39,14 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-class _Planned:
+def workspace(device: torch.device, *, capturable: bool) -> Tensor:
+    """Scratch memory for a plan: that of the current stream, or its own, which a graph keeps."""
+    if capturable:
+        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _workspace(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+class Planned:
     """One wrapper and its plan, for the values that a step has now."""
 
     def __init__(self, step: StepMetadata, arguments: dict[str, Any], tensor_cores: bool) -> None:
@@ -56,12 +63,13 @@ class _Planned:
                 "paged_kv_indices_buffer": integers(max(table.numel(), 1)),
                 "paged_kv_last_page_len_buffer": integers(batch),
             }
-            workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # a graph keeps its own
-        else:
-            workspace = _workspace(device, torch.cuda.current_stream(device).cuda_stream)
         self._arguments = arguments
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=tensor_cores, backend="fa2" if tensor_cores else "auto", **buffers
+            workspace(device, capturable=step.capturable),
+            "NHD",
+            use_tensor_cores=tensor_cores,
+            backend="fa2" if tensor_cores else "auto",
+            **buffers,
         )
         self.run = self._wrapper.run
         self.update(step)
@@ -78,14 +86,16 @@ class _Planned:
         self._wrapper.plan(indptr, indices, last, non_blocking=True, **self._arguments)
 
 
-_ALONE: OrderedDict[Hashable, _Planned] = OrderedDict()
+_ALONE: OrderedDict[Hashable, Any] = OrderedDict()
 """Wrappers of calls without a step, each of one thread and stream; two must not plan into one. 16 MiB each."""
 
 _MAX_ALONE = 16
+Kept = TypeVar("Kept")
 _ALONE_LOCK = forking.lock()
 
 
-def _planned_alone(key: Hashable, step: StepMetadata, make: Callable[[StepMetadata], _Planned]) -> _Planned:
+def planned_alone(key: Hashable, step: Kept, make: Callable[[Kept], Any]) -> Any:
+    """What plans for calls without a step, brought up to date for this one; made where there is none."""
     with _ALONE_LOCK:
         planned = _ALONE.pop(key, None)
     if planned is None:
@@ -116,12 +126,14 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     }
     owner = (kernel, *arguments.values())
 
-    def make(step: StepMetadata) -> _Planned:
-        return _Planned(step, arguments, tensor_cores)
+    def make(step: StepMetadata) -> Planned:
+        return Planned(step, arguments, tensor_cores)
 
-    def planned_alone(block_tables: Tensor, context_lens: Tensor) -> _Planned:
+    def unstepped(block_tables: Tensor, context_lens: Tensor) -> Planned:
         stream = torch.cuda.current_stream(block_tables.device).cuda_stream
-        return _planned_alone((owner, threading.get_ident(), stream), StepMetadata(block_tables, context_lens), make)
+        key = owner, threading.get_ident(), stream
+        planned: Planned = planned_alone(key, StepMetadata(block_tables, context_lens), make)
+        return planned
 
     def decode(
         query: Tensor,
@@ -136,7 +148,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         return_lse: bool = False,
         step: StepMetadata | None = None,
     ) -> Any:
-        planned = planned_alone(block_tables, context_lens) if step is None else step.slot(owner, make)
+        planned = unstepped(block_tables, context_lens) if step is None else step.slot(owner, make)
         result = planned.run(query.squeeze(1), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return result.unsqueeze(1)
@@ -150,7 +162,7 @@ def _build_key(facts: Facts) -> Hashable:
     return facts.device.sm, facts["dtype"], facts["head_dim"], facts["window"] is not None, facts["softcap"] is not None
 
 
-def _plannable(facts: Facts) -> Reason | None:
+def plannable(facts: Facts) -> Reason | None:
     """A plan reads lengths on the host, which a capture does not allow; a capturable step made it before."""
     if not facts["capturing"] or facts["step"] == "capturable":
         return None
@@ -179,7 +191,7 @@ _LIMITS = (
     limit.equal("value_dim", "head_dim"),
     limit.positive("scale"),
     limit.Custom("key_cache and value_cache: the same strides", same_strides),
-    limit.Custom("capture: a capturable step", _plannable),
+    limit.Custom("capture: a capturable step", plannable),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
 )
@@ -188,7 +200,7 @@ _LIMITS = (
 def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limit) -> Kernel:
     return Kernel(
         id=kernel_id,
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=FLASHINFER,
         load=functools.partial(_load, tensor_cores=tensor_cores),
         layout="NHD",

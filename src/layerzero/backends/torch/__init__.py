@@ -6,6 +6,7 @@ MODULES = (
     "activation",
     "alibi",
     "attention",
+    "cascade",
     "cuda_attention",
     "elementwise",
     "embedding",
@@ -19,10 +20,12 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "paged_tokens",
     "qkv",
     "rope",
     "rope_append",
     "sampling",
+    "varlen",
     "verify",
 )
 """The files that declare kernels, a family each."""

@@ -59,7 +59,7 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
     ) -> Any:
         if attn_mask is None and key.shape[2] < 16:
-            causal, attn_mask = False, _short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
+            causal, attn_mask = False, short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
         if not return_lse:
             return output
@@ -72,7 +72,7 @@ def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)  # a mask made inside it could not be saved for a later call's backward
-def _short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> Tensor:
+def short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> Tensor:
     """A mask for fewer keys than a vector has lanes: without one, scores of NaN pass for hidden there and give 0."""
     mask = torch.zeros((seq_q, seq_k), dtype=dtype)
     return mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
@@ -83,7 +83,7 @@ def gives_no_lse(facts: Facts) -> bool:
     return not facts["return_lse"]
 
 
-def _positive_scale(facts: Facts) -> Reason | None:
+def positive_beside_causal(facts: Facts) -> Reason | None:
     """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
     scale = facts["scale"]
     if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
@@ -146,7 +146,7 @@ KERNELS = (
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("float64: a float64 mask", _readable_mask),
-            limit.Custom("causal: scale > 0", _positive_scale),
+            limit.Custom("causal: scale > 0", positive_beside_causal),
             LseWithoutGradient(),
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),

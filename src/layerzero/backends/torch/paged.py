@@ -18,7 +18,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.paged import declare as paged
+from layerzero.ops.cascade.declare import FLAT
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
@@ -93,7 +93,7 @@ def load_append(facts: Facts) -> Callable[..., Any]:
 KERNELS = (
     Kernel(
         id="torch.paged_gather",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=TORCH,
         load=_load_gather,
         layout="NHD",

@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
-MODULES = ("activation", "flash_attn", "logits", "norm", "normed_rope", "paged", "rope", "rope_append")
+MODULES = (
+    "activation",
+    "cascade",
+    "flash_attn",
+    "logits",
+    "norm",
+    "normed_rope",
+    "paged",
+    "rope",
+    "rope_append",
+    "varlen",
+)
 """The files that declare kernels, a family each."""

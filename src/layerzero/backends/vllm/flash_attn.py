@@ -149,7 +149,7 @@ def fitting_values(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", wanted, value_dim)
 
 
-def _sinks(facts: Facts) -> Reason | None:
+def fitting_sinks(facts: Facts) -> Reason | None:
     """Sinks: bfloat16 only, at most 64 heads, values as wide as keys."""
     sinks = facts.tensors.get("sinks")
     if sinks is None:
@@ -187,7 +187,7 @@ KERNELS = (
             *_SHAPES,
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(FITTING_VALUES, fitting_values),
-            limit.Custom("sinks: bfloat16, at most 64 heads", _sinks),
+            limit.Custom("sinks: bfloat16, at most 64 heads", fitting_sinks),
             limit.contiguous("sinks"),
             _LENGTHS.before_capture("its tensor of lengths", _lengths_key),
         ),

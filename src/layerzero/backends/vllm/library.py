@@ -54,6 +54,14 @@ def variant_of_v2(facts: Facts) -> Hashable:
     return facts.device.sm, facts["dtype"], dims, facts.get("causal"), window, long, facts["softcap"] is not None
 
 
+def variant_of_tokens_v2(facts: Facts) -> Hashable:
+    """The same of sequences of unlike lengths; slopes, and the pages that a table names, select code of their own."""
+    window, softcap = facts["window"] is not None, facts["softcap"] is not None
+    slopes, paged = facts.get("alibi_slopes", "none") != "none", "block_tables" in facts.tensors
+    dims = -(-facts.size("head_dim") // 32)
+    return facts.device.sm, facts["dtype"], dims, facts.get("causal", False), window, softcap, slopes, paged
+
+
 _MARKS = {"_C": "_C::rms_norm"}
 """An operator of each name space that vLLM's build for CPUs owns as well."""
 

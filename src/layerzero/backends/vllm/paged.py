@@ -30,7 +30,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import lse_of_hidden_rows
-from layerzero.ops.paged import declare as paged
+from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
 
@@ -176,7 +176,7 @@ _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 KERNELS = (
     Kernel(
         id="vllm.flash_attn.v3.paged",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=VLLM_FLASH_ATTN_3,
         load=_load_v3,
         layout="NHD",
@@ -196,7 +196,7 @@ KERNELS = (
     ),
     Kernel(
         id="vllm.flash_attn.v2.paged",
-        operations=paged.DECODE_PAGED,
+        operations=FLAT,
         backend=VLLM_FLASH_ATTN_2,
         load=_load_v2,
         layout="NHD",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from layerzero.ops.paged import declare, mixed
 from layerzero.ops.paged.cache import PagedCache
-from layerzero.ops.paged.declare import DECODE_PAGED, OPERATIONS
+from layerzero.ops.paged.declare import DECODE_PAGED
 from layerzero.ops.paged.route import FUNCTIONS
 from layerzero.ops.paged.step import StepMetadata
 
 __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "PagedCache", "StepMetadata"]
 
 EXPORTS = ("PagedCache", "StepMetadata")
+
+OPERATIONS = (*declare.OPERATIONS, *mixed.OPERATIONS)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {"attention.paged": (DECODE_PAGED, {})}
 """The specification's flat name."""

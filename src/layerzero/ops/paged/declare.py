@@ -33,6 +33,7 @@ from layerzero.ops.attention.declare import (
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import parts, written
+from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.paged.sweep import append_sweep, sweep_of
 
@@ -41,7 +42,7 @@ _INT32 = frozenset({torch.int32})
 CACHE_LAYOUTS = ("NHD", "HND")
 """Of a page: its tokens, kv heads, head dim; the pages come first in both."""
 
-_PAGES = (Axis("pages", live=True, works=False), Axis("max_blocks", scales=True, live=True))
+PAGES = (Axis("pages", live=True, works=False), Axis("max_blocks", scales=True, live=True))
 AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True),
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
@@ -49,16 +50,33 @@ AXES = (
     Axis("seq_q", scales=True, live=True, codes=LENGTH),
     Axis("group", implied=True),
     Axis("context_bound", scales=True),
-    *_PAGES,
+    *PAGES,
     *HEAD_DIMS,
 )
 
 
 def make_step(arguments: Mapping[str, Any], capturable: bool) -> StepMetadata:
-    """The step of a call's tables and lengths."""
-    bound = arguments.get("max_context_len")
-    tables, lens = arguments["block_tables"], arguments["context_lens"]
-    return StepMetadata(tables, lens, max_context_len=bound, capturable=capturable)
+    """The step of a call's tables and lengths, and of its queries' starts where it has such."""
+    return StepMetadata(
+        arguments["block_tables"],
+        arguments["context_lens"],
+        cu_seqlens_q=arguments.get("cu_seqlens_q"),
+        max_context_len=arguments.get("max_context_len"),
+        capturable=capturable,
+    )
+
+
+_CACHE = ("pages", "page_size", "kv_heads")
+READ = (
+    TensorSchema("key_cache", (*_CACHE, "head_dim"), FLOATING, has_layout=True, resident=True),
+    TensorSchema("value_cache", (*_CACHE, "value_dim"), FLOATING, has_layout=True, resident=True),
+    TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False, indexes=("pages",)),
+    TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False, counts=("max_blocks", "page_size")),
+)
+"""A cache that is read, and where each sequence lies in it."""
+
+MAX_CONTEXT_LEN = Param("max_context_len", int, None, Role.BOUND, made_of=("context_lens",))
+STEP = Param("step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step)
 
 
 # attention.standard.decode.paged, attention.gqa.decode.paged
@@ -87,15 +105,7 @@ def paged_attention_reference(
     Units: max_context_len in tokens, an upper bound of context_lens.
     Source: PagedAttention, arXiv:2309.06180.
     """
-    page_size = key_cache.shape[1]
-    blocks = block_tables.shape[1]
-    if max_context_len is not None:
-        blocks = min(blocks, -(-max_context_len // page_size))
-    first = torch.arange(blocks, device=query.device) * page_size
-    used = first < context_lens.unsqueeze(1)
-    pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
-    caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
-    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
+    keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
     return attention_reference(
         query, keys, values, scale=scale, window=window, softcap=softcap, kv_lens=context_lens, return_lse=return_lse
     )
@@ -109,7 +119,7 @@ def _paged_fake(
     return (output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
 
 
-def _check_tables(
+def check_tables(
     key_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
@@ -153,9 +163,9 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
 
 
-def _examples(
+def table_examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Sequences on shuffled pages, each page in one place: where the cache is small, sequences are short."""
     size = case.sizes
     batch, blocks = size["batch"], size["max_blocks"]
@@ -187,22 +197,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
             operation=name,
             inputs=(
                 TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING),
-                TensorSchema(
-                    "key_cache",
-                    ("pages", "page_size", "kv_heads", "head_dim"),
-                    FLOATING,
-                    has_layout=True,
-                    resident=True,
-                ),
-                TensorSchema(
-                    "value_cache",
-                    ("pages", "page_size", "kv_heads", "value_dim"),
-                    FLOATING,
-                    has_layout=True,
-                    resident=True,
-                ),
-                TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False, indexes=("pages",)),
-                TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False, counts=("max_blocks", "page_size")),
+                *READ,
             ),
             outputs=(
                 TensorSchema("output", ("batch", "seq_q", "heads", "value_dim")),
@@ -210,10 +205,8 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
             ),
             params=(
                 *(SCALE, WINDOW, SOFTCAP, RETURN_LSE),
-                Param("max_context_len", int, None, Role.BOUND, made_of=("context_lens",)),
-                Param(
-                    "step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step
-                ),
+                MAX_CONTEXT_LEN,
+                STEP,
             ),
             axes=AXES,
             layouts=CACHE_LAYOUTS,
@@ -231,9 +224,9 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
-        check_values=_check_tables,
+        check_values=check_tables,
         guard=written.guard,
-        examples=_examples,
+        examples=table_examples,
         scratch=parts.scratch,
         parts=parts.parts,
         sweep=sweep_of(name),
@@ -311,7 +304,6 @@ def _append_work(facts: Mapping[str, Any]) -> Work:
     return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
 
 
-_CACHE = ("pages", "page_size", "kv_heads")
 APPEND_PAGED = Operation(
     schema=OperationSchema(
         operation="kv.append.paged",
@@ -334,7 +326,7 @@ APPEND_PAGED = Operation(
         axes=(
             Axis("tokens", scales=True, live=True, apart=True),
             Axis("kv_heads", scales=True, apart=True),
-            *_PAGES,
+            *PAGES,
             *HEAD_DIMS,
         ),
         layouts=CACHE_LAYOUTS,

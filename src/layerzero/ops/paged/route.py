@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import check_dense, overlaps, score_problems
-from layerzero.ops.paged import draw, written
-from layerzero.ops.paged.declare import APPEND_PAGED, CACHE_LAYOUTS, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
+from layerzero.ops.draw import Draw
+from layerzero.ops.paged import draw, mixed_draw, written
+from layerzero.ops.paged.declare import APPEND_PAGED, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
+from layerzero.ops.paged.mixed import OPERATIONS as OF_TOKENS
+from layerzero.ops.paged.mixed_route import one_token_each, route_tokens
+from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
 
 
@@ -31,27 +35,41 @@ def paged_attention(
     return_lse: bool = False,
     max_context_len: int | None = None,
     step: StepMetadata | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    decodes: int | None = None,
+    causal: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the newest token of each sequence to all its tokens in a paged cache.
+    """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
-    Shapes: query (B, 1, H, D); key_cache (P, N, K, D) and value_cache (P, N, K, D_v) in NHD, axes 1 and 2 swapped in
-        HND; H a multiple of K; block_tables (B, max_blocks); context_lens (B,) → (B, 1, H, D_v).
-    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    One token a sequence is a decode step. Several, by ``cu_seqlens_q``, are prefills, chunks of prefills behind a
+    cached prefix, and decodes, all in one call.
+
+    Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
+        (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
+        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
+    Dtype: query and caches the same floating dtype; tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
-        context_lens: tokens of each sequence that are in the cache, the query's own included. 0 gives 0 and -inf.
+        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"NHD"`` or ``"HND"``.
-        window: (left, right) as in ``lz.attention``; only left counts, since nothing is to the right.
+        window: (left, right) as in ``lz.attention``; of one causal query only left counts: nothing is to its right.
         softcap: ``c * tanh(score / c)`` on the scores.
-        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1) or (H, T), natural logarithm.
+        cu_seqlens_q: where each sequence's queries begin: 0, then the end of each; they are its newest tokens. A
+            sequence may have none.
+        max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
+        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
+        causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages and lengths out of range, too. NoKernelFoundError if policy leaves no kernel.
+        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")
@@ -81,30 +99,36 @@ def append_paged_kv(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
+OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "decodes", "causal")
+"""Arguments that one token a sequence has no use for."""
+
+
+def draw_attention(draws: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
+    made = mixed_draw.paged_attention if draws.chance(0.5) else draw.paged_attention
+    return made(draws, dtype)
+
+
 def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "paged_attention"
     check_dense(name, arguments)
+    if arguments["cu_seqlens_q"] is not None:
+        return route_tokens(name, arguments)
     query, key_cache, step = arguments["query"], arguments["key_cache"], arguments["step"]
-    problems = table_problems(arguments["block_tables"], arguments["context_lens"])
-    problems += _shape_problems(arguments, ("query", "key_cache", "value_cache"), 4)
-    problems += _layout_problems(arguments["layout"])
+    problems = one_token_each(arguments)
+    problems += table_problems(arguments["block_tables"], arguments["context_lens"])
+    problems += shape_problems(arguments, ("query", "key_cache", "value_cache"), 4)
+    problems += layout_problems(arguments["layout"])
     if problems:
         raise InvalidCallError(name, problems)
     if query.shape[1] != 1:
-        problem = f"query: wanted one token a sequence (B, 1, H, D), got {tuple(query.shape)}"
+        problem = f"query: wanted one token a sequence (B, 1, H, D) without cu_seqlens_q, got {tuple(query.shape)}"
         raise InvalidCallError(name, [problem])
     layout = arguments["layout"]
     written.check(name, {each: arguments[each] for each in ("key_cache", "value_cache")}, layout)
-    heads, kv_heads = query.shape[2], key_cache.shape[1 + layout.index("H")]
-    if not heads or not kv_heads or not query.shape[3] or not key_cache.shape[1 + layout.index("N")]:
-        shapes = f"query {tuple(query.shape)} and key_cache {tuple(key_cache.shape)} in {layout}"
-        raise InvalidCallError(name, [f"wanted heads, head dim and page size above 0, got {shapes}"])
-    if heads % kv_heads:
-        problem = (
-            f"query heads must be a multiple of kv heads: got {heads} query heads and {kv_heads} kv heads in {layout} "
-            f"(key_cache {tuple(key_cache.shape)}); pass layout= if the axes are the other way round"
-        )
-        raise InvalidCallError(name, [problem], ReasonCode.GQA_HEADS_MISMATCH)
+    problems, uneven = head_problems(query, key_cache, layout)
+    if problems:
+        raise InvalidCallError(name, problems, ReasonCode.GQA_HEADS_MISMATCH if uneven else None)
     problems = score_problems(arguments)
     tables = arguments["block_tables"], arguments["context_lens"]
     belongs = step.kind_for(*tables) if isinstance(step, StepMetadata) else ""
@@ -112,8 +136,9 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
         problems.append("step: wanted the StepMetadata of these block_tables and context_lens, got that of others")
     if belongs == "stale":
         problems.append("step: wanted advance() after block_tables or context_lens changed, got a step of old values")
-    operation = STANDARD_DECODE_PAGED if heads == kv_heads else GQA_DECODE_PAGED
-    canonical = {each: value for each, value in arguments.items() if each != "layout"}
+    equal = query.shape[2] == key_cache.shape[1 + layout.index("H")]
+    operation = STANDARD_DECODE_PAGED if equal else GQA_DECODE_PAGED
+    canonical = {each: value for each, value in arguments.items() if each not in ("layout", *OF_SEVERAL)}
     window, scale = canonical["window"], canonical["scale"]
     if not problems and window is not None:  # nothing lies to the right of the newest token
         canonical["window"] = None if window[0] < 0 else (window[0], 0)
@@ -128,9 +153,9 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "append_paged_kv"
     check_dense(name, arguments)
-    problems = _shape_problems(arguments, ("key", "value"), 3)
-    problems += _shape_problems(arguments, ("key_cache", "value_cache"), 4)
-    problems += _layout_problems(arguments["layout"])
+    problems = shape_problems(arguments, ("key", "value"), 3)
+    problems += shape_problems(arguments, ("key_cache", "value_cache"), 4)
+    problems += layout_problems(arguments["layout"])
     if problems:
         raise InvalidCallError(name, problems)
     layout = arguments["layout"]
@@ -161,28 +186,13 @@ def _side_by_side(left: Tensor, right: Tensor) -> bool:
     return inner <= apart and apart + inner <= left.stride(0)
 
 
-def _shape_problems(arguments: dict[str, Any], names: tuple[str, ...], ndim: int) -> list[str]:
-    problems = []
-    for name in names:
-        tensor = arguments[name]
-        if not isinstance(tensor, Tensor):
-            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
-        elif tensor.ndim != ndim:
-            problems.append(f"{name}: wanted a {ndim}D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
-    return problems
-
-
-def _layout_problems(layout: object) -> list[str]:
-    fits = isinstance(layout, str) and layout in CACHE_LAYOUTS
-    return [] if fits else [f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}"]
-
-
 PAGED_ATTENTION = Function(
     name="paged_attention",
     signature=paged_attention,
     route=_route_attention,
-    operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED),
-    draw=draw.paged_attention,
+    operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, *OF_TOKENS),
+    draw=draw_attention,
+    weight=4,
     state=frozenset({"sdpa"}),
 )
 APPEND_PAGED_KV = Function(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.handle import Handle
+from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.ops.ragged.starts import shape_problems
+from layerzero.ops.ragged.step import host_problems
 
 
 class StepMetadata(Handle):
@@ -26,9 +29,14 @@ class StepMetadata(Handle):
         context_lens += 1
         step.advance()
 
+    A step of several tokens a sequence has ``cu_seqlens_q``, too; its slots are those of all tokens in their order.
+
     Args:
         block_tables: (B, max_blocks) int32, the pages of each sequence in order.
         context_lens: (B,) int32, tokens of each sequence, the newest included.
+        cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens begin, and the end of the last; one each if None.
+        host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
+            plans on the host waits for no copy then.
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
             if None.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
@@ -41,16 +49,23 @@ class StepMetadata(Handle):
         block_tables: Tensor,
         context_lens: Tensor,
         *,
+        cu_seqlens_q: Tensor | None = None,
+        host: tuple[Tensor, ...] | None = None,
         max_context_len: int | None = None,
         capturable: bool = False,
         pages: int | None = None,
     ) -> None:
         problems = table_problems(block_tables, context_lens) + _number_problems("max_context_len", max_context_len)
         problems += _number_problems("pages", pages)
+        if cu_seqlens_q is not None and not problems:
+            problems += shape_problems("cu_seqlens_q", cu_seqlens_q, len(context_lens) + 1)
+        lengths = (context_lens,) if cu_seqlens_q is None else (context_lens, cu_seqlens_q)
+        problems += [] if problems else host_problems(host, lengths)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
-        super().__init__((block_tables, context_lens), "capturable" if capturable else "eager")
+        super().__init__((block_tables, *lengths), "capturable" if capturable else "eager")
         self._max_context_len = max_context_len
+        self._given = host
         self.pages = pages
 
     def __repr__(self) -> str:
@@ -67,6 +82,28 @@ class StepMetadata(Handle):
         return self._tensors[1]
 
     @property
+    def cu_seqlens_q(self) -> Tensor | None:
+        """Where each sequence's new tokens begin; change it in place, then advance. None for one token each."""
+        return self._tensors[2] if len(self._tensors) > 2 else None
+
+    @cached_property
+    def host(self) -> tuple[Tensor, Tensor]:
+        """Lengths and starts on the CPU: what was given, or one copy a step, which waits for the device."""
+        lens, *starts = self._given or [each.cpu() for each in self._tensors[1:]]
+        return lens, starts[0] if starts else torch.arange(len(lens) + 1, dtype=torch.int32)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
+        return self._given is not None or not self.context_lens.is_cuda
+
+    def kind_for(self, *tensors: Tensor) -> str:
+        """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
+        if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=False)):
+            return FOREIGN
+        return STALE if self.is_stale else self.kind
+
+    @property
     def max_context_len(self) -> int | None:
         """Upper bound of the lengths; None for what the tables hold."""
         return self._max_context_len
@@ -76,27 +113,35 @@ class StepMetadata(Handle):
         """Whether its buffers stay where they are."""
         return self.kind == "capturable"
 
-    def advance(self, *, max_context_len: int | None = None) -> None:
+    def advance(self, *, max_context_len: int | None = None, host: tuple[Tensor, ...] | None = None) -> None:
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
 
+        ``host`` is as for a new one: without it what plans on the host copies the values again.
         Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place: on the CPU for these values;
             on a GPU for those of an earlier step, as far as the device has answered, since nothing waits for it.
         """
-        problems = _number_problems("max_context_len", max_context_len)
+        problems = _number_problems("max_context_len", max_context_len) + host_problems(host, self._tensors[1:])
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
+            self._given = host
             self._max_context_len = max_context_len or self._max_context_len
             slots = [each for each in self._slots.values() if isinstance(each, _SlotMapping)]
             self.refresh()
             for slot in slots:
                 slot.tell("StepMetadata.advance")
 
-    def slot_mapping(self, page_size: int, tokens: int = 1) -> Tensor:
+    def refresh(self) -> None:
+        """Bring every slot up to date; lengths on the host are read again unless they were given."""
+        self.__dict__.pop("host", None)
+        super().refresh()
+
+    def slot_mapping(self, page_size: int, tokens: int | None = None) -> Tensor:
         """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
 
-        Shapes: → (B * tokens,) int64, ``page * page_size + offset``; -1, which writes nothing, for a token before the
-        sequence's first. The same buffer after each :meth:`advance`.
+        ``tokens`` of each sequence; without it those that ``cu_seqlens_q`` says, or one.
+        Shapes: → (B * tokens,) or (T,) int64, ``page * page_size + offset``; -1, which writes nothing, for a token
+        before the sequence's first. The same buffer after each :meth:`advance`.
         Raises: InvalidCallError where tables or lengths changed since; for a token that is beyond what its table holds
             or on a page that does not exist: at once on the CPU, on a GPU by a later :meth:`advance`. There it has -1,
             too, and is lost.
@@ -104,7 +149,7 @@ class StepMetadata(Handle):
         problems = [
             f"{name}: wanted a number from 1 to {_MOST_TOKENS}, got {told(number)}"
             for name, number in (("page_size", page_size), ("tokens", tokens))
-            if type(number) is not int or not 1 <= number <= _MOST_TOKENS
+            if (name, number) != ("tokens", None) and (type(number) is not int or not 1 <= number <= _MOST_TOKENS)
         ]
         if self.is_stale:
             problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
@@ -116,8 +161,9 @@ class StepMetadata(Handle):
 class _SlotMapping:
     """The slots of the newest tokens, and how many had no place: on a GPU a count there, which is copied meanwhile."""
 
-    def __init__(self, step: StepMetadata, page_size: int, tokens: int) -> None:
-        self._page_size, self._tokens = page_size, tokens
+    def __init__(self, step: StepMetadata, page_size: int, tokens: int | None) -> None:
+        by_starts = tokens is None and step.cu_seqlens_q is not None
+        self._page_size, self._tokens = page_size, None if by_starts else tokens or 1
         self._lost = torch.zeros((), dtype=torch.int64, device=step.context_lens.device)
         self._told = 0
         self._seen: Tensor | None = None
@@ -128,17 +174,64 @@ class _SlotMapping:
     def update(self, handle: Handle) -> None:
         self.slots.copy_(self._compute(cast(StepMetadata, handle)))
 
+    def _places(self, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """The sequence of each new token, and its position there."""
+        lens = step.context_lens
+        if self._tokens is not None:
+            positions = lens.long().unsqueeze(1) + torch.arange(-self._tokens, 0, device=lens.device)
+            return torch.arange(len(lens), device=lens.device).repeat_interleave(self._tokens), positions.flatten()
+        starts, on_host = cast(Tensor, step.cu_seqlens_q), step.host[1]
+        tokens = torch.arange(int(on_host[-1]), device=lens.device)
+        owner = torch.searchsorted(starts[1:].contiguous(), tokens.int(), right=True).clamp(max=max(len(lens) - 1, 0))
+        return owner, tokens + (lens - starts[1:])[owner]
+
     def _compute(self, step: StepMetadata) -> Tensor:
-        tables, lens = step.block_tables, step.context_lens
-        positions = lens.long().unsqueeze(1) + torch.arange(-self._tokens, 0, device=lens.device)
-        capacity = tables.shape[1] * self._page_size
+        tables, page_size = step.block_tables, self._page_size
+        capacity = tables.shape[1] * page_size
+        placed = self._placed_on_host(step, capacity)
+        if placed is not None:
+            rows, offsets = placed.to(tables.device, non_blocking=True)
+            pages = tables.reshape(-1).index_select(0, rows)
+            lost = pages < 0
+            if step.pages is not None and step.pages < _MOST_PAGES:
+                lost |= pages >= step.pages
+            return self._within(torch.add(offsets, pages, alpha=page_size), lost, None)
+        owner, positions = self._places(step)
         early, late = positions < 0, positions >= capacity
         if capacity == 0:
-            slots = torch.full_like(positions, -1)
-        else:
-            pages = tables.long().gather(1, (positions // self._page_size).masked_fill(early | late, 0))
-            late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
-            slots = (pages * self._page_size + positions % self._page_size).masked_fill(early | late, -1)
+            return self._within(torch.full_like(positions, -1), late, early)
+        pages = tables[owner, (positions // page_size).masked_fill(early | late, 0)].long()
+        late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
+        return self._within(pages * page_size + positions % page_size, late, early)
+
+    def _placed_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
+        """The entry of all tables and the place in its page of each token; None where lengths say that one has none.
+
+        Computed on the host, as one sum: if all tables were one row of pages, each would begin at a page. A GPU gets
+        both in one copy: each launch costs 4 us of host time and more (H200, 2026-11-22).
+        Shapes: → (2, T) int64 on the CPU
+        """
+        if capacity == 0 or not step.has_host or len(step.context_lens) == 0:
+            return None
+        lens, starts = step.host
+        if self._tokens is not None:
+            starts = torch.arange(0, (len(lens) + 1) * self._tokens, self._tokens)
+        counts = starts[1:] - starts[:-1]
+        before = lens - counts  # tokens that were in the cache already
+        if int(before.min()) < 0 or int(lens.max()) > capacity:
+            return None
+        places = before + torch.arange(0, len(lens) * capacity, capacity)
+        if self._tokens != 1:
+            total = int(starts[-1])
+            places = torch.repeat_interleave(places - starts[:-1], counts, output_size=total) + torch.arange(total)
+        bits = self._page_size.bit_length() - 1
+        if self._page_size == 1 << bits:
+            return torch.stack((places >> bits, places & (self._page_size - 1)))
+        return torch.stack((places // self._page_size, places % self._page_size))
+
+    def _within(self, slots: Tensor, late: Tensor, early: Tensor | None) -> Tensor:
+        """The slots, -1 where there is none, after those that are lost were counted."""
+        slots = slots.masked_fill(late if early is None else early | late, -1)
         self._lost += late.sum()
         if self._lost.is_cuda:
             self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
@@ -146,7 +239,7 @@ class _SlotMapping:
                 self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._seen.copy_(self._lost, non_blocking=True)
             self._arrived.record()
-        return slots.flatten()
+        return slots
 
     def tell(self, function: str) -> None:
         """Raise for tokens without a place, once for each; on a GPU for those that it has counted by now."""

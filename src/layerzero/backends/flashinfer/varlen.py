@@ -1,0 +1,342 @@
+"""FlashInfer's prefill over sequences of unlike lengths: one after the other, or over pages; FlashAttention 2 and 3.
+
+Both plan on the host, from starts and lengths there. A step copies those once for all layers, or has them from its
+caller; without a step each call copies and plans. A capturable step plans into fixed buffers, so that a captured graph
+replays after ``advance``. A mixed batch may be planned as it is, or as a decode of the first sequences and a prefill of
+the rest. Log-sum-exps come in base 2 as (tokens, heads).
+Read: BatchPrefillWithRaggedKVCacheWrapper and BatchPrefillWithPagedKVCacheWrapper of flashinfer-python 0.7.2.post1.
+Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import Variant, batches_key, batches_prebuilt
+from layerzero.backends.flashinfer.paged import (
+    WORKSPACE_BYTES,
+    Planned,
+    plannable,
+    planned_alone,
+    same_strides,
+    workspace,
+)
+from layerzero.core import limits as limit
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.paged import mixed
+from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.ragged import declare as ragged
+from layerzero.ops.ragged.step import RaggedMetadata
+
+_LN_2 = math.log(2.0)
+
+
+def arguments_of(facts: Facts) -> dict[str, Any]:
+    """What a plan is told of a call, beside its lengths."""
+    variant, dtype = Variant.of(facts), facts["dtype"]
+    return {
+        "num_qo_heads": facts.size("heads"),
+        "num_kv_heads": facts.size("kv_heads"),
+        "head_dim_qk": facts.size("head_dim"),
+        "head_dim_vo": facts.size("value_dim"),
+        "causal": variant.causal,
+        "window_left": variant.left,
+        "logits_soft_cap": variant.softcap,
+        "sm_scale": variant.scale,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+
+
+def buffers(capturable: bool, device: torch.device, **sizes: int) -> dict[str, Any]:
+    """Buffers that a captured graph goes on reading; none where nothing is captured."""
+    if not capturable:
+        return {}
+    made = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    return {"use_cuda_graph": True, **made}
+
+
+class _PlannedRagged:
+    """One wrapper and its plan, for the starts that a step has now."""
+
+    def __init__(self, step: RaggedMetadata, arguments: dict[str, Any], backend: str) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        device, count = step.cu_seqlens_q.device, len(step.cu_seqlens_q)
+        fixed = buffers(step.capturable, device, qo_indptr_buf=count, kv_indptr_buf=count)
+        self._arguments = arguments
+        scratch = workspace(device, capturable=step.capturable)
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend=backend, **fixed)
+        self.run = self._wrapper.run
+        self.update(step)
+
+    def update(self, step: RaggedMetadata) -> None:
+        self._wrapper.plan(*step.host, **self._arguments)
+
+
+class PlannedPages:
+    """One wrapper over pages and its plan, for the starts and lengths that a step has now."""
+
+    def __init__(self, step: StepMetadata, arguments: dict[str, Any], page_size: int, backend: str) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        device, (batch, _) = step.block_tables.device, step.block_tables.shape
+        fixed = buffers(
+            step.capturable,
+            device,
+            qo_indptr_buf=batch + 1,
+            paged_kv_indptr_buf=batch + 1,
+            paged_kv_indices_buf=max(step.block_tables.numel(), 1),
+            paged_kv_last_page_len_buf=batch,
+        )
+        self._arguments, self._page_size = arguments, page_size
+        scratch = workspace(device, capturable=step.capturable)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend, **fixed)
+        self.run = self._wrapper.run
+        self.update(step)
+
+    def update(self, step: StepMetadata) -> None:
+        starts, (indptr, indices, last) = step.host[1], pages_of(step, self._page_size)
+        self._wrapper.plan(starts, indptr, indices, last, page_size=self._page_size, **self._arguments)
+
+
+def pages_of(step: StepMetadata, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Block tables as FlashInfer has them: where each sequence's pages begin, the pages, tokens of each last page.
+
+    The first and the last lie on the host; nothing waits for the device where the step has its lengths there.
+    """
+    lens, tables = step.host[0], step.block_tables
+    blocks = (lens + (page_size - 1)) // page_size
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    torch.cumsum(blocks, 0, dtype=torch.int32, out=indptr[1:])
+    total, shifts = int(indptr[-1]), torch.arange(len(lens)) * tables.shape[1] - indptr[:-1]
+    on_device = torch.stack((shifts, blocks.long())).to(tables.device, non_blocking=True)
+    places = torch.repeat_interleave(on_device[0], on_device[1], output_size=total)
+    places += torch.arange(total, device=tables.device)
+    return indptr, tables.reshape(-1)[places], (lens - (blocks - 1).clamp(min=0) * page_size).int()
+
+
+class _Split:
+    """Two plans of one mixed step: a decode of the first sequences, a prefill of the others."""
+
+    def __init__(
+        self, step: StepMetadata, arguments: dict[str, Any], page_size: int, backend: str, decodes: int
+    ) -> None:
+        self._decodes = decodes
+        self._starts = self._later(step)
+        self._steps = [
+            self._step(step, *each) for each in ((slice(decodes), None), (slice(decodes, None), self._starts))
+        ]
+        decode = {
+            name: value for name, value in arguments.items() if name not in ("head_dim_qk", "head_dim_vo", "causal")
+        }
+        decode |= {"head_dim": arguments["head_dim_qk"], "page_size": page_size}
+        self.decode = Planned(self._steps[0], decode, tensor_cores=True)
+        self.prefill = PlannedPages(self._steps[1], arguments, page_size, backend)
+
+    def _later(self, step: StepMetadata) -> Tensor:
+        assert step.cu_seqlens_q is not None
+        return step.cu_seqlens_q[self._decodes :] - self._decodes
+
+    def _host(self, step: StepMetadata) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        lens, starts = step.host
+        later = starts[self._decodes :] - self._decodes
+        return (lens[: self._decodes],), (lens[self._decodes :], later)
+
+    def _step(self, step: StepMetadata, rows: slice, starts: Tensor | None) -> StepMetadata:
+        return StepMetadata(
+            step.block_tables[rows],
+            step.context_lens[rows],
+            cu_seqlens_q=starts,
+            host=self._host(step)[0 if starts is None else 1],
+            max_context_len=step.max_context_len,
+            capturable=step.capturable,
+        )
+
+    def update(self, step: StepMetadata) -> None:
+        self._starts.copy_(self._later(step))
+        for part, host in zip(self._steps, self._host(step), strict=True):
+            part.advance(host=host)
+        self.decode.update(self._steps[0])
+        self.prefill.update(self._steps[1])
+
+
+def _natural(lse: Tensor) -> Tensor:
+    """(T, H) in base 2 to (H, T) in base e."""
+    return (lse * _LN_2).t().contiguous()
+
+
+def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
+    arguments = arguments_of(facts)
+    owner = (f"flashinfer.{backend}.ragged", *arguments.values())
+
+    def make(step: RaggedMetadata) -> _PlannedRagged:
+        return _PlannedRagged(step, arguments, backend)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        return_lse: bool = False,
+        step: RaggedMetadata | None = None,
+        **_: Any,
+    ) -> Any:
+        if step is None:
+            planned = planned_alone(_here(owner, query), RaggedMetadata(cu_seqlens_q, cu_seqlens_k), make)
+        else:
+            _check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
+            planned = step.slot(owner, make)
+        result = planned.run(query, key, value, return_lse=return_lse)
+        return (result[0], _natural(result[1])) if return_lse else result
+
+    return run
+
+
+def _here(owner: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+    """Whose wrapper it is: one of each thread and stream; two must not plan into one."""
+    return (owner, threading.get_ident(), torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+def _check_belongs(belongs: bool, function: str) -> None:
+    if not belongs:
+        raise InvalidCallError(function, ["step: wanted that of these cu_seqlens, got that of others"])
+
+
+def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
+    arguments, page_size = arguments_of(facts), facts.size("page_size")
+    heads, value_dim = facts.size("heads"), facts.size("value_dim")
+    owner = (f"flashinfer.{backend}.paged", page_size, *arguments.values())
+
+    def whole(step: StepMetadata) -> PlannedPages:
+        return PlannedPages(step, arguments, page_size, backend)
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        return_lse: bool = False,
+        step: StepMetadata | None = None,
+        decodes: int | None = None,
+        **_: Any,
+    ) -> Any:
+        caches, count = (key_cache, value_cache), decodes or 0
+        if step is not None:
+            _check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
+        alone = step is None
+        step = StepMetadata(block_tables, context_lens, cu_seqlens_q=cu_seqlens_q) if step is None else step
+        if not split or count == 0 or count == len(context_lens):
+            planned = planned_alone(_here(owner, query), step, whole) if alone else step.slot(owner, whole)
+            result = planned.run(query, caches, return_lse=return_lse)
+            return (result[0], _natural(result[1])) if return_lse else result
+        both = step.slot((owner, count), lambda each: _Split(each, arguments, page_size, backend, count))
+        output = query.new_empty((len(query), heads, value_dim))
+        parts = (both.decode, slice(count)), (both.prefill, slice(count, None))
+        found = [each.run(query[rows], caches, out=output[rows], return_lse=return_lse) for each, rows in parts]
+        return (output, _natural(torch.cat([lse for _, lse in found]))) if return_lse else output
+
+    return run
+
+
+def _left_window(facts: Facts) -> Reason | None:
+    """A bound to the left; to the right only that of a causal mask."""
+    window: Any = facts["window"]
+    if window is None or facts["causal"] is True or window[1] in (-1, 0):
+        return None
+    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0) or (left, -1), or any beside causal", window)
+
+
+def _dims(facts: Facts) -> Reason | None:
+    """Head dims that the templates have."""
+    widths = facts.size("head_dim"), facts.size("value_dim")
+    if widths in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        return None
+    wanted = "64, 128 or 256 like value_dim, or 192 with a value_dim of 128"
+    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
+
+
+_SHARED: tuple[Limit, ...] = (
+    limit.platform("cuda"),
+    limit.dtype("float16", "bfloat16"),
+    limit.positive("scale"),
+    limit.Custom("capture: a capturable step", plannable),
+)
+_WINDOW = (limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),)
+
+
+def _stepped(facts: Facts) -> Reason | None:
+    """Two plans in every call are never worth it."""
+    if facts["step"] != "none":
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "step", "a StepMetadata, on which both plans are made once", "none")
+
+
+_ARCH: dict[str, tuple[Limit, ...]] = {
+    "fa2": (limit.arch(min=(8, 0)),),
+    "fa3": (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma")),
+}
+_RAGGED = (
+    *_SHARED,
+    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims),
+    limit.last_stride_one("query", "key", "value"),
+    limit.aligned(16, "query", "key", "value"),
+)
+OF_PAGES = (
+    *_SHARED,
+    limit.dim("head_dim", one_of=(64, 128, 256)),
+    limit.equal("value_dim", "head_dim"),
+    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    limit.last_stride_one("query", "key_cache", "value_cache"),
+    limit.aligned(16, "query", "key_cache", "value_cache"),
+)
+STEPPED = (limit.Custom("step: given", _stepped),)
+_ACCEPTS = ("causal", "scale", "window", "softcap", "return_lse", "step")
+
+
+def _kernel(backend: str, kind: str, priority: int) -> Kernel:
+    paged, split = kind != "ragged", kind == "paged_split"
+    load = functools.partial(_load_paged, backend=backend, split=split) if paged else None
+    return Kernel(
+        id=f"flashinfer.{backend}.{kind}",
+        operations=(mixed.MIXED_PAGED if split else mixed.ALL) if paged else ragged.RAGGED,
+        backend=FLASHINFER,
+        load=load or functools.partial(_load_ragged, backend=backend),
+        layout="NHD" if paged else None,
+        accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
+        limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *_WINDOW, *(STEPPED if split else ())),
+        graph_safe=True,
+        jit=True,
+        build_key=batches_key(backend),
+        prebuilt=batches_prebuilt(backend),
+        device_guard=True,
+        workspace_bytes=lambda _: WORKSPACE_BYTES,
+        priority=priority,
+    )
+
+
+KERNELS = (
+    _kernel("fa3", "ragged", 84),
+    _kernel("fa2", "ragged", 74),
+    _kernel("fa3", "paged_tokens", 82),
+    _kernel("fa2", "paged_tokens", 78),
+    _kernel("fa3", "paged_split", 81),
+    _kernel("fa2", "paged_split", 77),
+)

@@ -1,0 +1,119 @@
+"""Merging parts of attention as a torch expression, and on a CPU a decode that reads a shared prefix once.
+
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.varlen import Slice, attend_each
+from layerzero.core import limits as limit
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.cascade.declare import CASCADE, shared_problems
+from layerzero.ops.cascade.merge import MERGE_STATES
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both parts by the second one's share: (T, H, D) and (H, T)."""
+    share = torch.sigmoid(lse_b - lse_a)
+    share = share.masked_fill(lse_b == -torch.inf, 0.0).t().unsqueeze(-1)  # both -inf: their difference is NaN
+    wide = torch.promote_types(output_a.dtype, torch.float32)
+    output = torch.lerp(output_a.to(wide), output_b.to(wide), share.to(wide)).to(output_a.dtype)
+    return output, torch.logaddexp(lse_a, lse_b)
+
+
+def weighted(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> Tensor:
+    """The output alone, where every query saw a key of the first part."""
+    share = torch.sigmoid(lse_b - lse_a).t().unsqueeze(-1)
+    return torch.lerp(output_a.float(), output_b.float(), share).to(output_a.dtype)
+
+
+def _load_merge(facts: Facts) -> Callable[..., Any]:
+    return merge
+
+
+def as_decode(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """From (B, H, D) and (H, B) to (B, 1, H, D) and (B, H, 1)."""
+    return output.unsqueeze(1), lse.t().unsqueeze(-1)
+
+
+def _load_cascade(facts: Facts) -> Callable[..., Any]:
+    page_size = facts.size("page_size")
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        shared_blocks: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        problems = shared_problems(block_tables, context_lens, shared_blocks, page_size)
+        if problems:
+            raise InvalidCallError("cascade_attention", problems)
+        tokens, caches, shared = query.squeeze(1), (key_cache, value_cache), shared_blocks * page_size
+
+        def prefix() -> Iterator[Slice]:
+            keys, values = (cache[block_tables[0, :shared_blocks]].flatten(0, 1) for cache in caches)
+            yield tokens, keys, values, None
+
+        def rest() -> Iterator[Slice]:
+            for row, length in enumerate(context_lens.tolist()):
+                pages = block_tables[row, shared_blocks : -(-length // page_size)]
+                keys, values = (cache[pages].flatten(0, 1)[: length - shared] for cache in caches)
+                yield tokens[row : row + 1], keys, values, None
+
+        parts = [
+            attend_each(each, tokens, causal=False, scale=scale, window=None, return_lse=True)
+            for each in (prefix(), rest())
+        ]
+        output, lse = as_decode(*merge(*parts[0], *parts[1]))
+        return (output, lse) if return_lse else output
+
+    return run
+
+
+KERNELS = (
+    Kernel(
+        id="torch.merge_states",
+        operations=(MERGE_STATES.name,),
+        backend=TORCH,
+        load=_load_merge,
+        limits=(limit.dtype(*_FLOATS),),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=40,
+    ),
+    Kernel(
+        id="torch.cascade_sdpa",
+        operations=(CASCADE.name,),
+        backend=TORCH,
+        load=_load_cascade,
+        layout="NHD",
+        accepts=("scale", "return_lse", "shared_blocks"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key_cache", "value_cache"),
+        ),
+        deterministic=True,
+        priority=60,
+    ),
+)

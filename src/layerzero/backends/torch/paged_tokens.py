@@ -1,0 +1,134 @@
+"""PyTorch's own ways with several queries a sequence over a paged cache: gather the pages, then attend.
+
+On a CPU one sequence after the other, so that nothing is padded; on NVIDIA all pages of the table at once for torch's
+FlashAttention 2, which reads each sequence as far as its length says. Both move every key and value once more than a
+kernel that follows the block table does.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, longest_or, lse_of_tokens
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.paged import mixed
+from layerzero.ops.paged.gather import gathered
+
+
+def _load_cpu(facts: Facts) -> Callable[..., Any]:
+    page_size = facts.size("page_size")
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        def sequences() -> Iterator[Slice]:
+            lengths = zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)
+            for row, ((first, last), length) in enumerate(lengths):
+                pages = block_tables[row, : -(-length // page_size)]
+                keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (key_cache, value_cache))
+                yield query[first:last], keys, values, None
+
+        return attend_each(sequences(), query, causal=causal, scale=scale, window=window, return_lse=return_lse)
+
+    return run
+
+
+def _load_cuda(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._flash_attention_forward.default
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+        max_seqlen_q: int | None = None,
+    ) -> Any:
+        keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
+        batch, capacity = keys.shape[:2]
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity
+        longest, (left, right) = longest_or(max_seqlen_q, len(query)), window or (-1, -1)
+        output, lse, *_ = operator(
+            *(query, keys.flatten(0, 1), values.flatten(0, 1), cu_seqlens_q, starts, longest, capacity, 0.0),
+            *(causal, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0 if causal else right,
+            seqused_k=context_lens,
+        )
+        return (output, lse_of_tokens(output, lse)) if return_lse else output
+
+    return run
+
+
+def _gathered_bytes(facts: Facts) -> int:
+    """Keys and values of every sequence."""
+    width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
+    return facts.size("batch") * facts.size("context_bound") * width * facts.tensors["query"].dtype.itemsize
+
+
+KERNELS = (
+    Kernel(
+        id="torch.paged_sdpa",
+        operations=mixed.ALL,
+        backend=TORCH,
+        load=_load_cpu,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "return_lse"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            limit.equal("value_dim", "head_dim"),
+            limit.Custom("causal: scale > 0", positive_beside_causal),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key_cache", "value_cache"),
+        ),
+        deterministic=True,
+        priority=50,
+    ),
+    Kernel(
+        id="torch.paged_varlen",
+        operations=mixed.ALL,
+        backend=TORCH,
+        load=_load_cuda,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
+        limits=(
+            *FLASH,
+            limit.last_stride_one("query"),
+            limit.aligned(16, "query"),
+            limit.contiguous("context_lens", "cu_seqlens_q"),
+        ),
+        graph_safe=True,
+        device_guard=True,
+        workspace_bytes=_gathered_bytes,
+        priority=20,
+    ),
+)

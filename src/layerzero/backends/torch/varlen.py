@@ -1,0 +1,235 @@
+"""PyTorch's attention over sequences of unlike lengths: one after the other on a CPU, its varlen operator on NVIDIA.
+
+On a CPU each sequence is a call of the operator behind ``F.scaled_dot_product_attention``; nothing is padded. On CUDA
+torch's FlashAttention 2 takes the starts as they lie on the device (``torch.nn.attention.varlen`` calls the same
+operator); its causal mask is aligned at the end of each sequence. Pages are gathered first, each sequence as long as
+its table, and ``seqused_k`` says how far it is read.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH, positive_beside_causal, sdpa_operator, short_mask
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
+from layerzero.ops.attention.reference import attention_bias
+from layerzero.ops.ragged import declare as ragged
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+_LANES = 16
+"""Keys that a vector of the CPU's operator holds; see :func:`layerzero.backends.torch.attention.short_mask`."""
+
+Slice = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries (S, H, D), keys (S_k, K, D), values (S_k, K, D) and slopes (H,) of one sequence."""
+
+
+def attend_each(
+    sequences: Iterable[Slice],
+    like: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    return_lse: bool,
+) -> Any:
+    """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries."""
+    operator = sdpa_operator("flash_attention_for_cpu")
+    outputs, sums = [], []
+    for query, key, value, slopes in sequences:
+        if len(query) == 0:
+            continue
+        if len(key) == 0:
+            outputs.append(torch.zeros_like(query))
+            sums.append(query.new_full((query.shape[1], len(query)), -torch.inf, dtype=torch.float32))
+            continue
+        output, lse = _attend(operator, query, key, value, slopes, causal=causal, scale=scale, window=window)
+        outputs.append(output)
+        sums.append(lse)
+    output = torch.cat(outputs) if outputs else torch.zeros_like(like)
+    if not return_lse:
+        return output
+    return output, torch.cat(sums, 1) if sums else like.new_empty((like.shape[1], 0), dtype=torch.float32)
+
+
+def _attend(
+    operator: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor]:
+    queries, heads, width = query.shape
+    keys, kv_heads = key.shape[:2]
+    square, mask = queries == keys, None
+    causal = causal and queries > 1  # one query stands at the end: nothing is in its future
+    if window is not None or slopes is not None or (causal and not square):
+        dense = query.unsqueeze(0), key.unsqueeze(0)
+        mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes)
+        causal = False
+    elif keys < _LANES:
+        mask, causal = short_mask(queries, keys, query.dtype, causal=causal), False
+    k, v = (each.transpose(0, 1).unsqueeze(0) for each in (key, value))
+    if queries == 1 and heads != kv_heads and (mask is None or mask.ndim == 2 or mask.shape[1] == 1):
+        q = query.view(1, kv_heads, -1, width)  # heads of a group as so many queries: each key is read once for them
+        mask = None if mask is None else mask.expand(*mask.shape[:-2], heads // kv_heads, keys)
+        output, lse = operator(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        return output.reshape(1, heads, -1), _seen(lse, mask).reshape(heads, 1)
+    q = query.transpose(0, 1).unsqueeze(0)
+    output, lse = operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return output[0].transpose(0, 1), _seen(lse, mask)[0]
+
+
+def _seen(lse: Tensor, mask: Tensor | None) -> Tensor:
+    """The kernel says 0 of a query that sees no key."""
+    if mask is not None:
+        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+    return lse.float()
+
+
+def _load_ragged(facts: Facts) -> Callable[..., Any]:
+    by_sequence = facts["alibi_slopes"] != "none" and len(facts.tensors["alibi_slopes"].shape) == 2
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        alibi_slopes: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+        sequences = (
+            (
+                query[first:last],
+                key[first_k:last_k],
+                value[first_k:last_k],
+                alibi_slopes[number] if by_sequence and alibi_slopes is not None else alibi_slopes,
+            )
+            for number, ((first, last), (first_k, last_k)) in enumerate(pairs)
+        )
+        return attend_each(sequences, query, causal=causal, scale=scale, window=window, return_lse=return_lse)
+
+    return run
+
+
+def longest_or(promised: int | None, tokens: int) -> int:
+    """What a launch is sized by: the promised length, or that of all tokens in one sequence; at least 1."""
+    return max(tokens if promised is None else min(promised, tokens), 1)
+
+
+def _load_cuda_ragged(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._flash_attention_forward.default
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        return_lse: bool = False,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Any:
+        longest = longest_or(max_seqlen_q, len(query)), longest_or(max_seqlen_k, len(key))
+        left, right = window or (-1, -1)
+        output, lse, *_ = operator(
+            *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0 if causal else right,
+        )
+        return (output, lse_of_tokens(output, lse)) if return_lse else output
+
+    return run
+
+
+def lse_of_tokens(output: Tensor, lse: Tensor) -> Tensor:
+    """Mend a log-sum-exp (H, T) of FlashAttention, which says +inf of a query that sees no key; output (T, H, D_v)."""
+    seen = torch.where(lse == torch.inf, -torch.inf, lse)
+    return torch.where(output[..., 0].t().isnan(), torch.nan, seen)
+
+
+def _gives_no_lse(facts: Facts) -> bool:
+    """Whether torch's public way gives what is asked for."""
+    return not facts["return_lse"]
+
+
+def _square(facts: Facts) -> bool:
+    """Whether a loop over ``F.scaled_dot_product_attention`` gives it: it aligns a causal mask top-left."""
+    alike = facts["tokens"] == facts["kv_tokens"] or facts["causal"] is not True
+    return alike and not facts["return_lse"] and facts["window"] is None and facts["alibi_slopes"] == "none"
+
+
+FLASH = (
+    limit.platform("cuda"),
+    limit.arch(min=(8, 0)),
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", max=256, multiple=8),
+    limit.equal("value_dim", "head_dim"),
+    limit.positive("scale"),
+    SdpaEnabled("flash"),
+)
+"""What torch's FlashAttention 2 takes."""
+
+KERNELS = (
+    Kernel(
+        id="torch.ragged_sdpa",
+        operations=ragged.RAGGED,
+        backend=TORCH,
+        load=_load_ragged,
+        accepts=("causal", "scale", "window", "alibi_slopes", "return_lse"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.one_of("bias_grad", False),
+            limit.Custom("causal: scale > 0", positive_beside_causal),
+            LseWithoutGradient(),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key", "value"),
+        ),
+        grad=True,
+        deterministic=True,
+        priority=50,
+        stock=_square,
+    ),
+    Kernel(
+        id="torch.varlen",
+        operations=ragged.RAGGED,
+        backend=TORCH,
+        load=_load_cuda_ragged,
+        accepts=("causal", "scale", "window", "return_lse", "max_seqlen_q", "max_seqlen_k"),
+        limits=(
+            *FLASH,
+            limit.last_stride_one("query", "key", "value"),
+            limit.aligned(16, "query", "key", "value"),
+            limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),
+        ),
+        graph_safe=True,
+        device_guard=True,
+        priority=60,
+        stock=_gives_no_lse,
+    ),
+)

@@ -1,0 +1,10 @@
+"""Attention in parts: states of parts of the keys made one, and a prefix that sequences share attended once for all."""
+
+from __future__ import annotations
+
+from layerzero.ops.cascade import declare, merge
+from layerzero.ops.cascade.route import FUNCTIONS
+
+__all__ = ["FUNCTIONS", "OPERATIONS"]
+
+OPERATIONS = (*merge.OPERATIONS, *declare.OPERATIONS)

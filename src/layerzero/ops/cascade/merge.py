@@ -1,0 +1,95 @@
+"""Attention over two parts of the keys, made attention over both: the outputs weighted by their log-sum-exps.
+
+    attention.merge_states
+
+With ``w = exp(lse_a) / (exp(lse_a) + exp(lse_b))`` the output is ``w a + (1 - w) b`` and the log-sum-exp
+``log(exp(lse_a) + exp(lse_b))``: what one softmax over all keys would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
+from layerzero.ops.attention.sweep import extent_of
+
+_FLOAT32 = frozenset({torch.float32})
+
+
+def merge_states_reference(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight both outputs by the share of their keys in the softmax; a part that saw no key (-inf) has none.
+
+    Shapes: output_a, output_b (T, H, D), lse_a, lse_b (H, T) → (T, H, D), (H, T). Neither saw one: 0 and -inf.
+    Dtype: computes in float32, or float64 for float64; returns that of the outputs, and float32.
+    Source: online softmax, arXiv:1805.02867; as FlashInfer's cascade, arXiv:2501.01005.
+    """
+    compute = torch.promote_types(output_a.dtype, torch.float32)
+    first, second = lse_a.to(compute), lse_b.to(compute)
+    lse = torch.logaddexp(first, second)
+    outputs = torch.zeros((), dtype=compute, device=output_a.device)
+    for output, part in ((output_a, first), (output_b, second)):
+        weight = (part - lse).exp().masked_fill(part == -torch.inf, 0.0).t().unsqueeze(-1)
+        outputs = outputs + (weight * output.to(compute)).masked_fill(weight == 0, 0.0)
+    return outputs.to(output_a.dtype), lse.float()
+
+
+def _fake(output_a: Tensor, lse_a: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two outputs read, one written, three numbers a head and token beside."""
+    rows = facts["tokens"] * facts["heads"]
+    return Work(3.0 * rows * facts["value_dim"], float(rows * (3 * facts["value_dim"] * facts["dtype"].itemsize + 12)))
+
+
+def _case(name: str, tokens: int, heads: int, value_dim: int) -> Case:
+    return Case(name, {"tokens": tokens, "heads": heads, "value_dim": value_dim})
+
+
+def _sweep(device: str, narrow: Mapping[str, Any]) -> list[Case]:
+    heads = [each for each in extent_of(device, narrow).heads[:2] if "seq_lens" not in narrow]
+    return [
+        _case(f"{tokens} tokens ({each})", tokens, each.heads, each.head_dim)
+        for each in heads
+        for tokens in (1, 64, 2048)
+    ]
+
+
+MERGE_STATES = Operation(
+    schema=OperationSchema(
+        operation="attention.merge_states",
+        inputs=(
+            TensorSchema("output_a", ("tokens", "heads", "value_dim"), FLOATING),
+            TensorSchema("lse_a", ("heads", "tokens"), _FLOAT32, same_dtype=False),
+            TensorSchema("output_b", ("tokens", "heads", "value_dim"), FLOATING),
+            TensorSchema("lse_b", ("heads", "tokens"), _FLOAT32, same_dtype=False),
+        ),
+        outputs=(
+            TensorSchema("output", ("tokens", "heads", "value_dim")),
+            TensorSchema("lse", ("heads", "tokens"), _FLOAT32),
+        ),
+        axes=(
+            Axis("tokens", scales=True, live=True, apart=True),
+            Axis("heads", scales=True, apart=True),
+            Axis("value_dim", codes=HEAD_DIM),
+        ),
+    ),
+    summary="Make attention over two parts of the keys attention over both",
+    reference=merge_states_reference,
+    fake=_fake,
+    cases=(_case("small", 5, 4, 64), _case("llama3_8b_b64", 64, 32, 128), _case("llama3_8b_t2048", 2048, 32, 128)),
+    tolerance=TOLERANCE,
+    tolerance_reason="two products and a sum in float32, one rounding",
+    work=_work,
+    sweep=_sweep,
+)
+OPERATIONS = (MERGE_STATES,)

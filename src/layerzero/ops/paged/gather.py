@@ -1,0 +1,31 @@
+"""Pages of a cache as rows of tokens, for definitions that know no pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gathered(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of each sequence, as long as its table or the promised bound; nothing is read on the host.
+
+    Entries of a table beyond a sequence's last page are not followed: they may hold anything.
+    Shapes: caches (P, N, K, D) and (P, N, K, D_v), block_tables (B, max_blocks), context_lens (B,) →
+    (B, blocks * N, K, D) and (B, blocks * N, K, D_v)
+    """
+    page_size = key_cache.shape[1]
+    blocks = block_tables.shape[1]
+    if max_context_len is not None:
+        blocks = min(blocks, -(-max_context_len // page_size))
+    first = torch.arange(blocks, device=block_tables.device) * page_size
+    used = first < context_lens.unsqueeze(1)
+    pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
+    caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
+    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
+    return keys, values

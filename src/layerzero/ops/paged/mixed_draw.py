@@ -1,0 +1,38 @@
+"""Random calls of several queries a sequence over a paged cache: chunks, whole prefills, decodes, and none at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layerzero.ops.draw import Draw
+from layerzero.ops.paged import draw as pages
+from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.ragged.draw import starts_of
+
+
+def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.paged_attention`` with ``cu_seqlens_q``, over the cache of a decode's call."""
+    arguments = pages.paged_attention(draw, dtype)
+    table, lens, query = arguments["block_tables"], arguments["context_lens"], arguments["query"]
+    decodes = draw.stream.randint(1, len(lens)) if len(lens) and draw.chance(0.5) else 0
+    lengths = [
+        1 if number < decodes else draw.of((0, 1, 2, 5, length, length + 2), (2, 3, 3, 3, 4, 1))
+        for number, length in enumerate(lens.tolist())
+    ]
+    starts = starts_of(draw, lengths)
+    arguments |= {
+        "query": draw.laid_out(draw.normal((sum(lengths), *query.shape[2:]), dtype)),
+        "cu_seqlens_q": starts,
+        "causal": draw.chance(0.7),
+    }
+    if decodes:
+        arguments["decodes"] = decodes
+    if draw.chance(0.6):
+        arguments["max_seqlen_q"] = max(*lengths, 1, 1) + draw.of((0, 3), (4, 1))
+    if "step" in arguments:
+        bound = arguments.get("max_context_len")
+        capturable = draw.chance(0.5)
+        arguments["step"] = StepMetadata(table, lens, cu_seqlens_q=starts, max_context_len=bound, capturable=capturable)
+    return arguments

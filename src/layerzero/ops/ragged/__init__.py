@@ -1,0 +1,11 @@
+"""Attention of sequences that lie one after the other, without padding between them."""
+
+from __future__ import annotations
+
+from layerzero.ops.ragged.declare import OPERATIONS
+from layerzero.ops.ragged.route import FUNCTIONS
+from layerzero.ops.ragged.step import RaggedMetadata
+
+__all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "RaggedMetadata"]
+
+EXPORTS = ("RaggedMetadata",)

@@ -1,0 +1,145 @@
+"""Where sequences begin that lie one after the other: ``[0, 3, 3, 8]`` are three of 3, 0 and 5 tokens.
+
+The last number is the end of the last sequence. On a CPU every call looks at the values; on a GPU debug mode does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+
+_MAX_TOLD = 8
+
+
+def shape_problems(name: str, starts: object, others: int | None = None, tokens: int = 0) -> list[str]:
+    """What is wrong with starts as a tensor; ``others`` is how many of them belong together."""
+    if not isinstance(starts, Tensor):
+        return [f"{name}: wanted an int32 tensor (sequences + 1,), got {type(starts).__name__}"]
+    if starts.dtype is not torch.int32 or starts.ndim != 1:
+        got = f"{str(starts.dtype).removeprefix('torch.')} {tuple(starts.shape)}"
+        return [f"{name}: wanted an int32 tensor (sequences + 1,), got {got}"]
+    if len(starts) == 0:
+        return [f"{name}: wanted a 0 and the end of each sequence, got no numbers"]
+    if others is not None and len(starts) != others:
+        return [f"{name}: wanted {others} numbers, the end of each of {others - 1} sequences and 0, got {len(starts)}"]
+    if len(starts) == 1 and tokens:
+        return [f"{name}: wanted the end of a sequence for {tokens} tokens, got none"]
+    return []
+
+
+def value_problems(name: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[str]:
+    """What is wrong with the numbers: they begin at 0, never decrease, end with the tokens; reads them on the host."""
+    values: list[int] = starts.tolist()
+    problems = []
+    if values[0] != 0:
+        problems.append(f"{name}[0]: wanted 0, got {values[0]}")
+    falls = [place for place, (left, right) in enumerate(pairwise(values), 1) if right < left]
+    problems += [
+        f"{name}[{place}]: wanted at least {values[place - 1]}, the number before it, got {values[place]}"
+        for place in falls[:_MAX_TOLD]
+    ]
+    if values[-1] != tokens:
+        problems.append(f"{name}[{len(values) - 1}]: wanted {tokens}, the number of tokens, got {values[-1]}")
+    most = max((right - left for left, right in pairwise(values)), default=0)
+    if longest is not None and most > longest:
+        problems.append(f"{name}: wanted sequences of at most {longest} tokens as was promised, got one of {most}")
+    return problems
+
+
+def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None], Callable[..., None]]:
+    """What looks at every call: as many starts as belong together, and on a CPU their values.
+
+    Args:
+        pairs: names of the starts, each with the tensor whose tokens they divide.
+        rows: a tensor with a row for each sequence; without one the starts agree with each other.
+    """
+
+    def made(function: str, _: str | None) -> Callable[..., None]:
+        def look(**tensors: Tensor) -> None:
+            count = len(tensors[rows]) + 1 if rows else len(tensors[pairs[0][0]])
+            for name, of in pairs:
+                starts = tensors[name]
+                problems = shape_problems(name, starts, count, len(tensors[of]))
+                if not problems and starts.is_cpu:
+                    problems = value_problems(name, starts, len(tensors[of]))
+                if problems:
+                    raise InvalidCallError(function, problems)
+
+        return look
+
+    return made
+
+
+def spread(tokens: int, sequences: int) -> Tensor:
+    """Starts of sequences that share tokens: lengths differ by a quarter around the mean, one in the middle is short.
+
+    A CPU tensor, the same for the same numbers.
+    """
+    weights = [4 + place * 3 % 5 for place in range(sequences)]
+    if sequences > 2:
+        weights[sequences // 2] = 0
+    total = max(sum(weights), 1)
+    ends = [tokens * sum(weights[: place + 1]) // total for place in range(sequences)]
+    return torch.tensor([0, *ends[:-1], *([tokens] if ends else [])], dtype=torch.int32)
+
+
+def longest_of(starts: Tensor, tokens: int, promised: int | None) -> int:
+    """An upper bound of the lengths: the exact one on a CPU, the promised one, or that of a single sequence."""
+    if starts.is_cpu:
+        return int((starts[1:] - starts[:-1]).max()) if len(starts) > 1 else 0
+    return tokens if promised is None else min(promised, tokens)
+
+
+def to_the_right(tensor: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Sequences as rows of equal length, each at the right end of its row; zeros stand before it.
+
+    Shapes: tensor (T, ...), starts (B + 1,) → (B, longest, ...). Nothing is read on the host.
+    """
+    rows = starts[1:].long().unsqueeze(1) + torch.arange(-longest, 0, device=starts.device)
+    return _rows(tensor, rows, rows < starts[:-1].unsqueeze(1))
+
+
+def to_the_left(tensor: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """The same, each at the left end of its row; zeros stand behind it."""
+    rows = starts[:-1].long().unsqueeze(1) + torch.arange(longest, device=starts.device)
+    return _rows(tensor, rows, rows >= starts[1:].unsqueeze(1))
+
+
+def _rows(tensor: Tensor, rows: Tensor, outside: Tensor) -> Tensor:
+    if tensor.shape[0] == 0 or rows.numel() == 0:
+        return tensor.new_zeros((*rows.shape, *tensor.shape[1:]))
+    padded = tensor[rows.clamp(0, tensor.shape[0] - 1)]
+    return padded.masked_fill(outside.view(*outside.shape, *(1,) * (tensor.ndim - 1)), 0)
+
+
+def one_after_the_other(padded: Tensor, starts: Tensor, tokens: int) -> Tensor:
+    """Rows whose sequences stand at the right end, without what stands before them.
+
+    Shapes: padded (B, longest, ...), starts (B + 1,) → (tokens, ...)
+    """
+    if padded.shape[0] == 0 or padded.shape[1] == 0:
+        return padded.new_zeros((tokens, *padded.shape[2:]))
+    ends, places = starts[1:].contiguous(), torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    owner = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+    row = (places - ends[owner] + padded.shape[1]).clamp(0, padded.shape[1] - 1).long()
+    return padded[owner, row]
+
+
+def lengths_of(starts: Tensor) -> Tensor:
+    """Lengths of the sequences, as int32 on the same device."""
+    return starts[1:] - starts[:-1]
+
+
+def bounds_of(arguments: Mapping[str, Any], *names: str) -> dict[str, int]:
+    """The longest sequence of each of the named starts, read on the host, at least 1."""
+    found = {}
+    for name in names:
+        starts: Tensor = arguments[name]
+        found[name] = max(int(lengths_of(starts).max()) if len(starts) > 1 else 0, 1)
+    return found

@@ -1,0 +1,112 @@
+"""What all layers of one forward pass over ragged sequences share: where they begin, and what kernels made of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.ops.ragged.starts import shape_problems
+
+
+class RaggedMetadata(Handle):
+    """Where the sequences of one forward pass begin, and one slot for each kernel that plans on it.
+
+    Some kernels read the starts on the host before they launch (FlashInfer's ``plan``). With this object they do so
+    once for all layers; without it, in every call.
+
+        step = lz.RaggedMetadata(cu_seqlens, cu_seqlens)
+        for layer in layers:
+            hidden = lz.ragged_attention(q, k, v, cu_seqlens, cu_seqlens, step=step)
+
+    Args:
+        cu_seqlens_q: (B + 1,) int32, where each sequence's queries begin, and the end of the last.
+        cu_seqlens_k: the same of its keys.
+        host: the same numbers of both as CPU tensors, where the caller has them: nothing waits for the device then.
+        capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
+    Raises: InvalidCallError for tensors that are no starts.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        host: tuple[Tensor, Tensor] | None = None,
+        capturable: bool = False,
+    ) -> None:
+        problems = shape_problems("cu_seqlens_q", cu_seqlens_q)
+        others = None if problems else len(cu_seqlens_q)
+        problems += shape_problems("cu_seqlens_k", cu_seqlens_k, others)
+        problems += host_problems(host, (cu_seqlens_q, cu_seqlens_k)) if not problems else []
+        if problems:
+            raise InvalidCallError("RaggedMetadata", problems)
+        super().__init__((cu_seqlens_q, cu_seqlens_k), "capturable" if capturable else "eager")
+        self._given = host
+
+    def __repr__(self) -> str:
+        return f"RaggedMetadata({self.kind}, {len(self._tensors[0]) - 1} sequences)"
+
+    @property
+    def cu_seqlens_q(self) -> Tensor:
+        """Where queries begin; change it in place, then advance."""
+        return self._tensors[0]
+
+    @property
+    def cu_seqlens_k(self) -> Tensor:
+        """Where keys begin; change it in place, then advance."""
+        return self._tensors[1]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its buffers stay where they are."""
+        return self.kind == "capturable"
+
+    @cached_property
+    def host(self) -> tuple[Tensor, Tensor]:
+        """Both on the CPU: what was given, or one copy a step, which waits for the device."""
+        return self._given or (self.cu_seqlens_q.cpu(), self.cu_seqlens_k.cpu())
+
+    def longest(self) -> tuple[int, int]:
+        """The longest sequence of queries, and of keys, at least 1."""
+        most = [max((right - left for left, right in pairwise(each.tolist())), default=0) for each in self.host]
+        return max(most[0], 1), max(most[1], 1)
+
+    def state(self) -> str:
+        """What a choice depends on: its kind, or that it was made of numbers that changed since."""
+        return STALE if self.is_stale else self.kind
+
+    def belongs(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+        """Whether it was made of these tensors."""
+        return self.kind_for(cu_seqlens_q, cu_seqlens_k) not in (FOREIGN, STALE)
+
+    def advance(self, host: tuple[Tensor, Tensor] | None = None) -> None:
+        """Tell that the numbers changed; every slot reads them again, outside of any capture."""
+        problems = host_problems(host, self._tensors)
+        if problems:
+            raise InvalidCallError("RaggedMetadata.advance", problems)
+        self._given = host
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring every slot up to date; numbers on the host are read again unless they were given."""
+        self.__dict__.pop("host", None)
+        super().refresh()
+
+
+def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:
+    """What is wrong with numbers that a caller has on the host beside those on the device."""
+    if host is None:
+        return []
+    fits = isinstance(host, tuple) and len(host) == len(of) and all(isinstance(each, Tensor) for each in host)
+    if fits and all(
+        each.device.type == "cpu" and each.dtype is torch.int32 and each.shape == like.shape
+        for each, like in zip(host, of, strict=True)  # type: ignore[call-overload]  # a tuple of tensors by now
+    ):
+        return []
+    wanted = ", ".join(str(tuple(each.shape)) for each in of)
+    return [f"host: wanted int32 tensors on the CPU of shapes {wanted}, got {host!r}"]

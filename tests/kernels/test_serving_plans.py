@@ -1,0 +1,95 @@
+"""What FlashInfer is told of a step: pages, lengths and starts, of a whole batch and its parts, and again later."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.backends.flashinfer.cascade import _Cascade
+from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
+
+PAGE = 4
+ARGUMENTS = {"num_qo_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64, "causal": True, "window_left": -1}
+
+
+class Wrapper:
+    """Stands for FlashInfer's wrappers: remembers its plans."""
+
+    def __init__(self, *_, **buffers):
+        self.buffers, self.plans = buffers, []
+
+    def plan(self, *tensors, **arguments):
+        self.plans.append(([each.tolist() for each in tensors], arguments))
+
+    def run(self):
+        return self
+
+
+@pytest.fixture(autouse=True)
+def flashinfer(monkeypatch):
+    names = ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
+    module = types.SimpleNamespace(**dict.fromkeys(names, Wrapper))
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
+def step_of(lens=(5, 1, 8, 4), starts=(0, 1, 2, 5, 7)):
+    table = torch.tensor([[7, 2], [5, -1], [1, 3], [6, -1]], dtype=torch.int32)
+    numbers = [torch.tensor(each, dtype=torch.int32) for each in (lens, starts)]
+    return lz.StepMetadata(table, numbers[0], cu_seqlens_q=numbers[1], capturable=True)
+
+
+def test_tables_become_rows_of_pages():
+    indptr, pages, last = pages_of(step_of(), PAGE)
+    assert indptr.tolist() == [0, 2, 3, 5, 6]
+    assert pages.tolist() == [7, 2, 5, 1, 3, 6]
+    assert last.tolist() == [1, 1, 4, 4]
+    indptr, pages, last = pages_of(step_of((0, 0, 0, 0)), PAGE)
+    assert indptr.tolist() == [0] * 5
+    assert pages.tolist() == []
+    assert last.tolist() == [0] * 4
+
+
+def test_a_whole_batch_is_planned_as_it_is_and_again_when_the_step_advances():
+    step = step_of()
+    planned = PlannedPages(step, ARGUMENTS, PAGE, "fa2")
+    wrapper = planned.run()
+    assert wrapper.plans[0][0] == [[0, 1, 2, 5, 7], [0, 2, 3, 5, 6], [7, 2, 5, 1, 3, 6], [1, 1, 4, 4]]
+    assert wrapper.plans[0][1] == {**ARGUMENTS, "page_size": PAGE}
+    step.slot("planned", lambda _: planned)
+    step.context_lens[1] = 3
+    step.advance()
+    assert wrapper.plans[1][0][3] == [1, 3, 4, 4]
+
+
+def test_a_split_batch_is_a_decode_of_the_first_and_a_prefill_of_the_rest():
+    step = step_of()
+    both = _Split(step, ARGUMENTS, PAGE, "fa2", 2)
+    decode, prefill = both.decode.run(), both.prefill.run()
+    assert decode.plans[0][0] == [[0, 2, 3], [7, 2, 5], [1, 1]]
+    assert decode.plans[0][1]["head_dim"] == 64
+    assert "causal" not in decode.plans[0][1]
+    assert prefill.plans[0][0] == [[0, 3, 5], [0, 2, 3], [1, 3, 6], [4, 4]]
+    step.slot("split", lambda _: both)
+    step.context_lens[0], step.context_lens[3], step.cu_seqlens_q[3] = 4, 3, 6
+    step.advance()
+    assert decode.plans[1][0] == [[0, 1, 2], [7, 5], [4, 1]]
+    assert prefill.plans[1][0] == [[0, 4, 5], [0, 2, 3], [1, 3, 6], [4, 3]]
+
+
+def test_a_shared_prefix_is_planned_as_one_sequence_of_all_queries():
+    table = torch.tensor([[7, 2, 4], [7, 5, -1]], dtype=torch.int32)
+    lens = torch.tensor([9, 6], dtype=torch.int32)
+    step = lz.StepMetadata(table, lens, capturable=True)
+    both = _Cascade(step, ARGUMENTS, PAGE, 1)
+    prefix, rest = both.prefix.run(), both.rest.run()
+    assert prefix.plans[0][0] == [[0, 2], [0, 1], [7], [4]]
+    assert rest.plans[0][0] == [[0, 1, 2], [0, 2, 3], [2, 4, 5], [1, 2]]
+    step.slot("cascade", lambda _: both)
+    lens += 1
+    step.advance()
+    assert prefix.plans[1] == prefix.plans[0]
+    assert rest.plans[1][0][3] == [2, 3]
