@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,10 +13,11 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.ops.tokenize.limits import TokenizerPart
+from layerzero.ops.tokenize.places import folder
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash
 
-ENCODING = ("tokenizer", "items", "batched", "add_special_tokens", "parse_special", "return_offsets")
-DECODING = ("tokenizer", "items", "batched", "skip_special_tokens")
+ENCODING = ("tokenizer", "items", "batched", "add_special_tokens", "parse_special", "return_offsets", "source")
+DECODING = ("tokenizer", "items", "batched", "skip_special_tokens", "source")
 
 Load = Callable[[Tokenizer, Mapping[str, Any]], Callable[..., Any]]
 """What encodes or decodes for a tokenizer, given what is asked of it."""
@@ -32,8 +35,7 @@ def formats(*names: str) -> Limit:
 def _kernel(
     name: str, operation: str, accepts: tuple[str, ...], backend: Backend, load: Load, native: str, declared: dict[str, Any]
 ) -> Kernel:
-    """A kernel; what it takes of another library's format it converts, and has to prove."""
-    proved = (lambda facts: facts["format"] != native) if native else True
+    """A kernel; one that does not define the format works on a form of its own, and has to prove it."""
     return Kernel(
         id=f"{backend.name}.{name}",
         operations=(operation,),
@@ -42,9 +44,31 @@ def _kernel(
         accepts=accepts,
         deterministic=True,
         stock=(lambda facts: facts["format"] == native) if native else False,
-        proved_first=proved,
+        proved_first=not native,
         **declared,
     )
+
+
+def ranks_file(tokenizer: Tokenizer) -> str:
+    """A file of a tiktoken encoding's ranks, for libraries that read nothing else."""
+    native = tokenizer.native
+    path = folder() / f"{tokenizer.tokenizer_hash}.tiktoken"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(ranks_bytes(native._mergeable_ranks))
+        part.replace(path)
+    return os.fspath(path)
+
+
+def ranks_bytes(ranks: Mapping[bytes, int]) -> bytes:
+    """Ranks as tiktoken's files hold them."""
+    return b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in ranks.items())
+
+
+def one_by_one(run: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
+    """Several, one after the other."""
+    return lambda items: [run(each) for each in items]
 
 
 def encoder(backend: Backend, load: Load, *, native: str = "", offsets: bool = False, **declared: Any) -> Kernel:

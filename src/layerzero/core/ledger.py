@@ -79,7 +79,8 @@ class Judgement:
 def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None:
     """The judgement that decides about a class: its own, unless the kernel gave a wrong result on any other.
 
-    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only.
+    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only. Where classes are
+    told apart by facts (``Operation.class_facts``), a wrong result is about its own class alone.
     """
     if own is not None and own.verdict is not Verdict.PASSED:
         return own
@@ -206,8 +207,10 @@ class MemoryLedger:
         if not known:
             return None
         with self._lock:
-            wrong = next((each for each in known.values() if each.verdict is Verdict.WRONG), None)
-            return deciding(known.get(class_text(facts)), wrong)
+            own = known.get(class_text(facts))
+            if facts.operation.class_facts:
+                return own
+            return deciding(own, next((each for each in known.values() if each.verdict is Verdict.WRONG), None))
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a time; the latest wins."""

@@ -20,6 +20,7 @@ from layerzero.core.operation import Case, Operation, OpKind, Plain
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.checks import id_problems, text_problems
+from layerzero.ops.tokenize.places import written
 from layerzero.ops.tokenize.proof import drawn, prove_decode, prove_encode
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
 
@@ -57,6 +58,7 @@ def _schema(name: str, *params: Param) -> OperationSchema:
     own = (
         Param("tokenizer", Tokenizer, None, role=Role.HANDLE, kind=lambda value: value.identity.format),
         Param("items", (str, list), None, role=Role.PASSED),
+        Param("source", str, "", works=False),
         _BATCHED,
     )
     return OperationSchema(name, (), (), params=(*own, *params), axes=_AXES)
@@ -78,14 +80,12 @@ def _sweep(cases: Sequence[Case]) -> Callable[[str, Mapping[str, Sequence[int]]]
     return sweep
 
 
-def _portable(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    from layerzero.ops.tokenize.places import written
-
-    return {**params, "tokenizer_id": written(resolve(params["tokenizer_id"]))}
+def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**arguments, "source": written(arguments["tokenizer"])}
 
 
 def _operation(
-    schema: OperationSchema, summary: str, reference: Any, check: Callable[..., list[str]], plain: Plain
+    schema: OperationSchema, summary: str, reference: Any, check: Callable[..., list[str]], flag: str, plain: Plain
 ) -> Operation:
     cases = _cases("text" if schema.operation.endswith("encode") else "ids")
     return Operation(
@@ -101,7 +101,7 @@ def _operation(
         derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "characters", "batch"),
         derived_from={name: () for name in (*PARTS, "tokenizer_hash", "tokenizer_id")}
         | {"characters": (), "batch": ()},
-        class_facts=("tokenizer_hash",),
+        class_facts=("tokenizer_hash", flag),
         sweep=_sweep(cases),
         plain=plain,
     )
@@ -117,6 +117,7 @@ ENCODE = _operation(
     "text to the ids of a tokenizer, exactly those of the library that defines it",
     oracle.encode,
     text_problems,
+    "parse_special",
     Plain(drawn("encode"), prove_encode, lambda params: _restored(params, {"parse_special", "add_special_tokens"}), _portable, lambda a, b: a == b),
 )
 DECODE = _operation(
@@ -124,13 +125,14 @@ DECODE = _operation(
     "ids of a tokenizer to text, exactly that of the library that defines it",
     oracle.decode,
     id_problems,
+    "skip_special_tokens",
     Plain(drawn("decode"), prove_decode, lambda params: _restored(params, {"skip_special_tokens"}), _portable, lambda a, b: a == b),
 )
 
 
 def _restored(params: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
     """Canonical arguments of the call that a recipe's parameters name, without what it would encode."""
-    tokenizer = resolve(params["tokenizer_id"])
+    tokenizer = resolve(params["source"])
     return {"tokenizer": tokenizer, **{name: bool(params.get(name, False)) for name in flags}}
 
 
