@@ -27,7 +27,7 @@ FASTOKENS = Backend(
 )
 
 
-def _made(tokenizer: Tokenizer) -> Any:
+def _made(tokenizer: Tokenizer, parses: bool) -> Any:
     def make() -> Any:
         from fastokens import _native
 
@@ -35,14 +35,14 @@ def _made(tokenizer: Tokenizer) -> Any:
         if tokenizer.identity.format == "tokenizer.json":
             return _native.Tokenizer.from_json_str(native.to_str())
         return _native.Tokenizer.from_tiktoken(
-            ranks_file(tokenizer), pattern=native._pat_str, special_tokens=dict(native._special_tokens)
+            ranks_file(tokenizer), pattern=native._pat_str, special_tokens=dict(native._special_tokens) if parses else {}
         )
 
-    return tokenizer.engine("fastokens", make)
+    return tokenizer.engine(("fastokens", parses), make)
 
 
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
-    made = _made(tokenizer)
+    made = _made(tokenizer, asked["parse_special"])
     encode = made.encode if asked["parse_special"] else made.encode_ordinary
 
     def one(text: str) -> list[int]:

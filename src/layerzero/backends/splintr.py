@@ -11,7 +11,6 @@ from typing import Any
 
 from layerzero.backends.tokenizing import encoder, formats, one_by_one
 from layerzero.core import limits as limit
-from layerzero.core.forking import forked
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.tokenize.limits import TokenizerPart, own_specials
 from layerzero.ops.tokenize.tokenizer import Tokenizer
@@ -49,12 +48,7 @@ def _made(tokenizer: Tokenizer) -> Any:
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     made = _made(tokenizer)
     one: Callable[..., Any] = made.encode_raw if asked["parse_special"] else made.encode_ordinary
-    if not asked["batched"]:
-        return one
-    if asked["parse_special"]:  # its batches do what `encode` does, template and all
-        return one_by_one(one)
-    together, alone = made.encode_batch, one_by_one(one)
-    return lambda texts: alone(texts) if forked() else together(texts)
+    return one_by_one(one) if asked["batched"] else one  # its batches parse special tokens, and add templates
 
 
 KERNELS: tuple[Kernel, ...] = (

@@ -189,7 +189,7 @@ def vet_calls(
         each = found[name] = Vetted(*name, verdict, detail)
         if verdict is not None:
             ENGINE.ledger.record_verdict(*unique[name], verdict, detail)
-        if verdict is Verdict.WRONG:
+        if verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
             text = f"{each.kernel_id} is not chosen any more until its library has another version: {each}"
             warnings.warn(text, LayerZeroWarning, stacklevel=2)
         if progress is not None:
