@@ -35,7 +35,9 @@ def _made(tokenizer: Tokenizer, parses: bool) -> Any:
         if tokenizer.identity.format == "tokenizer.json":
             return _native.Tokenizer.from_json_str(native.to_str())
         return _native.Tokenizer.from_tiktoken(
-            ranks_file(tokenizer), pattern=native._pat_str, special_tokens=dict(native._special_tokens) if parses else {}
+            ranks_file(tokenizer),
+            pattern=native._pat_str,
+            special_tokens=dict(native._special_tokens) if parses else {},
         )
 
     return tokenizer.engine(("fastokens", parses), make)

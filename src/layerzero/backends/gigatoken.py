@@ -79,5 +79,7 @@ KERNELS = (
         ),
         priority=30,
     ),
-    decoder(GIGATOKEN, _load_decode, limits=(formats("tiktoken"), TokenizerPart("scheme", tuple(_SCHEMES))), priority=30),
+    decoder(
+        GIGATOKEN, _load_decode, limits=(formats("tiktoken"), TokenizerPart("scheme", tuple(_SCHEMES))), priority=30
+    ),
 )

@@ -50,6 +50,13 @@ def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
 
 
 KERNELS = (
-    encoder(SENTENCEPIECE, _load_encode, native="sentencepiece", offsets=True, limits=(formats("sentencepiece"),), priority=50),
+    encoder(
+        SENTENCEPIECE,
+        _load_encode,
+        native="sentencepiece",
+        offsets=True,
+        limits=(formats("sentencepiece"),),
+        priority=50,
+    ),
     decoder(SENTENCEPIECE, _load_decode, native="sentencepiece", limits=(formats("sentencepiece"),), priority=50),
 )

@@ -35,7 +35,9 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
     native = tokenizer.native
     core, special = native._core_bpe, native.special_tokens_set
     if asked["parse_special"]:
-        one: Callable[[str], list[int]] = lambda text: core.encode(text, special)[0] if _PAIRED else core.encode(text, special)  # noqa: E731
+        one: Callable[[str], list[int]] = lambda text: (
+            core.encode(text, special)[0] if _PAIRED else core.encode(text, special)
+        )  # noqa: E731
     else:
         one = core.encode_ordinary
     if asked.get("return_offsets"):

@@ -51,6 +51,13 @@ def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
 
 
 KERNELS = (
-    encoder(TOKENIZERS, _load_encode, native="tokenizer.json", offsets=True, limits=(formats("tokenizer.json"),), priority=60),
+    encoder(
+        TOKENIZERS,
+        _load_encode,
+        native="tokenizer.json",
+        offsets=True,
+        limits=(formats("tokenizer.json"),),
+        priority=60,
+    ),
     decoder(TOKENIZERS, _load_decode, native="tokenizer.json", limits=(formats("tokenizer.json"),), priority=60),
 )

@@ -33,7 +33,13 @@ def formats(*names: str) -> Limit:
 
 
 def _kernel(
-    name: str, operation: str, accepts: tuple[str, ...], backend: Backend, load: Load, native: str, declared: dict[str, Any]
+    name: str,
+    operation: str,
+    accepts: tuple[str, ...],
+    backend: Backend,
+    load: Load,
+    native: str,
+    declared: dict[str, Any],
 ) -> Kernel:
     """A kernel; one that does not define the format works on a form of its own, and has to prove it."""
     return Kernel(

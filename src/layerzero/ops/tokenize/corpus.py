@@ -41,9 +41,7 @@ SCRIPTS = (
 )
 """A line for each of more than 20 scripts."""
 
-EMOJI = (
-    *("👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪🇫🇷", "1️⃣", "❤️", "☺", "👩🏿‍🚀", "🧑‍🤝‍🧑", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "\u200d👍", "🏽", "🇩", "©️™"),
-)
+EMOJI = (*("👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪🇫🇷", "1️⃣", "❤️", "☺", "👩🏿‍🚀", "🧑‍🤝‍🧑", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "\u200d👍", "🏽", "🇩", "©️™"),)
 
 MARKS = (
     *("e\u0301", "\u0301e", "a\u0323\u0307", "a\u0307\u0323", "o\u0302\u0323x", "\u1112\u1161\u11ab", "\u0928\u093c"),
@@ -57,10 +55,10 @@ SPACES = (
 )
 
 CODE = (
-    "def f(x: int) -> str:\n    return f\"{x:>8_d}\"  # ok\n\n\nclass A(B):\n\tpass\n",
+    'def f(x: int) -> str:\n    return f"{x:>8_d}"  # ok\n\n\nclass A(B):\n\tpass\n',
     "for (size_t i=0;i<n;++i){a[i]|=b[i]<<0x1F;}/* */ //!\r\n#include <stdio.h>\r\n",
     "SELECT * FROM t WHERE a='it''s' AND b>=3.14e-10;--x\n",
-    "<div class=\"a b\" id='c'>&nbsp;&#x1F600;</div><!-- -->\n{\"k\": [1,2,null], \"é\": \"\\u00e9\\n\"}",
+    '<div class="a b" id=\'c\'>&nbsp;&#x1F600;</div><!-- -->\n{"k": [1,2,null], "é": "\\u00e9\\n"}',
     "https://example.com/a%20b?q=1&r=%E2%82%AC#x user+tag@mail.example C:\\Windows\\x64 ~/.bashrc $HOME",
     "$$\\int_0^\\infty e^{-x^2}dx=\\frac{\\sqrt\\pi}{2}$$ a_{i+1}≤∑ ∀x∈ℝ ½ ² x² ⅷ ①",
 )
@@ -68,9 +66,54 @@ CODE = (
 NUMBERS = ("0", "007", "1234567890", "3.14159", "1,000,000", "1e-5", "٣٤٥", "१२३४", "²³", "Ⅷ", "½", "10²³x", "１２３")
 
 WORDS = (
-    *("'s", "'S", "'ll", "'LL", "'ſ", "’s", "don't", "DON'T", "I'm'd", "'", "''s", "it's's", "x're ", "'\n's", "_a_", "a_b"),
-    *("camelCaseHTTPServer", "HTTPServer", "ABCdef", "abcDEF", "aB", "Ǆabc", "ΑΒΓαβγ", "éÉ", "iPhone15Pro", "ﬁn", "K\u212a"),
-    *("...", "?!?!", "-->", "=>>", "!\n", "/\n/", "!/\n\n/a", "#\r\n\r\n", "\u2014a", "a/b", "(a)", "«a»", "“a”", "!!a!!", "\ufffd"),
+    *(
+        "'s",
+        "'S",
+        "'ll",
+        "'LL",
+        "'ſ",
+        "’s",
+        "don't",
+        "DON'T",
+        "I'm'd",
+        "'",
+        "''s",
+        "it's's",
+        "x're ",
+        "'\n's",
+        "_a_",
+        "a_b",
+    ),
+    *(
+        "camelCaseHTTPServer",
+        "HTTPServer",
+        "ABCdef",
+        "abcDEF",
+        "aB",
+        "Ǆabc",
+        "ΑΒΓαβγ",
+        "éÉ",
+        "iPhone15Pro",
+        "ﬁn",
+        "K\u212a",
+    ),
+    *(
+        "...",
+        "?!?!",
+        "-->",
+        "=>>",
+        "!\n",
+        "/\n/",
+        "!/\n\n/a",
+        "#\r\n\r\n",
+        "\u2014a",
+        "a/b",
+        "(a)",
+        "«a»",
+        "“a”",
+        "!!a!!",
+        "\ufffd",
+    ),
 )
 
 CONTROLS = tuple(chr(code) for code in (*range(1, 32), *range(127, 160)))
@@ -78,7 +121,26 @@ CONTROLS = tuple(chr(code) for code in (*range(1, 32), *range(127, 160)))
 
 def _runs() -> Iterator[str]:
     """Runs of one thing: what a quadratic pattern, a cache by word and a limit by length show themselves on."""
-    for piece in ("a", "A", " ", "\n", "\t", "1", "!", "é", "中", "👍", "\u0301", "ab", "a ", " a", "\r\n", "=-", "\u00a0", "aA"):
+    for piece in (
+        "a",
+        "A",
+        " ",
+        "\n",
+        "\t",
+        "1",
+        "!",
+        "é",
+        "中",
+        "👍",
+        "\u0301",
+        "ab",
+        "a ",
+        " a",
+        "\r\n",
+        "=-",
+        "\u00a0",
+        "aA",
+    ):
         for count in (2, 3, 4, 7, 8, 9, 16, 31, 64, 129, 700):
             yield piece * count
             yield f"x{piece * count}y"

@@ -64,11 +64,16 @@ def _schema(name: str, *params: Param) -> OperationSchema:
     return OperationSchema(name, (), (), params=(*own, *params), axes=_AXES)
 
 
-def _cases(units: str) -> tuple[Case, ...]:
-    alone = tuple(Case(f"{units}_{size}", {"characters": size, "batch": 1}) for size in (24, 100, 400, 1500, 6000, 50_000))
-    several = tuple(
+_ALONE = (*(6, 12, 24, 50, 100, 200, 400, 800, 1500, 3000, 6000, 12_000, 50_000, 200_000, 800_000),)
+_SEVERAL = ((4, 100), (16, 100), (128, 100), (2000, 20), (2000, 100), (2000, 400), (16, 3000), (128, 3000))
+
+
+def _cases(units: str, step: int) -> tuple[Case, ...]:
+    """Every power of two of a text alone, since short ones are what a choice can spoil most; a few of several."""
+    alone = (Case(f"{units}_{size}", {"characters": size, "batch": 1}) for size in _ALONE[::step])
+    several = (
         Case(f"batch_{count}x{size}", {"characters": count * size, "batch": count}, {"batched": True})
-        for count, size in ((16, 100), (2000, 100), (64, 3000))
+        for count, size in _SEVERAL[::step]
     )
     return (*alone, *several)
 
@@ -87,7 +92,7 @@ def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 def _operation(
     schema: OperationSchema, summary: str, reference: Any, check: Callable[..., list[str]], flag: str, plain: Plain
 ) -> Operation:
-    cases = _cases("text" if schema.operation.endswith("encode") else "ids")
+    cases = _cases("text", 1) if flag == "parse_special" else _cases("ids", 3)
     return Operation(
         schema=schema,
         summary=summary,
@@ -118,7 +123,13 @@ ENCODE = _operation(
     oracle.encode,
     text_problems,
     "parse_special",
-    Plain(drawn("encode"), prove_encode, lambda params: _restored(params, {"parse_special", "add_special_tokens"}), _portable, lambda a, b: a == b),
+    Plain(
+        drawn("encode"),
+        prove_encode,
+        lambda params: _restored(params, {"parse_special", "add_special_tokens"}),
+        _portable,
+        lambda a, b: a == b,
+    ),
 )
 DECODE = _operation(
     _schema("tokenize.decode", Param("skip_special_tokens", bool, False)),
@@ -126,7 +137,13 @@ DECODE = _operation(
     oracle.decode,
     id_problems,
     "skip_special_tokens",
-    Plain(drawn("decode"), prove_decode, lambda params: _restored(params, {"skip_special_tokens"}), _portable, lambda a, b: a == b),
+    Plain(
+        drawn("decode"),
+        prove_decode,
+        lambda params: _restored(params, {"skip_special_tokens"}),
+        _portable,
+        lambda a, b: a == b,
+    ),
 )
 
 

@@ -205,7 +205,10 @@ def _of_ranks(path: Path, content: bytes) -> Any:
     tiktoken = _library("tiktoken", "a file of ranks")
     public = importlib.import_module("tiktoken_ext.openai_public").ENCODING_CONSTRUCTORS
     try:
-        ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in content.splitlines() if line)}
+        ranks = {
+            base64.b64decode(piece): int(rank)
+            for piece, rank in (line.split() for line in content.splitlines() if line)
+        }
     except (ValueError, binascii.Error) as error:
         raise _wrong("lines of a base64 piece and a rank", f"{path}: {error}") from error
     for name, made in public.items():
@@ -298,7 +301,11 @@ def _of_transformers(value: Any) -> Tokenizer:
         made = of_json(text, json.loads(text), name, "")
     else:
         made = _of_python(value, name)
-    made.pad_id, made.pads_left, made.cuts_left = value.pad_token_id, value.padding_side == "left", value.truncation_side == "left"
+    made.pad_id, made.pads_left, made.cuts_left = (
+        value.pad_token_id,
+        value.padding_side == "left",
+        value.truncation_side == "left",
+    )
     made.most = value.model_max_length if value.model_max_length < 10**9 else None
     return made
 

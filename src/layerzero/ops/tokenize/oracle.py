@@ -68,9 +68,7 @@ def offsets_of_pieces(native: Any, text: str) -> list[tuple[int, int]]:
     return [(piece.begin, piece.end) for piece in native.encode(text, out_type="immutable_proto").pieces]
 
 
-def decode(
-    items: Any, *, tokenizer: Tokenizer, batched: bool = False, skip_special_tokens: bool = False
-) -> Any:
+def decode(items: Any, *, tokenizer: Tokenizer, batched: bool = False, skip_special_tokens: bool = False) -> Any:
     """Text of ids, one list after the other."""
     if batched:
         return [decode(each, tokenizer=tokenizer, skip_special_tokens=skip_special_tokens) for each in items]

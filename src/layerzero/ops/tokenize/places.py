@@ -16,7 +16,11 @@ def folder() -> Path:
     named = os.environ.get("LAYERZERO_CACHE_DIR")
     if named is None:
         return platformdirs.user_cache_path("layerzero", appauthor=False) / "tokenizers"
-    return Path(named).expanduser().absolute() / "tokenizers" if named else Path(tempfile.gettempdir()) / "layerzero-tokenizers"
+    return (
+        Path(named).expanduser().absolute() / "tokenizers"
+        if named
+        else Path(tempfile.gettempdir()) / "layerzero-tokenizers"
+    )
 
 
 def written(tokenizer: Tokenizer) -> str:

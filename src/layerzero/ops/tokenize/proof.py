@@ -29,7 +29,9 @@ def sample(characters: int, seed: int) -> str:
         elif drawn_by.random() < 0.1:
             piece = drawn_by.choice(SCRIPTS) + "\n"
         else:
-            syllables = "".join(drawn_by.choices(("ta", "ri", "on", "es", "qu", "ment", "ing", "pro"), k=drawn_by.randint(1, 4)))
+            syllables = "".join(
+                drawn_by.choices(("ta", "ri", "on", "es", "qu", "ment", "ing", "pro"), k=drawn_by.randint(1, 4))
+            )
             piece = " ".join([*drawn_by.choices(prose, k=6), syllables, drawn_by.choice((".", ",", ";")), ""])
         pieces.append(piece)
         length += len(piece)
@@ -90,7 +92,9 @@ def prove_decode(load: Load, given: Mapping[str, Any]) -> list[str]:
     """Decode the ids of every text, their parts, and random ids; what differs from the library itself."""
     tokenizer: Tokenizer = given["tokenizer"]
     flags = {"skip_special_tokens": given["skip_special_tokens"]}
-    rows = [oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses) for text in _texts(tokenizer, True)]
+    rows = [
+        oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses) for text in _texts(tokenizer, True)
+    ]
     rows += [row[1:] for row in rows if len(row) > 1] + [row[: len(row) // 2] for row in rows if len(row) > 1]
     order = random.Random(SEED)
     known = sorted({each for row in rows for each in row})

@@ -92,7 +92,9 @@ def _encode_arguments(items: Any, batched: bool, tokenizer: Tokenizer, asked: As
     adds = tokenizer.adds if asked.add_special_tokens is None else asked.add_special_tokens
     parses = tokenizer.parses if asked.parse_special is None else asked.parse_special
     if parses and tokenizer.identity.format == "sentencepiece":
-        raise InvalidCallError("tokenize", ["parse_special: SentencePiece takes all text as text; wanted None, got True"])
+        raise InvalidCallError(
+            "tokenize", ["parse_special: SentencePiece takes all text as text; wanted None, got True"]
+        )
     own = tokenizer.surround is not None
     arguments = {
         "tokenizer": tokenizer,
@@ -228,7 +230,9 @@ def make_detokenize(ways: Ways) -> Callable[..., str | list[str]]:
     """The public function over the engine's ways."""
 
     def call(tokens: Any, tokenizer_id: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
-        routed = _decode_route({"tokens": tokens, "tokenizer_id": tokenizer_id, "skip_special_tokens": skip_special_tokens})
+        routed = _decode_route(
+            {"tokens": tokens, "tokenizer_id": tokenizer_id, "skip_special_tokens": skip_special_tokens}
+        )
         arguments = routed.arguments
         items, batched = arguments["items"], arguments["batched"]
         tokenizer: Any = arguments["tokenizer"]

@@ -93,7 +93,9 @@ class Tokenizer:
         if self.source:
             return self.source
         if self.write is None:
-            problem = f"tokenizer_id: wanted a tokenizer that can be written to a file, got {type(self.native).__name__}"
+            problem = (
+                f"tokenizer_id: wanted a tokenizer that can be written to a file, got {type(self.native).__name__}"
+            )
             raise InvalidCallError("tokenize", [problem])
         suffix, content = self.write()
         path = folder / f"{self.tokenizer_hash}{suffix}"
@@ -170,7 +172,9 @@ def forget(tokenizer_id: object = None) -> None:
             gone = found[1] if isinstance(found, tuple) else found
             for name in [name for name, each in _BY_HASH.items() if each is gone]:
                 del _BY_HASH[name]
-            for other in [key for key, each in _KNOWN.items() if (each[1] if isinstance(each, tuple) else each) is gone]:
+            for other in [
+                key for key, each in _KNOWN.items() if (each[1] if isinstance(each, tuple) else each) is gone
+            ]:
                 del _KNOWN[other]
     for method in _FORGETTING:
         method()
@@ -179,4 +183,6 @@ def forget(tokenizer_id: object = None) -> None:
 def dumped(ranks: Mapping[bytes, int], pattern: str, specials: Mapping[str, int]) -> bytes:
     """A tiktoken encoding as a file that :func:`resolve` reads."""
     encoded = {base64.b64encode(piece).decode(): rank for piece, rank in ranks.items()}
-    return json.dumps({"format": DUMPED, "pattern": pattern, "special_tokens": dict(specials), "ranks": encoded}).encode()
+    return json.dumps(
+        {"format": DUMPED, "pattern": pattern, "special_tokens": dict(specials), "ranks": encoded}
+    ).encode()

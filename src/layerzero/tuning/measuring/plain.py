@@ -97,7 +97,9 @@ class _Contest:
     wrong: dict[str, str] = field(default_factory=dict)
 
 
-def _contest(operation: Operation, case: Case, params: Mapping[str, Any], only: Sequence[str], leave: Sequence[str]) -> _Contest:
+def _contest(
+    operation: Operation, case: Case, params: Mapping[str, Any], only: Sequence[str], leave: Sequence[str]
+) -> _Contest:
     assert operation.plain is not None
     arguments = operation.plain.draw(case, params)
     facts = plain_facts(Routed(operation, arguments))
@@ -130,13 +132,26 @@ def _contest(operation: Operation, case: Case, params: Mapping[str, Any], only: 
 def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measurement]:
     by_id = {kernel.id: kernel for kernel in found.runs}
     clock = clock_of(torch.device("cpu"))
-    runners = race({kernel.id: run for kernel, run in found.runs.items()}, clock, Effort(samples, budget_s=0.25, fill=True))
-    times = {by_id[name]: measurement(each.samples, noise=each.noise, origin=origin) for name, each in runners.items() if each.taken}
+    runners = race(
+        {kernel.id: run for kernel, run in found.runs.items()},
+        clock,
+        Effort(samples, budget_s=0.08, fill=True, hopeless=0.0),
+    )
+    times = {
+        by_id[name]: measurement(each.samples, noise=each.noise, origin=origin)
+        for name, each in runners.items()
+        if each.taken
+    }
     return dict(sorted(times.items(), key=lambda each: each[1].median_us))
 
 
 def bench_plain(
-    pattern: str, params: Mapping[str, Any], *, samples: int | None = None, only: Sequence[str] = (), leave_out: Sequence[str] = ()
+    pattern: str,
+    params: Mapping[str, Any],
+    *,
+    samples: int | None = None,
+    only: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
 ) -> Iterator[PlainBenched]:
     """Measure the operations' cases; times are not remembered."""
     for operation in plain_operations(pattern):
@@ -198,7 +213,9 @@ def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: 
     assert function is not None, operation.name
     report, _ = PLAIN_CALLS[function.name][0].explain(facts, current_policy())
     kernels = [
-        each.kernel for each in report.candidates if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
+        each.kernel
+        for each in report.candidates
+        if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
     ]
     evidence = ENGINE.ledger.evidence(kernels, facts)
     return bool(kernels) and all(each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels)

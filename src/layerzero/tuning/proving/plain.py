@@ -1,6 +1,6 @@
 """Proofs for operations without tensors: what works on a form of its own shows in a child that it is the same.
 
-    lz.vet("tokenize", params={"tokenizer_id": "model/tokenizer.json"})
+lz.vet("tokenize", params={"tokenizer_id": "model/tokenizer.json"})
 """
 
 from __future__ import annotations
