@@ -11,7 +11,7 @@ from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.corpus import CODE, SCRIPTS, SEED, differential
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
 
-MAX_TOLD = 3
+MAX_TOLD = 2
 
 Load = Callable[[Mapping[str, Any]], Callable[..., Any]]
 """What a kernel runs, by what is asked of it."""
@@ -126,4 +126,4 @@ def _short(problems: list[str]) -> list[str]:
 
 def _told(value: Any) -> str:
     text = repr(value)
-    return text if len(text) < 90 else f"{text[:60]}…{text[-20:]}"
+    return text if len(text) < 60 else f"{text[:40]}…{text[-12:]}"

@@ -195,7 +195,8 @@ def tune_plain(
                 known += 1
                 continue
             found = _contest(operation, case, params, (), leave_out)
-            if not found.runs:
+            if len(found.runs) < 2:  # nothing to choose between
+                known += 1
                 continue
             times = _times(found, samples or current_policy()["tune_samples"], "tune")
             changed += record_times(found.facts, times)
@@ -207,7 +208,7 @@ def tune_plain(
 
 
 def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: Sequence[str]) -> bool:
-    """Whether every kernel that may run has a time that was measured here."""
+    """Whether every kernel that may run has a time that was measured here, or there is nothing to choose."""
     facts = facts_of_case(operation, number, params)
     function = plain_function_of(operation.name)
     assert function is not None, operation.name
@@ -218,4 +219,4 @@ def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: 
         if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
     ]
     evidence = ENGINE.ledger.evidence(kernels, facts)
-    return bool(kernels) and all(each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels)
+    return len(kernels) == 1 or all(each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels)
