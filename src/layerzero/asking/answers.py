@@ -14,7 +14,8 @@ from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Operation, PlainFunction, Routed
+from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import legality, probe, score

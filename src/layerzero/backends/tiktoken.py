@@ -34,12 +34,13 @@ FEW = 8_000
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     native = tokenizer.native
     core, special = native._core_bpe, native.special_tokens_set
+    one: Callable[[str], list[int]] = core.encode_ordinary
     if asked["parse_special"]:
-        one: Callable[[str], list[int]] = lambda text: (
-            core.encode(text, special)[0] if _PAIRED else core.encode(text, special)
-        )  # noqa: E731
-    else:
-        one = core.encode_ordinary
+
+        def one(text: str) -> list[int]:
+            ids: list[int] = core.encode(text, special)
+            return ids
+
     if asked.get("return_offsets"):
 
         def with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -60,10 +61,6 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
             return [ids for part in pool.map(lambda part: [one(text) for text in part], parts) for ids in part]
 
     return several
-
-
-_PAIRED = False
-"""Versions whose core returns the length of the last piece beside the ids."""
 
 
 def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:

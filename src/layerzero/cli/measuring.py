@@ -187,7 +187,7 @@ def add_to(app: typer.Typer) -> None:
         "tune",
         **examples(
             "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
-            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=tokenizer.json",
+            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
         ),
     )(tune)  # fmt: skip
     app.command(

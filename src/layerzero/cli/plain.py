@@ -15,7 +15,8 @@ from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import Flags, pair_of, settings_of, value_of
 from layerzero.cli.rows import new_row, new_table
 from layerzero.core.ledger import Verdict
-from layerzero.core.operation import Operation, PlainFunction, Routed
+from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.plain import plain_facts

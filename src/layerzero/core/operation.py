@@ -17,6 +17,7 @@ from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError
 from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
+from layerzero.core.plain import Plain
 from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 
@@ -28,12 +29,9 @@ __all__ = [
     "OpKind",
     "Operation",
     "Part",
-    "Plain",
-    "PlainFunction",
     "Route",
     "Routed",
     "Tolerance",
-    "Ways",
     "Work",
     "Write",
 ]
@@ -129,64 +127,6 @@ class Part:
     text: str
     arguments: Mapping[str, Any]
     place: Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """What an operation without tensors brings, so that it is measured, proved and asked about like the others.
-
-    Attributes:
-        draw: canonical arguments of a case, given what the asker named (``tokenizer_id=...``).
-        prove: given a kernel's callable maker and the arguments that name what it must agree with, lists differences
-            from the reference on everything that differs between implementations; empty means that it is the same.
-        restored: canonical arguments of one call, from the parameters of its recipe in another process.
-        portable: what the recipe's parameters must be so that another process can restore the call.
-        equal: whether two results are the same.
-    """
-
-    draw: Callable[[Case, Mapping[str, Any]], dict[str, Any]]
-    prove: Callable[[Callable[[Mapping[str, Any]], Callable[..., Any]], Mapping[str, Any]], list[str]]
-    restored: Callable[[Mapping[str, Any]], dict[str, Any]]
-    portable: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    equal: Callable[[Any, Any], bool]
-
-
-class Ways(Protocol):
-    """What the public function of an operation without tensors gets from the engine.
-
-    Attributes:
-        table: what runs, by the key that the function makes of a call; another one in each epoch, empty at first.
-    """
-
-    table: dict[Any, Any]
-
-    def find(self, key: Any, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], Any]:
-        """Choose for a call, and run it: what runs later calls of its kind, and its result."""
-
-    def scoped(self) -> dict[Any, Any]:
-        """The table of the settings that hold here; ``table`` where no block is open."""
-
-    def failed(self, key: Any, error: BaseException, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call whose kernel raised: another one runs where that is safe, else the error reaches the caller."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainFunction:
-    """What the user calls, of operations without tensors.
-
-    Attributes:
-        name: public name.
-        signature: a Python function with the public signature and docstring; its body is never run.
-        route: from the public arguments to an operation and canonical ones; raises InvalidCallError.
-        operations: those that the route can return.
-        make: the public function itself, given the engine's ways: it makes a key, finds what runs, and runs it.
-    """
-
-    name: str
-    signature: Callable[..., Any]
-    route: Callable[[Mapping[str, Any]], Routed]
-    operations: tuple[Operation, ...]
-    make: Callable[[Ways], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)

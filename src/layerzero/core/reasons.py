@@ -103,7 +103,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.MERGES_HASH_MISMATCH: "has the merges {wanted}, this tokenizer's {fact} is {got}",
     ReasonCode.NORMALIZER_MISMATCH: "takes tokenizers whose {fact} is {wanted}, this one's is {got}",
     ReasonCode.ADDED_TOKENS_MISMATCH: "takes tokenizers whose {fact} are {wanted}, this one's are {got}",
-    ReasonCode.SPECIAL_TOKENS_MISMATCH: "has special tokens of its own: {fact} must be {wanted}, is {got}",
+    ReasonCode.SPECIAL_TOKENS_MISMATCH: "has special pieces of its own: {fact} must be {wanted}, is {got}",
     ReasonCode.GRAD_UNSUPPORTED: "has no backward pass: {fact} must be {wanted}, is {got}",
     ReasonCode.NON_DETERMINISTIC: "{wanted} results were asked for, this kernel is {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",

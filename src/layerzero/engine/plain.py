@@ -15,7 +15,8 @@ from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.facts import Facts, FactsBuilder
-from layerzero.core.operation import PlainFunction, Routed
+from layerzero.core.operation import Routed
+from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, probe, score
 from layerzero.engine.config import SCOPES, current_policy

@@ -38,7 +38,11 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def tune_tokenizer(
-    tokenizer_id: Any, *, budget_s: float | None = None, again: bool = False, progress: Callable[[str], None] | None = None
+    tokenizer_id: Any,
+    *,
+    budget_s: float | None = None,
+    again: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> PlainTuned:
     """Let libraries prove that they are exact for a tokenizer, in a child process, and measure those that are.
 
@@ -74,7 +78,8 @@ def optimize_tokenizer(tokenizer: Any, *, tune: bool = True, budget_s: float | N
         raise InvalidCallError("optimize", [f"tokenizer: {wanted}, got {type(tokenizer).__name__}"])
     if isinstance(tokenizer, _Wrapped):
         return tokenizer
-    made = _class_over(type(tokenizer))
+    base: Any = type(tokenizer)
+    made = _class_over(base)
     wrapped = made.__new__(made)
     wrapped.__dict__.update(tokenizer.__dict__)
     if tune and wrapped.lz_tokenizer.identity.format != "transformers":
@@ -146,7 +151,9 @@ class _Wrapped:
         known = type(token_ids) is list and token_ids and not cleans and set(given) <= {"clean_up_tokenization_spaces"}
         if known and current_policy().enabled:
             try:
-                return PLAIN_CALLS["detokenize"][1](token_ids, self.lz_tokenizer, skip_special_tokens=skip_special_tokens)
+                return PLAIN_CALLS["detokenize"][1](
+                    token_ids, self.lz_tokenizer, skip_special_tokens=skip_special_tokens
+                )
             except LayerZeroError as error:
                 log.debug("the tokenizer's own code decodes: %s", error)
         return super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **given)  # type: ignore[misc]
@@ -238,7 +245,7 @@ def _batch_class() -> Any:
     from transformers import BatchEncoding
 
     class Batch(BatchEncoding):  # type: ignore[misc]  # the library has no types
-        """A batch whose pieces (``tokens()``, ``word_ids()``, ``char_to_token()``) are computed when they are asked for."""
+        """A batch whose pieces (``tokens()``, ``word_ids()``) are computed when they are asked for."""
 
         def __init__(self, data: Any, native: Callable[..., Any], **kwargs: Any) -> None:
             self._native: Callable[..., Any] | None = native

@@ -13,7 +13,8 @@ import importlib
 import pkgutil
 
 from layerzero.core.limit_data import register_kinds
-from layerzero.core.operation import Function, Operation, PlainFunction
+from layerzero.core.operation import Function, Operation
+from layerzero.core.plain import PlainFunction
 
 OPERATIONS: dict[str, Operation] = {}
 FUNCTIONS: dict[str, Function] = {}
@@ -31,7 +32,7 @@ EXPORTS: dict[str, str] = {}
 
 
 def plain_function_of(name: str) -> PlainFunction | None:
-    """The public function of an operation without tensors, by its name or the operation's; None where it has tensors."""
+    """The public function of an operation without tensors, by its name or the operation's; None else."""
     for function in PLAIN_FUNCTIONS.values():
         if name == function.name or any(each.name == name for each in function.operations):
             return function

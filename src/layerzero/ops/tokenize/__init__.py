@@ -2,15 +2,27 @@
 
 from layerzero.ops.tokenize.declare import PLAIN_OPERATIONS
 from layerzero.ops.tokenize.limits import TokenizerPart
-from layerzero.ops.tokenize.prefixes import TEXTS as tokenizer_cache  # noqa: N811  # users call it that
-from layerzero.ops.tokenize.prefixes import TokenizerCacheConfig
+from layerzero.ops.tokenize.prefixes import TEXTS, TokenizerCacheConfig
 from layerzero.ops.tokenize.route import PLAIN_FUNCTIONS
 from layerzero.ops.tokenize.streaming import StreamingDetokenizer
-from layerzero.ops.tokenize.tokenizer import forget as forget_tokenizer
+from layerzero.ops.tokenize.tokenizer import forget
 
 OPERATIONS = ()
 FUNCTIONS = ()
 EXPORTS = ("StreamingDetokenizer", "TokenizerCacheConfig", "forget_tokenizer", "tokenizer_cache")
 LIMITS = {"tokenizer_part": TokenizerPart}
 
-__all__ = [*EXPORTS, "FUNCTIONS", "LIMITS", "OPERATIONS", "PLAIN_FUNCTIONS", "PLAIN_OPERATIONS"]
+forget_tokenizer, tokenizer_cache = forget, TEXTS
+
+__all__ = [
+    "EXPORTS",
+    "FUNCTIONS",
+    "LIMITS",
+    "OPERATIONS",
+    "PLAIN_FUNCTIONS",
+    "PLAIN_OPERATIONS",
+    "StreamingDetokenizer",
+    "TokenizerCacheConfig",
+    "forget_tokenizer",
+    "tokenizer_cache",
+]

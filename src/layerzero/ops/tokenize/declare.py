@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerzero.core.arguments import Axis, Param, Role
-from layerzero.core.operation import Case, Operation, OpKind, Plain
+from layerzero.core.operation import Case, Operation, OpKind
+from layerzero.core.plain import Plain
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.checks import id_problems, text_problems
@@ -48,8 +49,11 @@ def _derived(sizes: Callable[[Any], int]) -> Callable[[Mapping[str, Any], Mappin
         size = power(sum(map(sizes, items)))
         count = power(len(items)) if arguments["batched"] else 1
         return parts | {
-            "tokenizer_hash": tokenizer.tokenizer_hash, "tokenizer_id": tokenizer.name, "characters": size, "batch": count,
-        }  # fmt: skip
+            "tokenizer_hash": tokenizer.tokenizer_hash,
+            "tokenizer_id": tokenizer.name,
+            "characters": size,
+            "batch": count,
+        }
 
     return derive
 
@@ -104,8 +108,7 @@ def _operation(
         derive=_derived(len),
         check_values=check,
         derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "characters", "batch"),
-        derived_from={name: () for name in (*PARTS, "tokenizer_hash", "tokenizer_id")}
-        | {"characters": (), "batch": ()},
+        derived_from=dict.fromkeys((*PARTS, "tokenizer_hash", "tokenizer_id"), ()) | {"characters": (), "batch": ()},
         class_facts=("tokenizer_hash", flag),
         sweep=_sweep(cases),
         plain=plain,

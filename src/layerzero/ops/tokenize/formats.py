@@ -1,4 +1,4 @@
-"""From a file, a folder, a name or an object to a tokenizer. Nothing is downloaded; libraries are imported when needed."""
+"""From a file, a folder, a name or an object to a tokenizer. Nothing is downloaded; libraries load when needed."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _encoding(name: str) -> Any:
 
 def _without_network(load: Any, content: bytes | None) -> Any:
     """Let tiktoken load ranks from its cache, from a package that has them, or from the bytes that are given."""
-    loader = importlib.import_module("tiktoken.load")
+    loader: Any = importlib.import_module("tiktoken.load")
 
     def read(place: str) -> bytes:
         found = content if content is not None else _packaged(place.rpartition("/")[2])
@@ -212,7 +212,7 @@ def _of_ranks(path: Path, content: bytes) -> Any:
     except (ValueError, binascii.Error) as error:
         raise _wrong("lines of a base64 piece and a rank", f"{path}: {error}") from error
     for name, made in public.items():
-        if name in ("gpt2",):  # made of other files
+        if name == "gpt2":  # made of other files
             continue
         try:
             known = _without_network(made, None)

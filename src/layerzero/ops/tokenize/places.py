@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import platformdirs
-
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 
@@ -15,6 +13,8 @@ def folder() -> Path:
     """The folder of written tokenizers; one of the system's temporary folders where nothing may be kept."""
     named = os.environ.get("LAYERZERO_CACHE_DIR")
     if named is None:
+        import platformdirs
+
         return platformdirs.user_cache_path("layerzero", appauthor=False) / "tokenizers"
     return (
         Path(named).expanduser().absolute() / "tokenizers"

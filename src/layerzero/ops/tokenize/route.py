@@ -7,13 +7,14 @@ is asked of it, and the powers of two of its sizes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import PlainFunction, Routed, Ways
-from layerzero.ops.tokenize.declare import DECODE, ENCODE
+from layerzero.core.operation import Routed
+from layerzero.core.plain import PlainFunction, Ways
 from layerzero.ops.tokenize.checks import check_ids
+from layerzero.ops.tokenize.declare import DECODE, ENCODE
 from layerzero.ops.tokenize.prefixes import LEAST, TEXTS
 from layerzero.ops.tokenize.rows import Asked, finish
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
@@ -135,10 +136,7 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
             if way is not None:
                 run, around, reader = way
                 try:
-                    if size < LEAST or reader is None:
-                        ids = run(texts)
-                    else:
-                        ids = reader(texts, run)
+                    ids = run(texts) if size < LEAST or reader is None else reader(texts, run)
                 except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
                     ids = failed((tokenizer_id, size.bit_length()), error, texts, tokenizer_id)
                 if around is not None:

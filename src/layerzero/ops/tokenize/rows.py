@@ -37,10 +37,9 @@ class Asked(NamedTuple):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 found.append(f"{name}: wanted a number of at least 1 or None, got {value!r}")
-        for name in ("add_special_tokens", "parse_special", "return_attention_mask"):
-            if getattr(self, name) not in (None, True, False):
-                found.append(f"{name}: wanted a bool or None, got {getattr(self, name)!r}")
-        return found
+        flags = ("add_special_tokens", "parse_special", "return_attention_mask")
+        wrong = [name for name in flags if getattr(self, name) not in (None, True, False)]
+        return [*found, *(f"{name}: wanted a bool or None, got {getattr(self, name)!r}" for name in wrong)]
 
     @property
     def cuts(self) -> bool:

@@ -107,7 +107,7 @@ class Tokenizer:
         return os.fspath(path)
 
 
-_KNOWN: dict[Any, Tokenizer] = {}
+_KNOWN: dict[Any, tuple[Any, Tokenizer]] = {}
 _BY_HASH: dict[str, Tokenizer] = {}
 _LOCK = forking.rlock()
 _FORGETTING: list[Callable[[], None]] = []
@@ -124,14 +124,14 @@ def resolve(tokenizer_id: object) -> Tokenizer:
     named = isinstance(key, str)
     found = _KNOWN.get(key if named else id(key))
     if found is not None:
-        return found[1] if isinstance(found, tuple) else found
+        return found[1]
     from layerzero.ops.tokenize import formats
 
     with _LOCK:
         made = formats.named(key) if isinstance(key, str) else formats.of_object(key)
         made = _BY_HASH.get(_identical(made), made)
         _BY_HASH[_identical(made)] = made
-        _KNOWN[key if named else id(key)] = made if named else (key, made)  # type: ignore[assignment]
+        _KNOWN[key if named else id(key)] = key, made  # the object lives as long as its place here
     return made
 
 
@@ -166,15 +166,11 @@ def forget(tokenizer_id: object = None) -> None:
             _KNOWN.clear()
             _BY_HASH.clear()
         else:
-            named = isinstance(tokenizer_id, (str, os.PathLike))
-            key = os.fspath(tokenizer_id) if named else id(tokenizer_id)  # type: ignore[arg-type]
-            found = _KNOWN.pop(key, None)
-            gone = found[1] if isinstance(found, tuple) else found
+            key = os.fspath(tokenizer_id) if isinstance(tokenizer_id, (str, os.PathLike)) else id(tokenizer_id)
+            gone = _KNOWN.pop(key, (None, None))[1]
             for name in [name for name, each in _BY_HASH.items() if each is gone]:
                 del _BY_HASH[name]
-            for other in [
-                key for key, each in _KNOWN.items() if (each[1] if isinstance(each, tuple) else each) is gone
-            ]:
+            for other in [other for other, each in _KNOWN.items() if each[1] is gone]:
                 del _KNOWN[other]
     for method in _FORGETTING:
         method()

@@ -116,7 +116,7 @@ def _contest(
         try:
             run = functools.partial(kernel.load(facts), arguments["items"])
             fits = operation.plain.equal(run(), wanted)
-        except Exception as error:  # noqa: BLE001  # whatever a library raises
+        except Exception as error:  # whatever a library raises
             if failing.out_of_memory(error):
                 raise
             found.wrong[kernel.id] = f"{type(error).__name__}: {error}"
@@ -219,4 +219,6 @@ def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: 
         if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
     ]
     evidence = ENGINE.ledger.evidence(kernels, facts)
-    return len(kernels) == 1 or all(each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels)
+    return len(kernels) == 1 or all(
+        each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels
+    )

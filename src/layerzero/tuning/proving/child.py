@@ -16,7 +16,8 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import KernelExecutionError, LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, home_of
-from layerzero.core.operation import Operation, Plain, Routed
+from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import Plain
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory

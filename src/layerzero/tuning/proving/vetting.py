@@ -89,8 +89,8 @@ def vet(
         shapes: shapes of the first tensor, as :func:`layerzero.warmup` takes them; the operations' own cases if None.
         dtype: dtype of the tensors; every one that operation and kernel know if None.
         device: where; the CPU, or the current CUDA device if there is one.
-        params: of operations without tensors, what their kernels have to prove themselves for: ``{"tokenizer_id": ...}``.
-            Such kernels are asked about here alone.
+        params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``;
+            no others are asked about then.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
         again: also check classes that have a verdict.
         timeout_s: seconds of silence after which a child counts as hanging.
