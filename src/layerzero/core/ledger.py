@@ -79,8 +79,8 @@ class Judgement:
 def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None:
     """The judgement that decides about a class: its own, unless the kernel gave a wrong result on any other.
 
-    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only. Where facts tell
-    classes apart (``Operation.class_facts``), a wrong result is about its own class alone.
+    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only. Where facts
+    tell classes apart (``Operation.class_facts``), a wrong result is about its own class alone.
     """
     if own is not None and own.verdict is not Verdict.PASSED:
         return own

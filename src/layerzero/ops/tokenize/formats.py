@@ -103,7 +103,8 @@ def of_json(text: str, data: Mapping[str, Any], name: str, source: str) -> Token
     native.no_padding()
     native.no_truncation()
     added = native.get_added_tokens_decoder()
-    pad = padding["pad_id"] if padding else native.token_to_id("[PAD]") or native.token_to_id("<pad>")
+    named_pads = [place for name in ("[PAD]", "<pad>") if (place := native.token_to_id(name)) is not None]
+    pad = padding["pad_id"] if padding else next(iter(named_pads), None)
     bound = max(native.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return Tokenizer(
         name, native, found, source, _surround(native, data), adds=True, parses=True, bound=bound, pad_id=pad,
@@ -259,6 +260,8 @@ def of_model(content: bytes, name: str, source: str) -> Tokenizer:
     library = _library("sentencepiece", "a SentencePiece model")
     try:
         native = library.SentencePieceProcessor(model_proto=content)
+        if not content or native.get_piece_size() == 0:
+            raise ValueError("a file without pieces")  # noqa: TRY301  # told as the others
         found = identity.of_sentencepiece(content)
     except Exception as error:
         wanted = "a tokenizer.json, tiktoken ranks, a SentencePiece model or a tekken.json"
