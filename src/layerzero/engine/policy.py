@@ -208,7 +208,7 @@ def _frozen(value: object) -> object:
 
 
 def _check_operation(pattern: str, where: str, known: Sequence[str]) -> None:
-    names = [*known, *OPERATION_ALIASES, *FUNCTIONS]
+    names = [*known, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
     if pattern not in names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
         raise PolicyError(f"{where}: no operation matches {pattern!r}{meant(pattern, names)}")
 
