@@ -50,7 +50,11 @@ def vocabularies() -> dict[str, str]:
 
 def real_text(size: int) -> str:
     """Source files, documentation and licences of installed packages, mixed."""
-    found = [*PACKAGES.glob("*/*.py"), *PACKAGES.glob("*.dist-info/METADATA"), *PACKAGES.glob("*.dist-info/**/LICENSE*")]
+    found = [
+        *PACKAGES.glob("*/*.py"),
+        *PACKAGES.glob("*.dist-info/METADATA"),
+        *PACKAGES.glob("*.dist-info/**/LICENSE*"),
+    ]
     random.Random(1).shuffle(found)
     texts, length = [], 0
     for path in found:
@@ -150,7 +154,9 @@ def speed(names: dict[str, str], turns: int) -> list[list[str]]:
 def told(times: dict[str, float]) -> list[str]:
     lz_us = times.pop("lz")
     best = min(times, key=times.get)
-    others = ", ".join(f"{name.removesuffix('.encode')} {each:.1f}" for name, each in sorted(times.items(), key=lambda e: e[1]))
+    others = ", ".join(
+        f"{name.removesuffix('.encode')} {each:.1f}" for name, each in sorted(times.items(), key=lambda e: e[1])
+    )
     return [others, f"{lz_us:.1f}", f"{lz_us - times[best]:+.2f}", f"{lz_us / times[best]:.3f}"]
 
 
@@ -201,7 +207,13 @@ def threads(place: str, seconds: float) -> list[str]:
     for each in running:
         each.join()
     stats = lz.tokenizer_cache.stats()
-    return [f"{seconds:.0f} s", str(sum(calls)), str(len(wrong)), f"{most[0]:,} of {bound:,}", f"{100 * stats.hit_rate:.0f} %"]
+    return [
+        f"{seconds:.0f} s",
+        str(sum(calls)),
+        str(len(wrong)),
+        f"{most[0]:,} of {bound:,}",
+        f"{100 * stats.hit_rate:.0f} %",
+    ]
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:

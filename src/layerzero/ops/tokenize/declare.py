@@ -68,8 +68,8 @@ def _schema(name: str, *params: Param) -> OperationSchema:
     return OperationSchema(name, (), (), params=(*own, *params), axes=_AXES)
 
 
-_ALONE = (*(6, 12, 24, 50, 100, 200, 400, 800, 1500, 3000, 6000, 12_000, 50_000, 200_000),)
-_SEVERAL = ((4, 100), (16, 100), (128, 100), (2000, 20), (2000, 100), (16, 3000), (64, 3000))
+_ALONE = (*(6, 12, 24, 50, 100, 200, 400, 800, 1500, 3000, 6000, 12_000, 25_000, 50_000, 100_000, 200_000, 800_000),)
+_SEVERAL = ((4, 100), (16, 100), (128, 100), (2000, 20), (2000, 100), (2000, 400), (16, 3000), (64, 3000))
 
 
 def _cases(units: str, step: int) -> tuple[Case, ...]:
@@ -96,7 +96,7 @@ def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 def _operation(
     schema: OperationSchema, summary: str, reference: Any, check: Callable[..., list[str]], flag: str, plain: Plain
 ) -> Operation:
-    cases = _cases("text", 1) if flag == "parse_special" else _cases("ids", 3)
+    cases = _cases("text", 1) if flag == "parse_special" else _cases("ids", 4)
     return Operation(
         schema=schema,
         summary=summary,

@@ -142,10 +142,26 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 if around is not None:
                     ids = [*around[0], *ids, *around[1]]
                 return {"input_ids": ids}
+        elif type(texts) is list and texts and not options and return_offsets is False:
+            try:
+                size = len("".join(texts))  # which is also the quickest way to see that all are strings
+                key = (tokenizer_id, size.bit_length(), len(texts).bit_length())
+                way = ways.table.get(key)
+            except TypeError:
+                way = None
+            if way is not None:
+                run, around, _ = way
+                try:
+                    rows = run(texts)
+                except BaseException as error:  # some libraries panic in classes of their own
+                    rows = failed(key, error, texts, tokenizer_id)
+                if around is not None:
+                    rows = [[*around[0], *row, *around[1]] for row in rows]
+                return {"input_ids": rows}
         return slow(texts, tokenizer_id, return_offsets, options)
 
-    def failed(key: Any, error: BaseException, texts: str, tokenizer_id: Any) -> Any:
-        arguments, _ = _encode_arguments(texts, False, resolve(tokenizer_id), _PLAIN)
+    def failed(key: Any, error: BaseException, texts: Any, tokenizer_id: Any) -> Any:
+        arguments, _ = _encode_arguments(texts, type(texts) is list, resolve(tokenizer_id), _PLAIN)
         return ways.failed(key, error, arguments)
 
     def slow(texts: Any, tokenizer_id: Any, return_offsets: Any, options: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -160,8 +176,8 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         if batched and not items:
             return finish([], tokenizer, asked, surrounds)
         size = (sum(map(len, items)) if batched else len(items)).bit_length()
-        simple = not batched and asked == _PLAIN
-        key: Any = (tokenizer_id, size) if simple and _hashable(tokenizer_id) else (tokenizer, batched, asked[:3], size)
+        simple = asked == _PLAIN and _hashable(tokenizer_id)
+        key: Any = (tokenizer_id, size) if simple else (tokenizer, batched, asked[:3], size)
         key = (*key, len(items).bit_length()) if batched else key
         table = ways.scoped()
         way = table.get(key)

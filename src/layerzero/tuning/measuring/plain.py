@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.evidence import Measurement
+from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation, Routed
@@ -29,10 +29,15 @@ from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.ops import plain_function_of
 from layerzero.tuning.measuring.timing import Effort, clock_of, measurement, race
+from layerzero.tuning.predicting.weighing import DECIDED
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.plain import facts_of_case, plain_operations
 from layerzero.tuning.proving.plain import pairs as plain_pairs
 from layerzero.tuning.proving.vetting import Vetted, vet_calls
+
+
+USABLE = 0.5
+"""Confidence from which on a time is not measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measureme
     runners = race(
         {kernel.id: run for kernel, run in found.runs.items()},
         clock,
-        Effort(samples, budget_s=0.08, fill=True, hopeless=0.0),
+        Effort(samples, budget_s=0.4),
     )
     times = {
         by_id[name]: measurement(each.samples, noise=each.noise, origin=origin)
@@ -219,6 +224,12 @@ def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: 
         if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
     ]
     evidence = ENGINE.ledger.evidence(kernels, facts)
-    return len(kernels) == 1 or all(
-        each.id in evidence and evidence[each.id].provenance == "measured" for each in kernels
+    if len(kernels) < 2:
+        return True
+    best_us = min((each.time_us for each in evidence.values()), default=0.0)
+    return all(
+        kernel.id in evidence
+        and evidence[kernel.id].provenance == Provenance.MEASURED
+        and (evidence[kernel.id].confidence >= USABLE or evidence[kernel.id].time_us > DECIDED * best_us)
+        for kernel in kernels
     )
