@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 import layerzero as lz
+from layerzero.core.operation import Routed
 from layerzero.engine.config import current_policy
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
-from layerzero.core.operation import Routed
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.corpus import differential
@@ -141,7 +141,8 @@ def speed(names: dict[str, str], turns: int) -> list[list[str]]:
         for size in (11, 100, 500, 900, 4096, 32_768, 131_072):
             texts = [text[start : start + size] for start in range(0, min(len(text) - size, 97 * size), size)]
             runs = {kernel: over(texts, call) for kernel, call in exact(tokenizer, batched=False).items()}
-            runs["lz"] = over(texts, functools.partial(lz.tokenize, tokenizer_id=place, **adds) if adds else lambda each, p=place: lz.tokenize(each, p))  # fmt: skip
+            through = functools.partial(lz.tokenize, tokenizer_id=place, **adds)
+            runs["lz"] = over(texts, through if adds else lambda each, place=place: lz.tokenize(each, place))
             rows.append([name, f"one of {size}", *told(race(runs, turns, 0.004))])
         for size in (20, 100, 400):
             batch = [text[start : start + size] for start in range(0, 2000 * size, size)]
@@ -154,9 +155,8 @@ def speed(names: dict[str, str], turns: int) -> list[list[str]]:
 def told(times: dict[str, float]) -> list[str]:
     lz_us = times.pop("lz")
     best = min(times, key=times.get)
-    others = ", ".join(
-        f"{name.removesuffix('.encode')} {each:.1f}" for name, each in sorted(times.items(), key=lambda e: e[1])
-    )
+    ordered = sorted(times.items(), key=lambda each: each[1])
+    others = ", ".join(f"{name.removesuffix('.encode')} {each:.1f}" for name, each in ordered)
     return [others, f"{lz_us:.1f}", f"{lz_us - times[best]:+.2f}", f"{lz_us / times[best]:.3f}"]
 
 
@@ -176,8 +176,9 @@ def prompts(names: dict[str, str], turns: int) -> list[list[str]]:
             tokenizer.identity.format, "tokenizers.encode"
         )
         best = min((each for kernel, each in times.items() if kernel not in ("lz", "hot")))
-        rows.append([name, f"{times[native]:.0f}", f"{best:.1f}", f"{times['hot']:.1f}", f"{times[native] / times['hot']:.1f}",
-                     f"{times['hot'] / best:.2f}"])  # fmt: skip
+        hot = times["hot"]
+        gains = f"{times[native] / hot:.1f}", f"{hot / best:.2f}"
+        rows.append([name, f"{times[native]:.0f}", f"{best:.1f}", f"{hot:.1f}", *gains])
     return rows
 
 
@@ -186,7 +187,8 @@ def threads(place: str, seconds: float) -> list[str]:
     bound = 2_000_000
     lz.tokenizer_cache.configure(max_bytes=bound)
     text = real_text(2_000_000)
-    texts = [text[start : start + 3000] + text[place_ : place_ + 200] for start in range(0, 120_000, 3000) for place_ in range(0, 40_000, 2000)]  # fmt: skip
+    starts, ends = range(0, 120_000, 3000), range(0, 40_000, 2000)
+    texts = [text[start : start + 3000] + text[end : end + 200] for start in starts for end in ends]
     wanted = [oracle.encode(each, tokenizer=tokenizer) for each in texts]
     wrong, most, calls, ended = [], [0], [0] * 8, threading.Event()
 
@@ -233,17 +235,22 @@ def main() -> None:
     names = {name: each for name, each in vocabularies().items() if not asked.only or name in asked.only}
     for place in names.values():
         print(place, lz.tune_tokenizer(place), flush=True)
+    size = int(asked.megabytes * 1e6)
+    exactness = ["tokenizer", "kernel", "corpus texts", "real text", "wrong"]
+    calls = ["tokenizer", "characters", "exact libraries", "lz.tokenize", "beyond the fastest", "ratio"]
+    shared = ["tokenizer", "its own library", "fastest library, whole", "lz.tokenize"]
+    shared += ["times its own library", "ratio to the fastest"]
+    hammered = ["time", "calls", "wrong", "most bytes held", "hit rate"]
     parts = [
         "## Exactness: texts whose ids differ from the library's own",
-        table(["tokenizer", "kernel", "corpus texts", "real text", "wrong"], correctness(names, int(asked.megabytes * 1e6))),
+        table(exactness, correctness(names, size)),
         "## Speed: microseconds of a call",
-        table(["tokenizer", "characters", "exact libraries", "lz.tokenize", "beyond the fastest", "ratio"], speed(names, asked.turns)),
+        table(calls, speed(names, asked.turns)),
         "## A system prompt of 4 KB and a fresh question of 200 characters: microseconds",
-        table(["tokenizer", "its own library", "fastest library, whole", "lz.tokenize", "times its own library", "ratio to the fastest"],
-              prompts(names, asked.turns)),
+        table(shared, prompts(names, asked.turns)),
         "## 8 threads and one cache",
-        table(["time", "calls", "wrong", "most bytes held", "hit rate"], [threads(next(iter(names.values())), asked.seconds)]),
-    ]  # fmt: skip
+        table(hammered, [threads(next(iter(names.values())), asked.seconds)]),
+    ]
     text = "\n\n".join(parts) + "\n"
     print(text)
     if asked.write:

@@ -70,7 +70,24 @@ def encoding():
     from layerzero.ops.tokenize.identity import SCHEMES
 
     ranks = {bytes([byte]): byte for byte in range(256)}
-    for text in ("th", "he", "in", "er", "the", " t", " the", "ing", "  ", "    ", "\n\n", "se", "lf", "self", "de", "def"):
+    for text in (
+        "th",
+        "he",
+        "in",
+        "er",
+        "the",
+        " t",
+        " the",
+        "ing",
+        "  ",
+        "    ",
+        "\n\n",
+        "se",
+        "lf",
+        "self",
+        "de",
+        "def",
+    ):
         ranks[text.encode()] = len(ranks)
     pattern = next(text for text, name in SCHEMES.items() if name == "cl100k")
     specials = {"<|end|>": len(ranks) + 3, "<|start|>": len(ranks) + 4}

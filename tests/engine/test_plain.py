@@ -1,9 +1,9 @@
 """Operations without tensors: policy, locks, evidence, failures, scopes and answers, by the judges of all others."""
 
 import pytest
-import vocabularies
 
 import layerzero as lz
+import vocabularies
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Routed

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-import vocabularies
 
 import layerzero as lz
+import vocabularies
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.tokenizers import optimize_tokenizer

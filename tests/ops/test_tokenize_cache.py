@@ -6,9 +6,9 @@ import random
 import threading
 
 import pytest
-import vocabularies
 
 import layerzero as lz
+import vocabularies
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.identity import SCHEMES

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import vocabularies
 from typer.testing import CliRunner
 
 import layerzero as lz
+import vocabularies
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
@@ -55,7 +55,8 @@ def wrong_where(marked):
 @pytest.mark.parametrize(
     "marked",
     [
-        lambda text: "\u0301" in text, lambda text: "\x1c" in text, lambda text: "👩🏿" in text, lambda text: len(text) > 19_000,
+        lambda text: "\u0301" in text,
+        lambda text: "\x1c" in text, lambda text: "👩🏿" in text, lambda text: len(text) > 19_000,
         lambda text: "'LL" in text, lambda text: "<|end|>" in text, lambda text: text == "", lambda text: "क" in text,
         lambda text: "\r\n" in text, lambda text: "𠀀" in text, lambda text: "   \n" in text,
     ],
@@ -124,10 +125,15 @@ def test_what_has_to_be_named_is_asked_for(place):
         result = runner.invoke(main, command.split())
         assert result.exit_code != 0
         assert "tokenizer_id" in result.output
-    result = runner.invoke(main, ["explain", "tokenize", "--param", f"tokenizer_id={place}", "--shape", "16x100", "--json"])
+    result = runner.invoke(
+        main, ["explain", "tokenize", "--param", f"tokenizer_id={place}", "--shape", "16x100", "--json"]
+    )
     facts = json.loads(result.output)["facts"]
     assert (facts["batch"], facts["characters"]) == (32, 2048)
-    assert runner.invoke(main, ["which", "tokenize", "--param", f"tokenizer_id={place}"]).output.strip() == "tokenizers.encode"
+    assert (
+        runner.invoke(main, ["which", "tokenize", "--param", f"tokenizer_id={place}"]).output.strip()
+        == "tokenizers.encode"
+    )
     for flags in (["--shape", "ax3"], ["--case", "none"], ["--param", "nothing=1"]):
         assert runner.invoke(main, ["explain", "tokenize", "--param", f"tokenizer_id={place}", *flags]).exit_code != 0
     assert runner.invoke(main, ["tune", "rms_norm", "--param", "a=1"]).exit_code != 0

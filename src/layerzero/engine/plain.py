@@ -21,7 +21,6 @@ from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, probe, score
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.first_run import first_run
 from layerzero.engine.pick import NO_TIMES, pick, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
@@ -82,9 +81,12 @@ class PlainDispatcher:
             return Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
 
     def first(self, plan: Plan, items: Any) -> Any:
-        """Run a plan for the first time, marked as every first run is."""
-        with first_run(plan, self.engine.ledger):
-            result = plan.run(items)
+        """Run a plan for the first time.
+
+        It needs no mark on disk: what works on a form of its own ran in a child before, and what defines a form has
+        nothing that could take its place.
+        """
+        result = plan.run(items)
         self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
         return result
 

@@ -153,7 +153,7 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 run, around, _ = way
                 try:
                     rows = run(texts)
-                except BaseException as error:  # some libraries panic in classes of their own
+                except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
                     rows = failed(key, error, texts, tokenizer_id)
                 if around is not None:
                     rows = [[*around[0], *row, *around[1]] for row in rows]

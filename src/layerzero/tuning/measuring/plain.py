@@ -35,7 +35,6 @@ from layerzero.tuning.proving.plain import facts_of_case, plain_operations
 from layerzero.tuning.proving.plain import pairs as plain_pairs
 from layerzero.tuning.proving.vetting import Vetted, vet_calls
 
-
 USABLE = 0.5
 """Confidence from which on a time is not measured again."""
 
