@@ -1,6 +1,7 @@
 """Proofs and times of operations without tensors: through Python, and through the command line."""
 
 import json
+import unicodedata
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,8 @@ import vocabularies
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.ops.tokenize.corpus import SCRIPTS, differential
+from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential
+from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.proof import prove_decode, prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measuring.plain import tune_plain
@@ -32,6 +34,23 @@ def test_the_corpus_is_the_same_everywhere_and_has_what_it_promises():
     assert any("<|end|>" in each for each in texts)
     assert sample(5000, 1) == sample(5000, 1)
     assert len(sample(5000, 1)) == 5000
+
+
+@pytest.mark.skipif(unicodedata.unidata_version != "14.0.0", reason="categories of another Unicode are other texts")
+def test_a_change_of_the_corpus_is_a_new_edition():
+    texts = list(differential(["<|end|>"]))
+    sums = {"2": "ed9050a2999ab94c329797c34bae486551fde066e9db04cb456293e5d7c6fbaf"}
+    assert digest(texts) == sums[EDITION], "the texts changed: raise EDITION, so that all is proved again"
+
+
+def test_markers_in_text_are_text(tmp_path):
+    known = vocabularies.files(tmp_path)
+    for kind in ("bpe", "unigram"):
+        tokenizer = resolve(known[kind])
+        assert {"<s>", "</s>", "<unk>"} <= set(tokenizer.specials)
+        assert any("a<s>b" in text for text in differential(tokenizer.specials))
+        assert tokenizer.native.bos_id() not in lz.tokenize("a<s>b", known[kind])["input_ids"]
+    lz.forget_tokenizer()
 
 
 def wrong_where(marked):

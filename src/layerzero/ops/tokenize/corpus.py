@@ -2,7 +2,8 @@
 
 Every script of the list, every Unicode category, emoji with modifiers and joiners, combining marks in odd orders,
 control characters, runs of one character, numbers, contractions, whitespace of all kinds, code, the texts of special
-tokens, and random mixtures of all of it. Everything is drawn from a seed: two machines prove the same thing.
+tokens, and random mixtures of all of it. Everything is drawn from a seed: machines whose Python knows one Unicode
+prove the same thing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 SEED = 20261122
+
+EDITION = "2"
+"""Raised where the texts change: what was proved on an earlier edition is proved again."""
 
 SCRIPTS = (
     "The quick brown fox doesn't jump; it's over 13 lazy dogs' HOUSES. I'LL we've they'd",
@@ -116,6 +120,12 @@ WORDS = (
     ),
 )
 
+MARKERS = (
+    *("<s>", "</s>", "<unk>", "<pad>", "<mask>", "<|endoftext|>", "<|im_start|>", "[CLS]", "[UNK]", "<0x0A>", "<0x41>"),
+    *("\u2581", "\u2581a", "a\u2581b", "\u0120", "\u010a", "##a", "a</w>", "@@", "<bos>", "[INST] x [/INST]"),
+)
+"""What libraries write into vocabularies, as plain text: some take it for what it stands for."""
+
 CONTROLS = tuple(chr(code) for code in (*range(1, 32), *range(127, 160)))
 
 
@@ -166,7 +176,20 @@ def _mixtures(count: int, specials: Sequence[str]) -> Iterator[str]:
     """Random mixtures of everything, of one to forty pieces."""
     drawn = random.Random(SEED + 1)
     words = [word for line in SCRIPTS for word in line.split(" ")]
-    kinds = [words, words, EMOJI, MARKS, SPACES, SPACES, NUMBERS, WORDS, CODE, CONTROLS, list(specials) or words]
+    kinds = [
+        words,
+        words,
+        EMOJI,
+        MARKS,
+        SPACES,
+        SPACES,
+        NUMBERS,
+        WORDS,
+        CODE,
+        CONTROLS,
+        MARKERS,
+        list(specials) or words,
+    ]
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     for _ in range(count):
         pieces = []
@@ -182,7 +205,7 @@ def _mixtures(count: int, specials: Sequence[str]) -> Iterator[str]:
 
 @cache
 def _fixed() -> tuple[str, ...]:
-    alone = (*SCRIPTS, *EMOJI, *MARKS, *SPACES, *CODE, *NUMBERS, *WORDS, *CONTROLS)
+    alone = (*SCRIPTS, *EMOJI, *MARKS, *SPACES, *CODE, *NUMBERS, *WORDS, *MARKERS, *CONTROLS)
     spaced = (f"a{space}b{space}{space}C{space}" for space in SPACES)
     ordered = ("".join(SCRIPTS), "\n".join(SCRIPTS), "\n\n".join(CODE) * 3, " ".join(EMOJI), "\x00", "a\x00b")
     return ("", *alone, *(f" {each}" for each in alone), *(f"{each} x" for each in alone), *spaced, *ordered,

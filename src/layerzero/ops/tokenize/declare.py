@@ -21,6 +21,7 @@ from layerzero.core.plain import Plain
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.checks import id_problems, text_problems
+from layerzero.ops.tokenize.corpus import EDITION
 from layerzero.ops.tokenize.places import written
 from layerzero.ops.tokenize.proof import drawn, prove_decode, prove_encode
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
@@ -51,6 +52,7 @@ def _derived(sizes: Callable[[Any], int]) -> Callable[[Mapping[str, Any], Mappin
         return parts | {
             "tokenizer_hash": tokenizer.tokenizer_hash,
             "tokenizer_id": tokenizer.name,
+            "corpus": EDITION,
             "characters": size,
             "batch": count,
         }
@@ -107,9 +109,10 @@ def _operation(
         has_fallback=False,
         derive=_derived(len),
         check_values=check,
-        derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "characters", "batch"),
-        derived_from=dict.fromkeys((*PARTS, "tokenizer_hash", "tokenizer_id"), ()) | {"characters": (), "batch": ()},
-        class_facts=("tokenizer_hash", flag),
+        derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "corpus", "characters", "batch"),
+        derived_from=dict.fromkeys((*PARTS, "tokenizer_hash", "tokenizer_id", "corpus"), ())
+        | {"characters": (), "batch": ()},
+        class_facts=("tokenizer_hash", flag, "corpus"),
         sweep=_sweep(cases),
         plain=plain,
     )

@@ -271,9 +271,15 @@ def of_model(content: bytes, name: str, source: str) -> Tokenizer:
     return Tokenizer(
         name, native, found, source, Surround((begin,) if begin >= 0 else ()), adds=False, parses=False, bound=size,
         pad_id=native.pad_id() if native.pad_id() >= 0 else None,
+        specials=tuple(native.id_to_piece(place) for place in range(size) if _is_marker(native, place)),
         special_ids=frozenset(place for place in range(size) if native.is_control(place)),
         write=lambda: (".model", content),
     )  # fmt: skip
+
+
+def _is_marker(native: Any, place: int) -> bool:
+    """Whether a piece is none of text: a control symbol, the unknown one, or one that its author defined."""
+    return bool(native.is_control(place) or native.is_unknown(place) or native.is_unused(place))
 
 
 # objects

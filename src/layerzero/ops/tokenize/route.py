@@ -126,11 +126,20 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
     """The public function over the engine's ways."""
     signature = inspect.signature(tokenize)
 
-    def call(texts: Any, tokenizer_id: Any, return_offsets: bool = False, **options: Any) -> dict[str, list[Any]]:
+    def call(
+        texts: Any,
+        tokenizer_id: Any,
+        return_offsets: bool = False,
+        *,
+        add_special_tokens: bool | None = None,
+        parse_special: bool | None = None,
+        **options: Any,
+    ) -> dict[str, list[Any]]:
         if type(texts) is str and not options and return_offsets is False:
             size = len(texts)
+            key: Any = (tokenizer_id, size.bit_length(), add_special_tokens, parse_special)
             try:
-                way = ways.table.get((tokenizer_id, size.bit_length()))
+                way = ways.table.get(key)
             except TypeError:  # an object without a hash
                 way = None
             if way is not None:
@@ -138,14 +147,14 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 try:
                     ids = run(texts) if size < LEAST or reader is None else reader(texts, run)
                 except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
-                    ids = failed((tokenizer_id, size.bit_length()), error, texts, tokenizer_id)
+                    ids = failed(key, error, texts, tokenizer_id)
                 if around is not None:
                     ids = [*around[0], *ids, *around[1]]
                 return {"input_ids": ids}
         elif type(texts) is list and texts and not options and return_offsets is False:
             try:
                 size = len("".join(texts))  # which is also the quickest way to see that all are strings
-                key = (tokenizer_id, size.bit_length(), len(texts).bit_length())
+                key = (tokenizer_id, size.bit_length(), add_special_tokens, parse_special, len(texts).bit_length())
                 way = ways.table.get(key)
             except TypeError:
                 way = None
@@ -158,10 +167,12 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 if around is not None:
                     rows = [[*around[0], *row, *around[1]] for row in rows]
                 return {"input_ids": rows}
-        return slow(texts, tokenizer_id, return_offsets, options)
+        given = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
+        return slow(texts, tokenizer_id, return_offsets, {**options, **given})
 
     def failed(key: Any, error: BaseException, texts: Any, tokenizer_id: Any) -> Any:
-        arguments, _ = _encode_arguments(texts, type(texts) is list, resolve(tokenizer_id), _PLAIN)
+        asked = Asked(add_special_tokens=key[2], parse_special=key[3])
+        arguments, _ = _encode_arguments(texts, type(texts) is list, resolve(tokenizer_id), asked)
         return ways.failed(key, error, arguments)
 
     def slow(texts: Any, tokenizer_id: Any, return_offsets: Any, options: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -176,8 +187,8 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         if batched and not items:
             return finish([], tokenizer, asked, surrounds)
         size = (sum(map(len, items)) if batched else len(items)).bit_length()
-        simple = asked == _PLAIN and _hashable(tokenizer_id)
-        key: Any = (tokenizer_id, size) if simple else (tokenizer, batched, asked[:3], size)
+        simple = asked[3:] == _PLAIN[3:] and not asked.return_offsets and _hashable(tokenizer_id)
+        key: Any = (tokenizer_id, size, *asked[1:3]) if simple else (tokenizer, batched, asked[:3], size)
         key = (*key, len(items).bit_length()) if batched else key
         table = ways.scoped()
         way = table.get(key)
