@@ -142,7 +142,7 @@ def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measureme
     runners = race(
         {kernel.id: run for kernel, run in found.runs.items()},
         clock,
-        Effort(samples, budget_s=0.4),
+        Effort(samples, budget_s=1.5),
     )
     times = {
         by_id[name]: measurement(each.samples, noise=each.noise, origin=origin)
