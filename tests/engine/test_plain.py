@@ -150,3 +150,12 @@ def test_questions_that_mean_nothing(few):
         lz.explain("tokenize", "a", few, nothing=1)
     with pytest.raises(KeyError, match="tokenize"):
         lz.explain("tokenise", "a", few)
+
+
+def test_freezing_holds_kernels_of_tensors_alone(few):
+    assert lz.tokenize("the", few)["input_ids"]
+    lz.freeze()
+    try:
+        assert lz.tokenize("the self", few)["input_ids"] == resolve(few).native.encode_ordinary("the self")
+    finally:
+        lz.thaw()

@@ -21,7 +21,7 @@ from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, probe, score
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.pick import NO_TIMES, pick, require
+from layerzero.engine.pick import pick, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.told import tell_choice
@@ -54,19 +54,16 @@ class PlainDispatcher:
         engine = self.engine
         kernels = engine.registry.candidates(facts.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
-        frozen = engine.frozen
-        ranked = score.rank(judged, facts, policy, engine.ledger if frozen is None else NO_TIMES)
+        ranked = score.rank(judged, facts, policy, engine.ledger)
         lock = engine.registry.lock_for(policy, facts)
         report = pick(ranked, Routed(facts.operation, {}), facts, policy, lock)
-        return report if frozen is None else frozen.held(report, policy), ranked
+        return report, ranked
 
     def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""
         failed = set(failed)
         while True:
             report, _ = self.explain(facts, policy, failed=failed)
-            if self.engine.frozen is not None:
-                self.engine.frozen.refuse(report, policy)
             chosen = require(report)
             try:
                 run = chosen.kernel.load(facts)
@@ -149,6 +146,10 @@ class PlainWays:
         with self._lock:
             self._policy, self._base, self._scoped, self._plans = policy, {}, {}, {}
             self.table = _NONE if SCOPES.active else self._base
+
+    def plans(self) -> list[tuple[Policy, Plan]]:
+        """None: choices are frozen for operations of tensors."""
+        return []
 
     def _blocks(self, open_ones: int) -> None:
         """While a block of settings is open, nobody reads the table without asking which settings hold."""
