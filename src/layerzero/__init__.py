@@ -12,6 +12,7 @@ from typing import Any
 from layerzero.engine import operators as _operators
 from layerzero.ops import EXPORTS as _EXPORTS
 from layerzero.ops import FUNCTIONS as _FUNCTIONS
+from layerzero.ops import PLAIN_FUNCTIONS as _PLAIN_FUNCTIONS
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.tuning.measuring.online": ("sampled",),
     "layerzero.tuning.proving.vetting": ("vet",),
     "layerzero.integrations.optimize": ("Optimized", "optimize"),
+    "layerzero.integrations.tokenizers": ("tune_tokenizer",),
     "layerzero.integrations.torch": ("scaled_dot_product_attention",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
     "layerzero.core.device": ("Device",),
@@ -98,12 +100,14 @@ _ALIASES = {  # the specification's longer names
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names} | _EXPORTS
 
-__all__ = sorted([*_HOME, *_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])  # noqa: PLE0605  # a list of str
+__all__ = sorted([*_HOME, *_FUNCTIONS, *_PLAIN_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])  # noqa: PLE0605  # a list of str
 
 
 def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
+    elif name in _PLAIN_FUNCTIONS:
+        value = importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
     elif name in _MODULES:
         value = importlib.import_module(_MODULES[name])
     elif name in _HOME:

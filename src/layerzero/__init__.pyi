@@ -1,7 +1,7 @@
 # ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
 # Written by `layerzero docs` from the declarations; edit those.
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.optimize import Optimized, optimize
+from layerzero.integrations.tokenizers import tune_tokenizer
 from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
@@ -64,6 +65,7 @@ from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
@@ -119,7 +121,9 @@ __all__ = [
     "SelectionReport",
     "SizeCodes",
     "StepMetadata",
+    "StreamingDetokenizer",
     "TensorSchema",
+    "TokenizerCacheConfig",
     "Tolerance",
     "__version__",
     "add_bias",
@@ -141,11 +145,13 @@ __all__ = [
     "confirm_suspects",
     "descriptor",
     "deterministic",
+    "detokenize",
     "disabled",
     "doctor",
     "embedding",
     "explain",
     "facts",
+    "forget_tokenizer",
     "freeze",
     "frozen",
     "gelu",
@@ -204,8 +210,11 @@ __all__ = [
     "swiglu_oai",
     "testing",
     "thaw",
+    "tokenize",
+    "tokenizer_cache",
     "trace",
     "tune",
+    "tune_tokenizer",
     "unload_descriptor",
     "unlock",
     "unregister_kernel",
@@ -532,6 +541,21 @@ def chosen_logprobs(
         temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
             (*) float32, where 0 and less is 1e-6.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
+    """
+
+def detokenize(
+    tokens: list[int] | list[list[int]],
+    tokenizer_id: Any,
+    *,
+    skip_special_tokens: bool = False,
+) -> str | list[str]:
+    """Decode ids, or several lists of them: a string, or one for each list. Bytes that are no UTF-8 become U+FFFD.
+
+    Args:
+        tokens: ids; lists, tuples, arrays or tensors.
+        tokenizer_id: as :func:`tokenize` takes it.
+        skip_special_tokens: leave ids of special tokens out.
+    Raises: InvalidCallError for ids outside of the vocabulary, and as :func:`tokenize`.
     """
 
 def embedding(
@@ -1363,6 +1387,43 @@ def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, li
         limit: what the gate is at most, and up on either side; above 0.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for numbers that mean nothing.
     Source: gpt-oss, arXiv:2508.10925.
+    """
+
+def tokenize(
+    texts: str | list[str],
+    tokenizer_id: Any,
+    return_offsets: bool = False,
+    *,
+    add_special_tokens: bool | None = None,
+    parse_special: bool | None = None,
+    truncation: bool | str = False,
+    max_length: int | None = None,
+    padding: bool | str = False,
+    pad_to_multiple_of: int | None = None,
+    return_attention_mask: bool | None = None,
+) -> dict[str, list[Any]]:
+    """Encode a text, or several: ``{"input_ids": [...]}``, a list of ids, or one for each text.
+
+    The ids are those of the library that defines the tokenizer, whichever library computes them.
+
+    Args:
+        texts: a string, or a list or tuple of strings.
+        tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
+            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read once;
+            nothing is downloaded.
+        return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
+            what was added.
+        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:
+            a tokenizer.json adds it, ranks and SentencePiece models do not.
+        parse_special: whether texts of special tokens become these tokens; None does what its library does: a
+            tokenizer.json parses them, tiktoken's encodings take them as text. SentencePiece always does that.
+        truncation: whether texts are cut to ``max_length`` ids, special tokens included.
+        max_length: in ids; what the tokenizer says that its model takes if None.
+        padding: ``True`` or ``"longest"`` fills rows up to the longest, ``"max_length"`` up to that.
+        pad_to_multiple_of: round the length of rows up.
+        return_attention_mask: also ``attention_mask``, 1 for ids and 0 for what was filled up; as ``padding`` if None.
+    Raises: InvalidCallError for what is no text (a lone surrogate is none), an unknown or broken tokenizer, and
+        arguments that mean nothing; NoKernelFoundError where no installed library is exact for it.
     """
 
 def verify_speculative(

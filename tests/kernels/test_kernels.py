@@ -13,12 +13,13 @@ import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import FUNCTIONS
+from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
 from layerzero.testing import conformance, fuzz, random_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels that compile take seconds for each class of sizes; tests/kernels/test_inductor.py covers them on a few.
-KERNELS = [kernel for kernel in REGISTRY.kernels() if not kernel.jit]
+PLAIN = {kernel.id for name in PLAIN_FUNCTIONS for kernel in REGISTRY.kernels(name)}
+KERNELS = [kernel for kernel in REGISTRY.kernels() if not kernel.jit and kernel.id not in PLAIN]
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import legality, probe, score
@@ -21,11 +23,12 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
 from layerzero.engine.pick import NO_TIMES, pick
+from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
 
 
 def explain(
@@ -54,6 +57,9 @@ def explain(
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
         asked = operation.on(machine.device or operation.device, capturing=capturing or bool(operation["capturing"]))
         return _explain_facts(asked, machine if device or libraries is not None else probe.this_machine())
+    plain = plain_function_of(operation)
+    if plain is not None:
+        return _explain_plain(plain, operation, args, kwargs, machine if device or libraries is not None else None)
     dispatcher, arguments, wanted = question(operation, args, kwargs)
     call_state = None
     if capturing or device is not None:
@@ -66,6 +72,24 @@ def explain(
             call_state=call_state,
         )
     check_operation(wanted, report)
+    return report
+
+
+def _explain_plain(
+    function: PlainFunction, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None
+) -> Report:
+    """The same for a call without tensors."""
+    try:
+        bound = inspect.signature(function.signature).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.name}: {error}") from None
+    bound.apply_defaults()
+    REGISTRY.ready()
+    dispatcher, _ = PLAIN_CALLS[function.name]
+    found = plain_facts(function.route(dict(bound.arguments)), None if machine is None else machine.device)
+    report, _ = dispatcher.explain(found, current_policy(), machine=machine)
+    if wanted not in PLAIN_FUNCTIONS:
+        check_operation(wanted, report)
     return report
 
 
@@ -157,7 +181,7 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         REGISTRY.ready()  # a plugin may bring it
     function = FUNCTIONS.get(name) or function_of(operation)
     if function is None:
-        known = [*FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+        known = [*FUNCTIONS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
         raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
     call = CALLS[function.name]
     return call.dispatcher, call.function.bind(args, kwargs), name
@@ -172,7 +196,7 @@ def check_operation(wanted: str, report: Report) -> None:
 
 def _function_of(kernel: Kernel) -> str:
     for operation in kernel.operations:
-        function = function_of(operation)
+        function = function_of(operation) or plain_function_of(operation)
         if function is not None:
             return function.name
     raise KeyError(f"{kernel.id} belongs to no public function; its operations: {', '.join(kernel.operations)}")

@@ -245,6 +245,7 @@ def conformance(
         "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
         "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
         "vet layer_norm --backend torch --shapes 4x64 --again",
+        "vet tokenize --param tokenizer_id=tokenizer.json",
     )
 )
 def vet(
@@ -266,6 +267,7 @@ def vet(
         typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
     ] = None,
     module: Modules = None,
+    param: measuring.Param = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
     operation_: Annotated[
         str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
@@ -278,8 +280,14 @@ def vet(
     own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Exits
     with 1 if a kernel is wrong, dies or hangs.
     """
+    from layerzero.cli import plain
     from layerzero.cli import vet as command
 
+    if plain.covers(operation_ or operation):
+        named = [*(kernel or []), *(backend or [])]
+        return plain.vet(operation_ or operation, param or [], named, again=again, quiet=json)
+    if param:
+        raise ValueError("--param: wanted an operation without tensors beside it, as `vet tokenize`, got another")
     return command.answer(
         kernels=kernel,
         backends=backend,

@@ -81,7 +81,7 @@ Everything = Annotated[bool, typer.Option("--all", help="Also list each kernel t
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-def command(answer: Callable[[Question, Report, bool], Answer], *, lists: bool) -> Callable[..., Answer]:
+def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists: bool) -> Callable[..., Answer]:
     """Make a command that asks about a call and answers in one of two ways; ``lists`` is whether it lists kernels."""
 
     def ask(
@@ -104,27 +104,30 @@ def command(answer: Callable[[Question, Report, bool], Answer], *, lists: bool) 
         json: AsJson = False,
     ) -> Answer:
         from layerzero.cli.modules import import_modules
+        from layerzero.cli.plain import report as plain_report
         from layerzero.cli.question import Flags, question
+        from layerzero.ops import plain_function_of
 
         import_modules(module or ())
-        asked = question(
-            Flags(
-                name=name,
-                shape=shape,
-                kv_shape=kv_shape,
-                case=case,
-                dtype=dtype,
-                layout=layout,
-                causal=causal,
-                params=param or (),
-                device=device,
-                installed=with_ or (),
-                missing=without or (),
-                settings=set_ or (),
-                grad=grad,
-                capturing=capturing,
-            )
+        flags = Flags(
+            name=name,
+            shape=shape,
+            kv_shape=kv_shape,
+            case=case,
+            dtype=dtype,
+            layout=layout,
+            causal=causal,
+            params=param or (),
+            device=device,
+            installed=with_ or (),
+            missing=without or (),
+            settings=set_ or (),
+            grad=grad,
+            capturing=capturing,
         )
+        if plain_function_of(name) is not None:
+            return answer(None, plain_report(flags), everything)
+        asked = question(flags)
         return answer(asked, asked.ask(), everything)
 
     if not lists:
@@ -135,7 +138,7 @@ def command(answer: Callable[[Question, Report, bool], Answer], *, lists: bool) 
     return ask
 
 
-def explained(asked: Question, report: Report, everything: bool) -> Answer:
+def explained(asked: Question | None, report: Report, everything: bool) -> Answer:
     """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for."""
     from layerzero.cli import tables
 
@@ -143,7 +146,7 @@ def explained(asked: Question, report: Report, everything: bool) -> Answer:
     return Answer(report.to_dict(), shown, FINE if report.chosen else NO)
 
 
-def named(asked: Question, report: Report, _: bool) -> Answer:
+def named(asked: Question | None, report: Report, _: bool) -> Answer:
     """Show the kernel's id alone, so that a script can use it."""
     score = round(report.chosen.score, 3) if report.chosen else None
     data = {"kernel_id": report.kernel_id, "score": score, "operation": report.operation}

@@ -34,7 +34,7 @@ def operations(names: Sequence[str]) -> list[str]:
 
 def function_of(operation: str) -> str:
     """Name the public function that leads to an operation, empty if there is none."""
-    function = ops.function_of(operation)
+    function = ops.function_of(operation) or ops.plain_function_of(operation)
     return function.name if function else ""
 
 

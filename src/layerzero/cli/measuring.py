@@ -83,16 +83,25 @@ def tune(
     ] = False,
     module: Modules = None,
     without: Without = None,
+    param: Param = None,
     json: AsJson = False,
 ) -> Answer:
     """Measure kernels, so that the fastest is chosen.
 
     Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
     skipped, so that an interrupted run goes on. Every kernel is compared with the reference first; a new one runs in a
-    child process before. Kernels may compile. Exits with 1 if nothing was measured or known.
+    child process before. Kernels may compile. Exits with 1 if nothing was measured or known. Operations without tensors
+    take --param alone: what their kernels are measured for.
     """
+    from layerzero.cli import plain
     from layerzero.cli import tune as command
 
+    if plain.covers(operation):
+        return plain.tune(
+            operation, param or [], samples=samples, budget_s=budget_s, again=again, leave_out=without or [], quiet=json
+        )
+    if param:
+        raise ValueError("--param: wanted an operation without tensors beside it, as `tune tokenize`, got another")
     return command.answer(
         operation,
         shapes=shapes,
@@ -148,7 +157,12 @@ def bench(
     `layerzero vet --again` passes it, and failures are remembered. Exits with 1 if a kernel is wrong or fails.
     """
     from layerzero.cli import bench as command
+    from layerzero.cli import plain
 
+    if plain.covers(operation):
+        return plain.bench(
+            operation, param or [], samples=samples, only=kernel or [], leave_out=without or [], quiet=json
+        )
     return command.answer(
         operation,
         shapes=shapes,
@@ -174,7 +188,7 @@ def add_to(app: typer.Typer) -> None:
         "tune",
         **examples(
             "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
-            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32",
+            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
         ),
     )(tune)  # fmt: skip
     app.command(
@@ -182,6 +196,7 @@ def add_to(app: typer.Typer) -> None:
         **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+            "bench tokenize --param tokenizer_id=cl100k_base",
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip

@@ -9,10 +9,11 @@ from layerzero.cli import describe
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.operation import Operation
+from layerzero.core.operation import Function, Operation
+from layerzero.core.plain import PlainFunction
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import REQUIRED, Param, TensorSchema
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 
 HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. -->"
 
@@ -50,7 +51,8 @@ def _page(*blocks: str) -> str:
 def support() -> str:
     """The support table of README.md: for each function, the kernels that may run it and what they demand."""
     blocks = []
-    for function in FUNCTIONS.values():
+    known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
+    for function in known:
         names = [operation.name for operation in function.operations]
         rows = []
         for kernel in builtin_kernels():
@@ -61,7 +63,8 @@ def support() -> str:
                 dtypes = ", ".join(describe.dtypes(kernel)) or "any"
                 platforms = ", ".join(describe.platforms(kernel))
                 rows.append([f"`{kernel.id}`", platforms, dtypes, only + ("; ".join(limits) or "none")])
-        rows.append(["`reference.*`", "all", "any", "none"])
+        if any(operation.has_fallback for operation in function.operations):
+            rows.append(["`reference.*`", "all", "any", "none"])
         heading = f"**`lz.{function.name}`**: {', '.join(names)}"
         blocks.append(f"{heading}\n\n{table(['kernel', 'platforms', 'dtypes', 'limits'], rows)}")
     return "\n\n".join(blocks)
@@ -78,10 +81,15 @@ def operations() -> str:
     )
     intro = (
         "A function checks a call and routes it to one operation. Kernels implement operations; each operation also "
-        "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may."
+        "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may. Of "
+        "operations without tensors the reference is the library that defines what they name; torch cannot stand in."
     )
     return _page(
-        "# Operations", intro, *map(_operation, OPERATIONS.values()), "## Aliases that locks and rules may use", aliases
+        "# Operations",
+        intro,
+        *map(_operation, (*OPERATIONS.values(), *PLAIN_OPERATIONS.values())),
+        "## Aliases that locks and rules may use",
+        aliases,
     )
 
 
@@ -144,8 +152,8 @@ def kernels() -> str:
     backends = sorted({kernel.backend: None for kernel in known}, key=lambda each: (each.name, each.import_name))
     blocks = [_library(backend, [each for each in known if each.backend == backend]) for backend in backends]
     references = (
-        "## reference\n\nEvery operation has `reference.<operation>`: its definition in plain PyTorch. It takes every "
-        "argument, dtype and platform, gives the same bits each time, has a backward pass and priority 0."
+        "## reference\n\nEvery operation of tensors has `reference.<operation>`: its definition in plain PyTorch. It "
+        "takes every argument, dtype and platform, gives the same bits each time, has a backward pass and priority 0."
     )
     flags = table(["flag", "meaning"], ([f"`{name}`", meaning] for name, meaning in describe.FLAGS.items()))
     return _page("# Kernels", intro, flags, *blocks, references)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import layerzero
 from layerzero.core.operation import Function
-from layerzero.ops import FUNCTIONS
+from layerzero.core.plain import PlainFunction
+from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
 
 _PACKAGE = vars(layerzero)
 _WIDTH = 120
@@ -25,7 +26,8 @@ _SOURCES = {
 
 def stub() -> str:
     """Write the stub from what is exported and declared."""
-    functions = [FUNCTIONS[name] for name in sorted(FUNCTIONS)]
+    known: dict[str, Function | PlainFunction] = {**FUNCTIONS, **PLAIN_FUNCTIONS}
+    functions = [known[name] for name in sorted(known)]
     written = "\n".join(part for function in functions for part in _functions(function))
     aliases = [f"{alias} = {name}" for alias, name in _PACKAGE["_ALIASES"].items()]
     exported = [f'    "{name}",' for name in layerzero.__all__]
@@ -78,7 +80,7 @@ def _import(module: str, names: list[str]) -> str:
     return "\n".join([f"from {module} import (", *(f"    {name}," for name in ordered), ")"])
 
 
-def _functions(function: Function) -> Iterator[str]:
+def _functions(function: Function | PlainFunction) -> Iterator[str]:
     """A function, with an overload for each value of the flag that decides what it returns."""
     signature = inspect.signature(function.signature)
     returns = str(signature.return_annotation)
@@ -92,9 +94,11 @@ def _functions(function: Function) -> Iterator[str]:
         yield _written(function, {}, returns, "")
 
 
-def _written(function: Function, changed: dict[str, tuple[str, str | None]], returns: str, body: str) -> str:
+def _written(
+    function: Function | PlainFunction, changed: dict[str, tuple[str, str | None]], returns: str, body: str
+) -> str:
     parameters, keyword_only = [], False
-    for each in function.parameters:
+    for each in inspect.signature(function.signature).parameters.values():
         if each.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
             parameters.append("*")
             keyword_only = True

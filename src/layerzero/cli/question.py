@@ -98,7 +98,7 @@ def question(flags: Flags) -> Question:
             if isinstance(arguments.get(name), torch.Tensor) and arguments[name].is_floating_point():
                 arguments[name].requires_grad_()
     libraries = _libraries(flags.installed, flags.missing)
-    return Question(flags.name, arguments, device, libraries, _settings(flags.settings), flags.capturing)
+    return Question(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 
 
 def device_of(name: str | None) -> Device:
@@ -248,8 +248,8 @@ def pair_of(text: str, flag: str, wanted: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Settings that hold for the question; a list may be written with commas."""
+def settings_of(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings of ``--set`` that hold for the question; a list may be written with commas."""
     settings = {}
     for text in texts:
         key, value = pair_of(text, "--set", "key=value")

@@ -112,6 +112,9 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
         return True
 
 
+BYTES = torch.uint8
+"""The dtype of a call without tensors: what it reads and writes is text, in bytes."""
+
 MAX_ALIGNMENT_BYTES = 16
 """Alignment beyond a vector load of 16 bytes is not told apart: it would split the plan cache for no kernel's good."""
 
@@ -338,11 +341,11 @@ class FactsBuilder:
             values[name] = None if bound is None else 1 << (bound - 1).bit_length()
         for name in schema.handles:
             values[name] = schema.param(name).kind_of(arguments.get(name), arguments)
-        assert first is not None, f"{schema.operation} has no tensors"
-        device = device or Device.detect(first.device)
-        leading = tensors.get(schema.dtype_tensor.name)
+        device = device or Device.detect("cpu" if first is None else first.device)
+        leading = tensors.get(schema.dtype_tensor.name) if schema.inputs else None
+        lead = first if leading is None else leading
         values |= {
-            "dtype": first.dtype if leading is None else leading.dtype,
+            "dtype": BYTES if lead is None else lead.dtype,
             "platform": device.platform,
             "sm": device.sm_number,
         }

@@ -66,7 +66,16 @@ def _add(methods: list[Callable[[], Callable[[], None] | None]], method: Callabl
         methods[:] = [*(each for each in methods if each() is not None), living]
 
 
+_child: list[bool] = []
+
+
+def forked() -> bool:
+    """Whether this process was forked off one that had this package: threads that libraries had begun are not here."""
+    return bool(_child)
+
+
 def _after_fork() -> None:
+    _child.append(True)
     torn = False
     for each in list(_LOCKS):
         if hasattr(each, "_is_owned") and each._is_owned():  # the thread that forked is inside, and goes on there

@@ -176,6 +176,8 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
             that knows nothing of the units that came with them.
+        proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), so that it is
+            refused, whoever asks, until a proof found that form the same; one of the facts that tell its class.
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
@@ -211,6 +213,7 @@ class Kernel:
     priority: int = 50
     priority_since: Mapping[tuple[int, int], int] = field(default_factory=dict)
     stock: bool | Callable[[Facts], bool] = False
+    proved_first: bool | Callable[[Facts], bool] = False
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)
@@ -279,6 +282,10 @@ class Kernel:
     def builds_apart(self) -> bool:
         """Whether what another process compiled serves this one."""
         return self.prebuilt is not None or self.cache_folder is not None
+
+    def needs_proof(self, facts: Facts) -> bool:
+        """Whether it is refused for such a call until it was proved."""
+        return self.proved_first if isinstance(self.proved_first, bool) else self.proved_first(facts)
 
     def workspace_for(self, facts: Facts) -> int:
         """Bytes it needs beside its results."""

@@ -79,7 +79,8 @@ class Judgement:
 def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None:
     """The judgement that decides about a class: its own, unless the kernel gave a wrong result on any other.
 
-    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only.
+    A kernel that was wrong once is trusted nowhere; one that died or hung may do so for its sizes only. Where facts
+    tell classes apart (``Operation.class_facts``), a wrong result is about its own class alone.
     """
     if own is not None and own.verdict is not Verdict.PASSED:
         return own
@@ -87,7 +88,14 @@ def deciding(own: Judgement | None, wrong: Judgement | None) -> Judgement | None
 
 
 def call_class(facts: Facts) -> tuple[object, ...]:
-    """The class of a call: operation, dtype, layout and the power-of-two bucket of each size."""
+    """The class of a call: operation, dtype, layout and the power-of-two bucket of each size.
+
+    An operation that names ``class_facts`` has those in place of the sizes.
+    """
+    told_by = facts.operation.class_facts
+    if told_by:
+        named = tuple([(name, str(facts[name])) for name in told_by])
+        return (facts["operation"], dtype_name(facts["dtype"]), facts.layout, named)  # type: ignore[arg-type]
     buckets = tuple(sorted([(name, bits or 1) for name, bits in facts.size_classes()]))
     return (facts["operation"], dtype_name(facts["dtype"]), facts.layout, buckets)  # type: ignore[arg-type]
 
@@ -95,7 +103,10 @@ def call_class(facts: Facts) -> tuple[object, ...]:
 def class_text(facts: Facts) -> str:
     """The class of a call in a line; each size as the power of two that it stays below."""
     operation, dtype, layout, buckets = call_class(facts)
-    sizes = " ".join(f"{name}<{2**bits}" for name, bits in buckets)  # type: ignore[attr-defined]  # pairs, see above
+    sizes = " ".join(
+        f"{name}={bits}" if isinstance(bits, str) else f"{name}<{2**bits}"
+        for name, bits in buckets  # type: ignore[attr-defined]  # pairs, see above
+    )
     return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
@@ -202,8 +213,10 @@ class MemoryLedger:
         if not known:
             return None
         with self._lock:
-            wrong = next((each for each in known.values() if each.verdict is Verdict.WRONG), None)
-            return deciding(known.get(class_text(facts)), wrong)
+            own = known.get(class_text(facts))
+            if facts.operation.class_facts:
+                return own
+            return deciding(own, next((each for each in known.values() if each.verdict is Verdict.WRONG), None))
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Remember a time; the latest wins."""

@@ -17,6 +17,7 @@ from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError
 from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
+from layerzero.core.plain import Plain
 from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 
@@ -168,6 +169,9 @@ class Operation:
         parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
         sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order; other sizes
             where somebody asks for them by name, none where the operation does not know the name.
+        class_facts: facts that tell classes of calls apart in place of their sizes: what a verdict is about. For an
+            operation whose kernels are right or wrong for an object (a tokenizer), whatever the sizes.
+        plain: what an operation without tensors has in place of what tensors are drawn and compared by.
         stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
             result; None where torch has none for them.
         name: the operation's name, ``attention.gqa.prefill``.
@@ -203,6 +207,8 @@ class Operation:
     scratch: Callable[[Mapping[str, int]], int] | None = None
     parts: Callable[[Mapping[str, Any], Any], Sequence[Part] | None] | None = None
     sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
+    class_facts: tuple[str, ...] = ()
+    plain: Plain | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
     behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)

@@ -46,6 +46,13 @@ class ReasonCode(StrEnum):
     SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED"
     LSE_UNSUPPORTED = "LSE_UNSUPPORTED"
     CONSTRAINT_FAILED = "CONSTRAINT_FAILED"
+    # the tokenizer
+    TOKENIZER_ID_MISMATCH = "TOKENIZER_ID_MISMATCH"
+    VOCAB_HASH_MISMATCH = "VOCAB_HASH_MISMATCH"
+    MERGES_HASH_MISMATCH = "MERGES_HASH_MISMATCH"
+    NORMALIZER_MISMATCH = "NORMALIZER_MISMATCH"
+    ADDED_TOKENS_MISMATCH = "ADDED_TOKENS_MISMATCH"
+    SPECIAL_TOKENS_MISMATCH = "SPECIAL_TOKENS_MISMATCH"
     # how the call runs
     GRAD_UNSUPPORTED = "GRAD_UNSUPPORTED"
     NON_DETERMINISTIC = "NON_DETERMINISTIC"
@@ -91,6 +98,12 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.SOFTCAP_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.LSE_UNSUPPORTED: "cannot return the log-sum-exp ({fact} must be {wanted}, is {got})",
     ReasonCode.CONSTRAINT_FAILED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.TOKENIZER_ID_MISMATCH: "made for tokenizers whose {fact} is {wanted}, this one's is {got}",
+    ReasonCode.VOCAB_HASH_MISMATCH: "has the vocabulary {wanted}, this tokenizer's {fact} is {got}",
+    ReasonCode.MERGES_HASH_MISMATCH: "has the merges {wanted}, this tokenizer's {fact} is {got}",
+    ReasonCode.NORMALIZER_MISMATCH: "takes tokenizers whose {fact} is {wanted}, this one's is {got}",
+    ReasonCode.ADDED_TOKENS_MISMATCH: "takes tokenizers whose {fact} are {wanted}, this one's are {got}",
+    ReasonCode.SPECIAL_TOKENS_MISMATCH: "has special pieces of its own: {fact} must be {wanted}, is {got}",
     ReasonCode.GRAD_UNSUPPORTED: "has no backward pass: {fact} must be {wanted}, is {got}",
     ReasonCode.NON_DETERMINISTIC: "{wanted} results were asked for, this kernel is {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",

@@ -15,7 +15,7 @@ from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
-from layerzero.ops import OPERATIONS
+from layerzero.ops import OPERATIONS, PLAIN_OPERATIONS
 
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
@@ -42,7 +42,7 @@ class Configuration:
         self._interned: dict[Policy, Policy] = {}
         self._listeners: list[Callable[[], None]] = []
         self._base: Policy | None = None
-        self.known_operations: list[str] = list(OPERATIONS)
+        self.known_operations: list[str] = [*OPERATIONS, *PLAIN_OPERATIONS]
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after every change of the process-wide settings."""

@@ -134,6 +134,10 @@ def trust_reasons(
         hint = f"Another version of its library clears it, or `layerzero vet --kernel {kernel.id} --again`"
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, judgement, hint))
+    elif verdict is not Verdict.PASSED and kernel.needs_proof(facts):  # a lock is no proof
+        hint = f"`layerzero vet {facts.operation.name} --kernel {kernel.id} --param ...` proves it, and lz.tune does"
+        wanted, got = "proved to be the same", "a form of its own, without a proof"
+        reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, wanted, got, hint))
     elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
         locked = lock is not None and names_kernel(lock.kernel, kernel)
         if not locked:  # a lock is the operator's word for it

@@ -32,6 +32,11 @@ NOT_MEASURED = (
     "`layerzero tune` measures the others"
 )
 
+NOT_MEASURED_PLAIN = (
+    "no time is known for this call, so the library that defines what it names stays (unmeasured: stock); "
+    "`layerzero tune` measures the others"
+)
+
 
 def pick(
     ranked: list[Candidate],
@@ -48,7 +53,7 @@ def pick(
     locked = ""
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
-        notes.append(NOT_MEASURED)
+        notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"
         held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)

@@ -16,7 +16,7 @@ from layerzero.core.errors import PolicyError
 from layerzero.core.facts import FACT_ALIASES, Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine.settings import SETTINGS, nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -175,6 +175,8 @@ def covers(pattern: str, facts: Facts) -> bool:
         return name in operations and all(facts.get(fact) == value for fact, value in implied.items())
     if pattern in FUNCTIONS:
         return any(operation.name == name for operation in FUNCTIONS[pattern].operations)
+    if pattern in PLAIN_FUNCTIONS:
+        return any(operation.name == name for operation in PLAIN_FUNCTIONS[pattern].operations)
     return fnmatch.fnmatchcase(name, pattern)
 
 
@@ -209,7 +211,7 @@ def _frozen(value: object) -> object:
 
 
 def _check_operation(pattern: str, where: str, known: Sequence[str]) -> None:
-    names = [*known, *OPERATION_ALIASES, *FUNCTIONS]
+    names = [*known, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
     if pattern not in names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
         raise PolicyError(f"{where}: no operation matches {pattern!r}{meant(pattern, names)}")
 
@@ -262,4 +264,5 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
 
 def known_facts() -> frozenset[str]:
     """Every fact name that a rule may match."""
-    return frozenset(FACT_ALIASES).union(*({*each.facts, *each.aliases} for each in OPERATIONS.values()))
+    known = (*OPERATIONS.values(), *PLAIN_OPERATIONS.values())
+    return frozenset(FACT_ALIASES).union(*({*each.facts, *each.aliases} for each in known))

@@ -19,7 +19,7 @@ from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant, names_kernel
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 
 
 class _Known(NamedTuple):
@@ -56,7 +56,7 @@ class Registry:
         self.names = Names(self)
         self.plugins = Plugins(self) if entry_points else None
         self._listeners: list[Callable[[], None]] = []
-        for operation in OPERATIONS.values():
+        for operation in (*OPERATIONS.values(), *PLAIN_OPERATIONS.values()):
             self.register_operation(operation)
 
     @property
@@ -114,7 +114,7 @@ class Registry:
             implements other operations, too.
         """
         operation = self.operation(name)
-        if OPERATIONS.get(name) is operation:
+        if operation in (OPERATIONS.get(name), PLAIN_OPERATIONS.get(name)):
             raise RegistrationError(f"operation {name!r}: wanted one that was registered, got a built-in one")
         with self._change():
             for kernel in self._known.kernels[name]:
@@ -289,10 +289,12 @@ class Registry:
             return list(OPERATION_ALIASES[pattern][0])
         if pattern in FUNCTIONS:
             return [operation.name for operation in FUNCTIONS[pattern].operations]
+        if pattern in PLAIN_FUNCTIONS:
+            return [operation.name for operation in PLAIN_FUNCTIONS[pattern].operations]
         operations = self._known.operations
         names = [name for name in operations if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            known = [*operations, *OPERATION_ALIASES, *FUNCTIONS]
+            known = [*operations, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
             raise KeyError(f"unknown operation {pattern!r}{meant(pattern, known)}")
         return names
 

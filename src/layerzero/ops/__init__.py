@@ -3,7 +3,8 @@
 Add an operation: write its block in its family's folder (schema, reference, fake, cases, tolerance) and name it in the
 ``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are
 such things, ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find beside the functions) and
-``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by).
+``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by). Operations that take no
+tensors stand in ``PLAIN_OPERATIONS`` and ``PLAIN_FUNCTIONS``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,29 @@ import pkgutil
 
 from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
+from layerzero.core.plain import PlainFunction
 
 OPERATIONS: dict[str, Operation] = {}
 FUNCTIONS: dict[str, Function] = {}
 OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {}
 """Names for several operations: those that they cover, and the facts that they imply."""
 
+PLAIN_OPERATIONS: dict[str, Operation] = {}
+"""Operations without tensors: registered, chosen for and asked about like the others, by a way of their own."""
+
+PLAIN_FUNCTIONS: dict[str, PlainFunction] = {}
+"""What users call of them."""
+
 EXPORTS: dict[str, str] = {}
 """What families offer users beside their functions (a handle's class): the name and the module that it lives in."""
+
+
+def plain_function_of(name: str) -> PlainFunction | None:
+    """The public function of an operation without tensors, by its name or the operation's; None else."""
+    for function in PLAIN_FUNCTIONS.values():
+        if name == function.name or any(each.name == name for each in function.operations):
+            return function
+    return None
 
 
 def function_of(operation: str) -> Function | None:
@@ -35,6 +51,8 @@ for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if ea
     _module = importlib.import_module(f"{__name__}.{_family}")
     OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
     FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
+    PLAIN_OPERATIONS |= {operation.name: operation for operation in getattr(_module, "PLAIN_OPERATIONS", ())}
+    PLAIN_FUNCTIONS |= {function.name: function for function in getattr(_module, "PLAIN_FUNCTIONS", ())}
     OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
     EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)
     register_kinds(getattr(_module, "LIMITS", {}))

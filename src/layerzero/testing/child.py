@@ -59,8 +59,13 @@ def selected(job: Ask) -> list[Kernel]:
         of_library = job.backends is None or kernel.source in job.backends
         return of_library and (job.kernels is None or any(names_kernel(name, kernel) for name in job.kernels))
 
-    found = [kernel for kernel in REGISTRY.kernels(job.operation) if named(kernel)]
+    found = [kernel for kernel in REGISTRY.kernels(job.operation) if named(kernel) and _has_tensors(kernel)]
     return sorted(found, key=lambda kernel: (kernel.source, kernel.id))
+
+
+def _has_tensors(kernel: Kernel) -> bool:
+    """Whether it is a kernel of tensors; others are put to the proof by vetting, for what they are asked about."""
+    return any(REGISTRY.operation(name).plain is None for name in kernel.operations)
 
 
 def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:

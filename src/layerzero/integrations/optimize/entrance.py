@@ -24,6 +24,7 @@ from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
 from layerzero.integrations.optimize.report import Exchange, Left, Optimized, Replaced
 from layerzero.integrations.optimize.swapping import is_swapped
+from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
@@ -38,13 +39,13 @@ NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; 
 
 
 def optimize(
-    model: Module,
+    model: Any,
     inputs: Any = None,
     *,
     rounds: int = 5,
     budget_s: float | None = 120.0,
     isolate: bool = True,
-) -> Optimized:
+) -> Any:
     """Let LayerZero compute what a model's modules compute, where that is checked to be the same.
 
         report = lz.optimize(model)                   # or with the inputs that matter:
@@ -66,9 +67,14 @@ def optimize(
         rounds: times that each variant is timed, interleaved.
         budget_s: seconds for measuring kernels; None for no limit.
         isolate: whether kernels that are new on this machine run in a child process first.
+    A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
+    exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
+
     Returns: the report, which prints what was done and why, and takes it back.
     Raises: TypeError for what has no modules; whatever the model raises on the inputs.
     """
+    if is_tokenizer(model):
+        return optimize_tokenizer(model, budget_s=budget_s)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root))
     if root.training:

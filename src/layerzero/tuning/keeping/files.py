@@ -105,6 +105,8 @@ class FileLedger(MemoryLedger):
             return None
         versions = _versions(kernel, facts)
         own = self.files.load(Name(slug, records.key_of(kernel.id, class_text(facts), versions), VERDICT))
+        if facts.operation.class_facts:
+            return _judgement(own)
         found = self._wrong_of(slug)
         elsewhere = next((each for each in found if each.kernel == kernel.id and each.versions == versions), None)
         return deciding(_judgement(own), _judgement(elsewhere))

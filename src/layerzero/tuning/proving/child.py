@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 import torch
@@ -15,10 +16,13 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import KernelExecutionError, LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, home_of
+from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import Plain
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.functions import CALLS
+from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
@@ -113,6 +117,8 @@ def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
     torch.set_num_threads(1)  # small tensors gain nothing from more
     tell.begins()
     kernel, operation = _kernel(question), REGISTRY.operation(question.call.operation)
+    if operation.plain is not None:
+        return _proved(kernel, operation, operation.plain, question.call)
     function = function_of(operation.name)
     if function is None:
         raise LookupError(f"{operation.name} belongs to no public function, so nothing can call it")
@@ -124,6 +130,26 @@ def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
     call = rebuilt(question.call) if small else None
     found = brief.look(kernel, operation, call, setting, case, tell.runs)
     return Reply(_VERDICTS.get(found.state), found.detail)
+
+
+def _proved(kernel: Kernel, operation: Operation, plain: Plain, call: CallRecipe) -> Reply:
+    """Compare what works on a form of its own with the reference, on everything that differs between such forms."""
+    given = plain.restored(call.params)
+
+    def load(asked: Mapping[str, Any]) -> Callable[..., Any]:
+        items: Any = [] if asked["batched"] else ""
+        run: Callable[..., Any] = kernel.load(plain_facts(Routed(operation, {**asked, "items": items})))
+        return run
+
+    try:
+        problems = plain.prove(load, given)
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever a library raises of what it cannot read
+        return Reply(Verdict.WRONG, f"its form cannot be made: {type(error).__name__}: {error}")
+    if problems:
+        return Reply(Verdict.WRONG, "; ".join(problems))
+    return Reply(Verdict.PASSED, "the same as the reference on the whole corpus")
 
 
 def _found(call: RandomCall, question: Question, kernel: Kernel) -> Reply:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from layerzero.ops import function_of
 from layerzero.ops.calls import as_shapes, case_of_shapes, facts_of
 from layerzero.testing.apart import BUILD_S, START_S, End, Task, run_apart
 from layerzero.tuning.proving.child import Question, Reply, homes
+from layerzero.tuning.proving.plain import pairs as plain_pairs
 
 log = logging.getLogger("layerzero")
 
@@ -73,6 +74,7 @@ def vet(
     shapes: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
+    params: Mapping[str, Any] | None = None,
     modules: Sequence[str] = (),
     again: bool = False,
     timeout_s: float = TIMEOUT_S,
@@ -87,6 +89,8 @@ def vet(
         shapes: shapes of the first tensor, as :func:`layerzero.warmup` takes them; the operations' own cases if None.
         dtype: dtype of the tensors; every one that operation and kernel know if None.
         device: where; the CPU, or the current CUDA device if there is one.
+        params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``;
+            no others are asked about then.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
         again: also check classes that have a verdict.
         timeout_s: seconds of silence after which a child counts as hanging.
@@ -95,6 +99,10 @@ def vet(
         another version, or until it passes again; one that crashed or hung, for no call of that class.
     Raises: KeyError for an unknown operation; ValueError for a module that does not import.
     """
+    if params is not None:
+        named = [*(kernels or ()), *(backends or ())]
+        proofs = plain_pairs(operation, params, named, again=again)
+        return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
     target = Device.detect(str(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target)]
     dtypes = None if dtype is None else [dtype_named(dtype)]
@@ -183,7 +191,7 @@ def vet_calls(
         each = found[name] = Vetted(*name, verdict, detail)
         if verdict is not None:
             ENGINE.ledger.record_verdict(*unique[name], verdict, detail)
-        if verdict is Verdict.WRONG:
+        if verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
             text = f"{each.kernel_id} is not chosen any more until its library has another version: {each}"
             warnings.warn(text, LayerZeroWarning, stacklevel=2)
         if progress is not None:

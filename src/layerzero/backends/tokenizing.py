@@ -1,0 +1,90 @@
+"""What tokenizer libraries have in common: how their kernels are declared, and how a tokenizer is found for one."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.limit import Limit
+from layerzero.ops.tokenize.limits import TokenizerPart
+from layerzero.ops.tokenize.places import folder
+from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash
+
+ENCODING = ("tokenizer", "items", "batched", "add_special_tokens", "parse_special", "return_offsets", "source")
+DECODING = ("tokenizer", "items", "batched", "skip_special_tokens", "source")
+
+Load = Callable[[Tokenizer, Mapping[str, Any]], Callable[..., Any]]
+"""What encodes or decodes for a tokenizer, given what is asked of it."""
+
+
+def _loaded(load: Load, facts: Facts) -> Callable[..., Any]:
+    return load(by_hash(facts["tokenizer_hash"]), facts)
+
+
+def formats(*names: str) -> Limit:
+    """Take tokenizers that these libraries define only."""
+    return TokenizerPart("format", names)
+
+
+def _kernel(
+    name: str,
+    operation: str,
+    accepts: tuple[str, ...],
+    backend: Backend,
+    load: Load,
+    native: str,
+    declared: dict[str, Any],
+) -> Kernel:
+    """A kernel; one that does not define the format works on a form of its own, and has to prove it."""
+    return Kernel(
+        id=f"{backend.name}.{name}",
+        operations=(operation,),
+        backend=backend,
+        load=functools.partial(_loaded, load),
+        accepts=accepts,
+        deterministic=True,
+        stock=(lambda facts: facts["format"] == native) if native else False,
+        proved_first=not native,
+        **declared,
+    )
+
+
+def ranks_file(tokenizer: Tokenizer) -> str:
+    """A file of a tiktoken encoding's ranks, for libraries that read nothing else."""
+    native = tokenizer.native
+    path = folder() / f"{tokenizer.tokenizer_hash}.tiktoken"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(ranks_bytes(native._mergeable_ranks))
+        part.replace(path)
+    return os.fspath(path)
+
+
+def ranks_bytes(ranks: Mapping[bytes, int]) -> bytes:
+    """Ranks as tiktoken's files hold them."""
+    return b"".join(base64.b64encode(piece) + b" %d\n" % rank for piece, rank in ranks.items())
+
+
+def one_by_one(run: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
+    """Several, one after the other."""
+    return lambda items: [run(each) for each in items]
+
+
+def encoder(backend: Backend, load: Load, *, native: str = "", offsets: bool = False, **declared: Any) -> Kernel:
+    """A kernel that encodes. ``native`` is the format that its library defines: no proof is needed for that."""
+    limits = declared.pop("limits", ())
+    if not offsets:
+        limits = (*limits, limit.one_of("return_offsets", False))
+    return _kernel("encode", "tokenize.encode", ENCODING, backend, load, native, {"limits": limits, **declared})
+
+
+def decoder(backend: Backend, load: Load, *, native: str = "", **declared: Any) -> Kernel:
+    """A kernel that decodes."""
+    return _kernel("decode", "tokenize.decode", DECODING, backend, load, native, declared)

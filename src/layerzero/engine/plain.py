@@ -1,0 +1,220 @@
+"""The way of a call without tensors: facts, candidates, policy, limits, score, plan, by the same judges as the others.
+
+:class:`PlainDispatcher` chooses and runs for one function; :class:`PlainWays` holds what was chosen, in a table for
+each policy that starts empty in each epoch. There is nothing to adapt, to capture or to trace, so a plan is the
+kernel's callable, and a key is what the function makes of a call: its own buckets of sizes, by whose upper ends the
+facts are told. A limit on a size therefore holds for every call of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from layerzero.core import forking
+from layerzero.core.device import Device
+from layerzero.core.errors import NoKernelFoundError
+from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.operation import Routed
+from layerzero.core.plain import PlainFunction
+from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.engine import failing, legality, probe, score
+from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.dispatch import ENGINE, Engine
+from layerzero.engine.pick import pick, require
+from layerzero.engine.policy import Policy
+from layerzero.engine.probe import Machine
+from layerzero.engine.told import tell_choice
+from layerzero.ops import PLAIN_FUNCTIONS
+
+MAX_TABLES = 32
+"""Policies of open blocks whose choices are kept."""
+
+Table = dict[Any, Any]
+
+
+def plain_facts(routed: Routed, device: Device | None = None) -> Facts:
+    """The facts of a call without tensors."""
+    return FactsBuilder(routed.operation).of_valid(routed.arguments, device=device or Device.detect("cpu"))
+
+
+class PlainDispatcher:
+    """Chooses and runs for one function whose operations have no tensors."""
+
+    def __init__(self, function: PlainFunction, engine: Engine = ENGINE) -> None:
+        self.function = function
+        self.engine = engine
+        self.operations = {each.name: each for each in function.operations}
+
+    def explain(
+        self, facts: Facts, policy: Policy, *, machine: Machine | None = None, failed: Collection[str] = ()
+    ) -> tuple[Report, list[Candidate]]:
+        """Judge and rank every kernel for a call; nothing runs and nothing is kept."""
+        machine = machine or probe.this_machine()
+        engine = self.engine
+        kernels = engine.registry.candidates(facts.operation.name)
+        judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
+        ranked = score.rank(judged, facts, policy, engine.ledger)
+        lock = engine.registry.lock_for(policy, facts)
+        report = pick(ranked, Routed(facts.operation, {}), facts, policy, lock)
+        return report, ranked
+
+    def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
+        """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""
+        failed = set(failed)
+        while True:
+            report, _ = self.explain(facts, policy, failed=failed)
+            chosen = require(report)
+            try:
+                run = chosen.kernel.load(facts)
+            except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
+                failing.not_loaded(chosen.kernel, report, error, self.engine)
+                failed.add(chosen.kernel.id)
+                continue
+            if policy.log_selections:
+                plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
+                tell_choice(plan)
+                return plan
+            return Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
+
+    def first(self, plan: Plan, items: Any) -> Any:
+        """Run a plan for the first time.
+
+        It needs no mark on disk: what works on a form of its own ran in a child before, and what defines a form has
+        nothing that could take its place.
+        """
+        result = plan.run(items)
+        self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
+        return result
+
+    def answer(self, plan: Plan, error: BaseException, arguments: Mapping[str, Any]) -> tuple[Plan, Any]:
+        """Answer a plan that raised: another kernel runs where that is safe, else the error reaches the caller."""
+        policy, tried = current_policy(), [plan.kernel]
+        while True:
+            failing.check_retry(plan, _plain_error(error), policy, self.engine, arguments, tried[:-1])
+            try:
+                another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
+            except NoKernelFoundError as nothing_left:
+                raise nothing_left from error
+            failing.tell_fallback(plan, another, _plain_error(error))
+            self.engine.health.fell_back(plan.kernel, plan.report.operation)
+            tried.append(another.kernel)
+            try:
+                return another, self.first(another, arguments["items"])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as next_error:  # noqa: BLE001  # whatever a kernel raises
+                plan, error = another, next_error
+
+
+def _nothing(**_: Any) -> Mapping[str, Any]:
+    """A call without tensors has none to adapt."""
+    return {}
+
+
+class PanicError(RuntimeError):
+    """A library panicked in an exception class that is no ``Exception``."""
+
+
+def _plain_error(error: BaseException) -> Exception:
+    """An exception that other code may catch; interrupts are raised as they are."""
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error
+    made = PanicError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
+class PlainWays:
+    """What was chosen for a function, by the keys that it makes (:class:`layerzero.core.operation.Ways`)."""
+
+    def __init__(self, dispatcher: PlainDispatcher) -> None:
+        self.dispatcher = dispatcher
+        self._lock = forking.lock()
+        self._policy: Policy | None = None
+        self._base: Table = {}
+        self._scoped: dict[Policy, Table] = {}
+        self._plans: dict[Any, Plan] = {}
+        self.table: Table = self._base
+        dispatcher.engine.caches.append(self)  # type: ignore[arg-type]  # it is told of epochs, which is all it needs
+        SCOPES.watch(self._blocks)
+
+    def publish(self, policy: Policy) -> None:
+        """Start an epoch: everything is chosen anew."""
+        with self._lock:
+            self._policy, self._base, self._scoped, self._plans = policy, {}, {}, {}
+            self.table = _NONE if SCOPES.active else self._base
+
+    def plans(self) -> list[tuple[Policy, Plan]]:
+        """None: choices are frozen for operations of tensors."""
+        return []
+
+    def _blocks(self, open_ones: int) -> None:
+        """While a block of settings is open, nobody reads the table without asking which settings hold."""
+        self.table = _NONE if open_ones else self._base
+
+    def scoped(self) -> Table:
+        """The table of the settings that hold here."""
+        if not SCOPES.active:
+            return self._base
+        policy = SCOPES.policy()
+        with self._lock:
+            if len(self._scoped) >= MAX_TABLES and policy not in self._scoped:
+                self._scoped.clear()
+            return self._scoped.setdefault(policy, {})
+
+    def find(self, key: Any, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], Any]:
+        """Choose for a call, and run it: what runs later calls of its kind, and its result."""
+        dispatcher = self.dispatcher
+        dispatcher.engine.registry.ready()
+        operation = self._operation(arguments)
+        facts = plain_facts(Routed(operation, arguments))
+        plan = dispatcher.choose(facts, current_policy())
+        try:
+            result = dispatcher.first(plan, arguments["items"])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever a kernel raises
+            plan, result = dispatcher.answer(plan, error, arguments)
+        with self._lock:
+            self._plans[key] = plan
+        return plan.run, result
+
+    def failed(self, key: Any, error: BaseException, arguments: Mapping[str, Any]) -> Any:
+        """Answer a call whose kernel raised."""
+        plan = self._plans.get(key)
+        if plan is None:  # an epoch began meanwhile
+            return self.find(key, arguments)[1]
+        return self.dispatcher.answer(plan, error, arguments)[1]
+
+    def _operation(self, arguments: Mapping[str, Any]) -> Any:
+        for each in self.dispatcher.function.operations:
+            if set(arguments) <= each.schema.known:
+                return each
+        raise LookupError(f"{self.dispatcher.function.name}: no operation takes {sorted(arguments)}")
+
+
+_NONE: Table = {}
+"""The table that is read while settings hold in a block: nothing is ever put there."""
+
+
+class _PlainCalls(dict[str, tuple[PlainDispatcher, Callable[..., Any]]]):
+    """The dispatcher and the public function of each name, made when somebody first asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = forking.rlock()
+
+    def __missing__(self, name: str) -> tuple[PlainDispatcher, Callable[..., Any]]:
+        with self._lock:
+            if name not in self:
+                function = PLAIN_FUNCTIONS[name]
+                dispatcher = PlainDispatcher(function)
+                self[name] = dispatcher, function.make(PlainWays(dispatcher))
+            return self[name]
+
+
+PLAIN_CALLS = _PlainCalls()
+"""By the name of the function."""

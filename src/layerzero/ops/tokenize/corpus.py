@@ -1,0 +1,220 @@
+"""The texts on which a tokenizer in another form has to give the same ids: what differs between implementations.
+
+Every script of the list, every Unicode category, emoji with modifiers and joiners, combining marks in odd orders,
+control characters, runs of one character, numbers, contractions, whitespace of all kinds, code, the texts of special
+tokens, and random mixtures of all of it. Everything is drawn from a seed: machines whose Python knows one Unicode
+prove the same thing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+SEED = 20261122
+
+EDITION = "2"
+"""Raised where the texts change: what was proved on an earlier edition is proved again."""
+
+SCRIPTS = (
+    "The quick brown fox doesn't jump; it's over 13 lazy dogs' HOUSES. I'LL we've they'd",
+    "Größe Straße Œuvre naïve coöperate señor İstanbul ıspanak ǅungla",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю. Ёлка їжак",
+    "Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία ἄνθρωπος ᾧ",
+    "אֲנִי יָכוֹל לֶאֱכֹל זְכוּכִית שלום עולם",
+    "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر ١٢٣ لا إله",
+    "मैं काँच खा सकता हूँ और मुझे उससे कोई चोट नहीं पहुंचती। क्षत्रिय ३२१",
+    "আমি কাঁচ খেতে পারি, তাতে আমার কোনো ক্ষতি হয় না।",
+    "நான் கண்ணாடி சாப்பிடுவேன், அதனால் எனக்கு ஒரு கேடும் வராது.",
+    "నేను గాజు తినగలను మరియు అలా చేసినా నాకు ఏమి ఇబ్బంది లేదు",
+    "ฉันกินกระจกได้ แต่มันไม่ทำให้ฉันเจ็บ ๑๒๓",
+    "ຂອ້ຍກິນແກ້ວໄດ້ໂດຍທີ່ມັນບໍ່ໄດ້ເຮັດໃຫ້ຂອ້ຍເຈັບ",
+    "ཤེལ་སྒོ་ཟ་ནས་ང་ན་གི་མ་རེད།",
+    "ကျွန်တော် ကျွန်မ မှန်စားနိုင်တယ်။",
+    "ខ្ញុំអាចញុំកញ្ចក់បាន ដោយគ្មានបញ្ហា",
+    "მინას ვჭამ და არა მტკივა ႠႡႢ",
+    "Կրնամ ապակի ուտել և ինծի անհանգիստ չըներ։",
+    "አማርኛ ብርጭቆ መብላት እችላለሁ",
+    "私はガラスを食べられます。それは私を傷つけません。ｶﾞﾗｽ ㍿",
+    "我能吞下玻璃而不伤身体。𠀀𪚥〇〡",
+    "나는 유리를 먹을 수 있어요. 그래도 아프지 않아요 ᄒᆞᆫ글",
+    "ᓀᐦᐃᔭᐍᐏᐣ ᏣᎳᎩ ᚠᛇᚻ ᚁᚂ 𐌰𐌱 𓀀𓁐 ߒߞߏ ⴰⵣⵓⵍ ꦲꦏ",
+)
+"""A line for each of more than 20 scripts."""
+
+EMOJI = (*("👍🏽", "👨‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪🇫🇷", "1️⃣", "❤️", "☺", "👩🏿‍🚀", "🧑‍🤝‍🧑", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "\u200d👍", "🏽", "🇩", "©️™"),)
+
+MARKS = (
+    *("e\u0301", "\u0301e", "a\u0323\u0307", "a\u0307\u0323", "o\u0302\u0323x", "\u1112\u1161\u11ab", "\u0928\u093c"),
+    *("n\u0303o", "\u212b\u00c5A\u030a", "\ufb01\ufb03", "\u01c4\u01c5", "z" + "\u0335\u0336\u0300" * 9, " \u0301 "),
+)
+"""Combining marks: composed, decomposed, out of order, without a letter, and too many."""
+
+SPACES = (
+    *(" ", "  ", "   ", "\t", "\n", "\r\n", "\r", "\n\n", " \n ", "\t\t\n", "\u00a0", "\u2003", "\u3000", "\u200b"),
+    *("\u2028", "\u0085", "\ufeff", "\x0b", "\x0c", "\x1c", "\x1f", " \u00a0 ", "\n \n  \n", "\u180e", "\u202f "),
+)
+
+CODE = (
+    'def f(x: int) -> str:\n    return f"{x:>8_d}"  # ok\n\n\nclass A(B):\n\tpass\n',
+    "for (size_t i=0;i<n;++i){a[i]|=b[i]<<0x1F;}/* */ //!\r\n#include <stdio.h>\r\n",
+    "SELECT * FROM t WHERE a='it''s' AND b>=3.14e-10;--x\n",
+    '<div class="a b" id=\'c\'>&nbsp;&#x1F600;</div><!-- -->\n{"k": [1,2,null], "é": "\\u00e9\\n"}',
+    "https://example.com/a%20b?q=1&r=%E2%82%AC#x user+tag@mail.example C:\\Windows\\x64 ~/.bashrc $HOME",
+    "$$\\int_0^\\infty e^{-x^2}dx=\\frac{\\sqrt\\pi}{2}$$ a_{i+1}≤∑ ∀x∈ℝ ½ ² x² ⅷ ①",
+)
+
+NUMBERS = ("0", "007", "1234567890", "3.14159", "1,000,000", "1e-5", "٣٤٥", "१२३४", "²³", "Ⅷ", "½", "10²³x", "１２３")
+
+WORDS = (
+    *(
+        "'s",
+        "'S",
+        "'ll",
+        "'LL",
+        "'ſ",
+        "’s",
+        "don't",
+        "DON'T",
+        "I'm'd",
+        "'",
+        "''s",
+        "it's's",
+        "x're ",
+        "'\n's",
+        "_a_",
+        "a_b",
+    ),
+    *(
+        "camelCaseHTTPServer",
+        "HTTPServer",
+        "ABCdef",
+        "abcDEF",
+        "aB",
+        "Ǆabc",
+        "ΑΒΓαβγ",
+        "éÉ",
+        "iPhone15Pro",
+        "ﬁn",
+        "K\u212a",
+    ),
+    *(
+        "...",
+        "?!?!",
+        "-->",
+        "=>>",
+        "!\n",
+        "/\n/",
+        "!/\n\n/a",
+        "#\r\n\r\n",
+        "\u2014a",
+        "a/b",
+        "(a)",
+        "«a»",
+        "“a”",
+        "!!a!!",
+        "\ufffd",
+    ),
+)
+
+MARKERS = (
+    *("<s>", "</s>", "<unk>", "<pad>", "<mask>", "<|endoftext|>", "<|im_start|>", "[CLS]", "[UNK]", "<0x0A>", "<0x41>"),
+    *("\u2581", "\u2581a", "a\u2581b", "\u0120", "\u010a", "##a", "a</w>", "@@", "<bos>", "[INST] x [/INST]"),
+)
+"""What libraries write into vocabularies, as plain text: some take it for what it stands for."""
+
+CONTROLS = tuple(chr(code) for code in (*range(1, 32), *range(127, 160)))
+
+
+def _runs() -> Iterator[str]:
+    """Runs of one thing: what a quadratic pattern, a cache by word and a limit by length show themselves on."""
+    for piece in (
+        "a",
+        "A",
+        " ",
+        "\n",
+        "\t",
+        "1",
+        "!",
+        "é",
+        "中",
+        "👍",
+        "\u0301",
+        "ab",
+        "a ",
+        " a",
+        "\r\n",
+        "=-",
+        "\u00a0",
+        "aA",
+    ):
+        for count in (2, 3, 4, 7, 8, 9, 16, 31, 64, 129, 700):
+            yield piece * count
+            yield f"x{piece * count}y"
+    yield "".join(chr(97 + place * 7 % 26) for place in range(5000))
+    yield "x" * 20_000
+
+
+def _categories() -> Iterator[str]:
+    """Characters of every category and of planes 0 to 3 and 14, in small groups between letters and spaces."""
+    drawn = random.Random(SEED)
+    by_category: dict[str, list[str]] = {}
+    for code in range(sys.maxunicode + 1):
+        if 0xD800 <= code < 0xE000 or 0x40000 <= code < 0xE0000 or code >= 0xF0000:
+            continue
+        by_category.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
+    for known in by_category.values():
+        for each in known if len(known) < 60 else drawn.sample(known, 60):
+            yield f"a{each}b {each} {each}{each}1{each}\n{each}"
+        yield "".join(drawn.sample(known, min(40, len(known))))
+
+
+def _mixtures(count: int, specials: Sequence[str]) -> Iterator[str]:
+    """Random mixtures of everything, of one to forty pieces."""
+    drawn = random.Random(SEED + 1)
+    words = [word for line in SCRIPTS for word in line.split(" ")]
+    kinds = [
+        words,
+        words,
+        EMOJI,
+        MARKS,
+        SPACES,
+        SPACES,
+        NUMBERS,
+        WORDS,
+        CODE,
+        CONTROLS,
+        MARKERS,
+        list(specials) or words,
+    ]
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    for _ in range(count):
+        pieces = []
+        for _ in range(drawn.choice((1, 2, 3, 5, 8, 13, 40))):
+            if drawn.random() < 0.15:
+                pieces.append("".join(drawn.choices(letters, k=drawn.randint(1, 14))))
+            else:
+                pieces.append(drawn.choice(drawn.choice(kinds)))
+            if drawn.random() < 0.5:
+                pieces.append(" ")
+        yield "".join(pieces)
+
+
+@cache
+def _fixed() -> tuple[str, ...]:
+    alone = (*SCRIPTS, *EMOJI, *MARKS, *SPACES, *CODE, *NUMBERS, *WORDS, *MARKERS, *CONTROLS)
+    spaced = (f"a{space}b{space}{space}C{space}" for space in SPACES)
+    ordered = ("".join(SCRIPTS), "\n".join(SCRIPTS), "\n\n".join(CODE) * 3, " ".join(EMOJI), "\x00", "a\x00b")
+    return ("", *alone, *(f" {each}" for each in alone), *(f"{each} x" for each in alone), *spaced, *ordered,
+            *_runs(), *_categories())  # fmt: skip
+
+
+def differential(specials: Sequence[str] = (), mixtures: int = 3000) -> Iterator[str]:
+    """Every text of the corpus, about a megabyte; ``specials`` are the texts of the tokenizer's special tokens."""
+    yield from _fixed()
+    for special in list(specials)[:64]:
+        yield from (special, f"a{special}b", f" {special} ", special * 2, special[:-1], f"{special}\n\n{special}")
+    yield from _mixtures(mixtures, specials)

@@ -1,0 +1,162 @@
+"""Text to tokens and back: ``tokenize.encode`` and ``tokenize.decode``.
+
+    encode  a text, or a list of texts, to the ids that the library which defines the tokenizer gives; with
+            ``return_offsets`` also, for each id, where its characters begin and end in the text
+    decode  ids, or lists of ids, to text; bytes that are no UTF-8 become U+FFFD
+
+There are no tensors: what a call is chosen by are the tokenizer's hashes, what is asked of it, and how many characters
+it has in how many texts, each as the power of two above. A result is right if it equals that of the library itself:
+one wrong id is a wrong model.
+Source: the libraries tokenizers, tiktoken and sentencepiece, each for the files that it defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from layerzero.core.arguments import Axis, Param, Role
+from layerzero.core.operation import Case, Operation, OpKind
+from layerzero.core.plain import Plain
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.checks import id_problems, text_problems
+from layerzero.ops.tokenize.corpus import EDITION
+from layerzero.ops.tokenize.places import written
+from layerzero.ops.tokenize.proof import drawn, prove_decode, prove_encode
+from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
+
+PARTS = (
+    *("format", "model", "vocab_hash", "merges_hash", "model_id", "normalizer", "normalizer_id", "pretokenizer"),
+    *("pretokenizer_id", "scheme", "postprocessor_id", "decoder_id", "added_tokens", "added_tokens_hash"),
+    *("special_tokens_hash",),
+)
+"""Facts of a call that are parts of its tokenizer."""
+
+_AXES = (Axis("characters", scales=True, live=True), Axis("batch", scales=True, live=True))
+_BATCHED = Param("batched", bool, False)
+
+
+def power(number: int) -> int:
+    """The power of two above a number: what sizes of calls are chosen by."""
+    return 1 << number.bit_length()
+
+
+def _derived(sizes: Callable[[Any], int]) -> Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, object]]:
+    def derive(arguments: Mapping[str, Any], _: Mapping[str, int]) -> Mapping[str, object]:
+        tokenizer: Tokenizer = arguments["tokenizer"]
+        items = arguments["items"] if arguments["batched"] else [arguments["items"]]
+        parts = {name: getattr(tokenizer.identity, name) for name in PARTS}
+        size = power(sum(map(sizes, items)))
+        count = power(len(items)) if arguments["batched"] else 1
+        return parts | {
+            "tokenizer_hash": tokenizer.tokenizer_hash,
+            "tokenizer_id": tokenizer.name,
+            "corpus": EDITION,
+            "characters": size,
+            "batch": count,
+        }
+
+    return derive
+
+
+def _schema(name: str, *params: Param) -> OperationSchema:
+    own = (
+        Param("tokenizer", Tokenizer, None, role=Role.HANDLE, kind=lambda value: value.identity.format),
+        Param("items", (str, list), None, role=Role.PASSED),
+        Param("source", str, "", works=False),
+        _BATCHED,
+    )
+    return OperationSchema(name, (), (), params=(*own, *params), axes=_AXES)
+
+
+_ALONE = (*(6, 12, 24, 50, 100, 200, 400, 800, 1500, 3000, 6000, 12_000, 25_000, 50_000, 100_000, 200_000, 800_000),)
+_SEVERAL = ((4, 100), (16, 100), (128, 100), (2000, 20), (2000, 100), (2000, 400), (16, 3000), (64, 3000))
+
+
+def _cases(units: str, step: int) -> tuple[Case, ...]:
+    """Every power of two of a text alone, since short ones are what a choice can spoil most; a few of several."""
+    alone = (Case(f"{units}_{size}", {"characters": size, "batch": 1}) for size in _ALONE[::step])
+    several = (
+        Case(f"batch_{count}x{size}", {"characters": count * size, "batch": count}, {"batched": True})
+        for count, size in _SEVERAL[::step]
+    )
+    return (*alone, *several)
+
+
+def _sweep(cases: Sequence[Case]) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    def sweep(platform: str, _: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        yield from cases if platform == "cpu" else ()
+
+    return sweep
+
+
+def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**arguments, "source": written(arguments["tokenizer"])}
+
+
+def _operation(
+    schema: OperationSchema, summary: str, reference: Any, check: Callable[..., list[str]], flag: str, plain: Plain
+) -> Operation:
+    cases = _cases("text", 1) if flag == "parse_special" else _cases("ids", 4)
+    return Operation(
+        schema=schema,
+        summary=summary,
+        reference=reference,
+        fake=reference,
+        cases=cases,
+        kind=OpKind.TOKENIZATION,
+        has_fallback=False,
+        derive=_derived(len),
+        check_values=check,
+        derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "corpus", "characters", "batch"),
+        derived_from=dict.fromkeys((*PARTS, "tokenizer_hash", "tokenizer_id", "corpus"), ())
+        | {"characters": (), "batch": ()},
+        class_facts=("tokenizer_hash", flag, "corpus"),
+        sweep=_sweep(cases),
+        plain=plain,
+    )
+
+
+ENCODE = _operation(
+    _schema(
+        "tokenize.encode",
+        Param("add_special_tokens", bool, False),
+        Param("parse_special", bool, False),
+        Param("return_offsets", bool, False),
+    ),
+    "text to the ids of a tokenizer, exactly those of the library that defines it",
+    oracle.encode,
+    text_problems,
+    "parse_special",
+    Plain(
+        drawn("encode"),
+        prove_encode,
+        lambda params: _restored(params, {"parse_special", "add_special_tokens"}),
+        _portable,
+        lambda a, b: a == b,
+    ),
+)
+DECODE = _operation(
+    _schema("tokenize.decode", Param("skip_special_tokens", bool, False)),
+    "ids of a tokenizer to text, exactly that of the library that defines it",
+    oracle.decode,
+    id_problems,
+    "skip_special_tokens",
+    Plain(
+        drawn("decode"),
+        prove_decode,
+        lambda params: _restored(params, {"skip_special_tokens"}),
+        _portable,
+        lambda a, b: a == b,
+    ),
+)
+
+
+def _restored(params: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
+    """Canonical arguments of the call that a recipe's parameters name, without what it would encode."""
+    tokenizer = resolve(params["source"])
+    return {"tokenizer": tokenizer, **{name: bool(params.get(name, False)) for name in flags}}
+
+
+PLAIN_OPERATIONS = (ENCODE, DECODE)

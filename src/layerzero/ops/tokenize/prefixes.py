@@ -1,0 +1,283 @@
+"""Encoded texts, kept: whole texts that come again, and the beginnings that long prompts share.
+
+The key is the text itself, compared as a whole, under the whole hash of the tokenizer: nothing is shortened, so two
+texts never meet. A text is looked up by its first 64 characters, which costs 0.1 us; a text whose beginning was never
+seen is not hashed. What is kept never exceeds a number of bytes; what was used longest ago goes first.
+
+A beginning is reused where the tokenizer is exact about it: a byte-level BPE whose split pattern is one of
+``SCHEMES``, cut before a space that follows a character that is none. No piece of those patterns has a space behind
+another character, none of them looks back, and what is left of the cut ends in no space, which is all that they look
+ahead over. NFC does not compose over a space. Added tokens with a space, or with flags, leave no cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.core import forking
+from layerzero.ops.tokenize.tokenizer import Tokenizer, when_forgotten
+
+log = logging.getLogger("layerzero")
+
+HEAD = 64
+"""Characters by which a text is looked up."""
+
+LEAST = 1024
+"""Shorter texts are encoded: that costs what looking them up would (2 CPU cores, 2026-11-22)."""
+
+LEAST_SHARED = 512
+"""Two texts share a beginning that is worth keeping from so many characters on."""
+
+PER_HEAD = 4
+"""Beginnings that are kept of one head."""
+
+ID_BYTES = 8 + 32
+"""An id takes a place in a tuple, and an integer of its own beyond those that Python shares."""
+
+Run = Callable[[str], list[int]]
+
+
+@dataclass(slots=True)
+class TokenizerCacheConfig:
+    """How encoded texts are kept.
+
+    Attributes:
+        max_bytes: all that is kept takes no more; 0 keeps nothing.
+        enable_namespace_isolation: whether tokenizers that are equal but have other names share nothing.
+        validation_rate_initial: share of a namespace's first 100 hits that are encoded again and compared.
+        validation_rate_warmup: the same of the next 1000.
+        validation_rate_stable: and of all later ones.
+    """
+
+    max_bytes: int = 64 * 2**20
+    enable_namespace_isolation: bool = True
+    validation_rate_initial: float = 0.10
+    validation_rate_warmup: float = 0.01
+    validation_rate_stable: float = 0.001
+
+    def rate(self, hits: int) -> float:
+        """The share of hits that are validated, after so many."""
+        if hits < 100:
+            return self.validation_rate_initial
+        return self.validation_rate_warmup if hits < 1100 else self.validation_rate_stable
+
+
+@dataclass(slots=True)
+class TokenizerCacheStats:
+    """What the cache did: texts that were found whole, beginnings that were found, texts that were not."""
+
+    hits: int = 0
+    prefix_hits: int = 0
+    misses: int = 0
+    validations: int = 0
+    mismatches: int = 0
+    evicted: int = 0
+    bytes: int = 0
+    entries: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that found something."""
+        found = self.hits + self.prefix_hits
+        return found / max(found + self.misses, 1)
+
+
+@dataclass(slots=True)
+class _Head:
+    """What is known of texts with one beginning: the text that was seen last, and what was kept of such texts."""
+
+    last: str
+    kept: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    bytes: int = 0
+
+
+def can_cut(tokenizer: Tokenizer) -> bool:
+    """Whether a text may be cut before a space that follows another character."""
+    parts = tokenizer.identity
+    spaced = any(" " in each for each in tokenizer.specials)
+    return bool(parts.scheme) and parts.normalizer in ("none", "NFC") and parts.added_tokens != "flagged" and not spaced
+
+
+def cut_before(text: str, end: int, least: int) -> int:
+    """The last place at or before ``end`` where a text may be cut; 0 where there is none from ``least`` on."""
+    while True:
+        place = text.rfind(" ", least, end + 1)
+        if place <= least:
+            return 0
+        if not text[place - 1].isspace() and text[place - 1] not in _SEPARATORS:
+            return place
+        end = place - 1
+
+
+_SEPARATORS = "\x1c\x1d\x1e\x1f\x85\u180e\u200b\ufeff"
+"""Characters that some implementations count as spaces and others do not."""
+
+
+def shared(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class EncodedTexts:
+    """The cache of a process, shared by its threads."""
+
+    def __init__(self, config: TokenizerCacheConfig | None = None) -> None:
+        self.config = config or TokenizerCacheConfig()
+        self._lock = forking.lock()
+        self._heads: OrderedDict[tuple[Any, ...], _Head] = OrderedDict()
+        self._stats: dict[str, TokenizerCacheStats] = {}
+        self._bytes = 0
+        forking.when_torn(self.clear)
+        when_forgotten(self.clear)
+
+    def namespace(self, tokenizer: Tokenizer) -> str:
+        """``name:hash`` of a tokenizer; the hash alone where namespaces are not kept apart."""
+        name = f"{tokenizer.name}:" if self.config.enable_namespace_isolation else ""
+        return f"{name}{tokenizer.tokenizer_hash}"
+
+    def reader(self, tokenizer: Tokenizer, flags: tuple[Any, ...]) -> Callable[[str, Run], list[int]]:
+        """What encodes a text of this tokenizer, with what was kept of it."""
+        space, cuts = self.namespace(tokenizer), can_cut(tokenizer) and not any(flags[:1])
+        stats = self._stats.setdefault(space, TokenizerCacheStats())
+        heads, place = self._heads, (space, flags)
+
+        def encode(text: str, run: Run) -> list[int]:
+            head = heads.get((place, text[:HEAD]))
+            if head is None:
+                stats.misses += 1
+                self._see(place, text)
+                return run(text)
+            for start, ids in head.kept:
+                if text.startswith(start):
+                    if len(start) == len(text):
+                        stats.hits += 1
+                        return self._checked(place, text, ids, (), run, stats)
+                    if cuts and text[len(start)] == " " and not start[-1].isspace():
+                        stats.prefix_hits += 1
+                        return self._checked(place, text, ids, run(text[len(start) :]), run, stats)
+            stats.misses += 1
+            return self._learn(place, head, text, run, cuts=cuts)
+
+        return encode
+
+    def _see(self, place: tuple[Any, ...], text: str) -> None:
+        """Remember a text whose beginning is new, to compare the next one with it."""
+        with self._lock:
+            key = (place, text[:HEAD])
+            if key not in self._heads:
+                self._add(key, _Head(text, bytes=sys.getsizeof(text) + 4 * HEAD + 400))
+
+    def _learn(self, place: tuple[Any, ...], head: _Head, text: str, run: Run, *, cuts: bool) -> list[int]:
+        """Encode a text that begins like another one; keep the whole of what came twice, or what both begin with."""
+        same = shared(text, head.last)
+        if same == len(text) == len(head.last):
+            ids = run(text)
+            self._keep(place, head, text, text, tuple(ids))
+            return ids
+        end = cut_before(text, same, LEAST_SHARED) if cuts and same > LEAST_SHARED else 0
+        if not end:
+            self._keep(place, head, text, "", ())
+            return run(text)
+        ids = run(text[:end])
+        self._keep(place, head, text, text[:end], tuple(ids))
+        return ids + run(text[end:])
+
+    def _keep(self, place: tuple[Any, ...], head: _Head, text: str, start: str, ids: tuple[int, ...]) -> None:
+        with self._lock:
+            key = (place, text[:HEAD])
+            if self._heads.get(key) is not head:  # it went meanwhile
+                return
+            kept = [each for each in head.kept if each[0] != start][: PER_HEAD - 1]
+            kept = sorted([*kept, (start, ids)] if start else kept, key=lambda each: -len(each[0]))
+            size = sys.getsizeof(text) + 4 * HEAD + 400
+            size += sum(sys.getsizeof(each) + ID_BYTES * len(of) for each, of in kept)
+            self._bytes += size - head.bytes
+            head.last, head.kept, head.bytes = text, kept, size
+            self._heads.move_to_end(key)
+            self._shrink()
+
+    def _add(self, key: tuple[Any, ...], head: _Head) -> None:
+        self._heads[key] = head
+        self._bytes += head.bytes
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._bytes > self.config.max_bytes and self._heads:
+            (place, _), gone = self._heads.popitem(last=False)
+            self._bytes -= gone.bytes
+            self._stats.setdefault(place[0], TokenizerCacheStats()).evicted += 1
+
+    def _checked(
+        self, place: tuple[Any, ...], text: str, ids: tuple[int, ...], rest: Any, run: Run, stats: TokenizerCacheStats
+    ) -> list[int]:
+        """What was kept, compared with a fresh encoding now and then."""
+        hits = stats.hits + stats.prefix_hits
+        rate = self.config.rate(hits)
+        found = [*ids, *rest]
+        if rate > 0.0 and hits % max(round(1 / rate), 1) == 0:
+            stats.validations += 1
+            fresh = run(text)
+            if fresh != found:
+                stats.mismatches += 1
+                log.error("tokenizer cache: a kept text of %s has other ids than a fresh one; it is replaced", place[0])
+                with self._lock:
+                    gone = self._heads.pop((place, text[:HEAD]), None)
+                    self._bytes -= gone.bytes if gone is not None else 0
+                self._see(place, text)
+                return fresh
+            with self._lock:  # what is used stays; on every hit that would cost more than it is worth
+                if (place, text[:HEAD]) in self._heads:
+                    self._heads.move_to_end((place, text[:HEAD]))
+        return found
+
+    def stats(self, tokenizer: Tokenizer | None = None) -> TokenizerCacheStats:
+        """What was counted, for one tokenizer or for all."""
+        with self._lock:
+            chosen = [
+                each for space, each in self._stats.items() if tokenizer is None or space == self.namespace(tokenizer)
+            ]
+            names = ("hits", "prefix_hits", "misses", "validations", "mismatches", "evicted")
+            found = TokenizerCacheStats(**{name: sum(getattr(each, name) for each in chosen) for name in names})
+            spaces = None if tokenizer is None else self.namespace(tokenizer)
+            heads = [each for (place, _), each in self._heads.items() if spaces in (None, place[0])]
+            found.bytes, found.entries = sum(each.bytes for each in heads), len(heads)
+            return found
+
+    def invalidate_model(self, name: str) -> int:
+        """Forget all texts of tokenizers of this name; returns how many."""
+        with self._lock:
+            gone = [key for key in self._heads if key[0][0].rpartition(":")[0] == name]
+            for key in gone:
+                self._bytes -= self._heads.pop(key).bytes
+            return len(gone)
+
+    def clear(self) -> None:
+        """Forget everything that is kept."""
+        with self._lock:
+            self._heads.clear()
+            self._bytes = 0
+
+    def configure(self, **changes: Any) -> None:
+        """Change the settings, and let go of what no longer fits. Raises: TypeError for an unknown name."""
+        for name, value in changes.items():
+            if name not in TokenizerCacheConfig.__slots__:
+                raise TypeError(f"tokenizer cache: wanted one of {TokenizerCacheConfig.__slots__}, got {name!r}")
+            setattr(self.config, name, value)
+        with self._lock:
+            self._shrink()
+
+
+TEXTS = EncodedTexts()
+"""The cache of this process."""

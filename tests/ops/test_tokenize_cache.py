@@ -1,0 +1,193 @@
+"""Encoded texts that are kept: exact beginnings, bounded bytes, validated hits, threads, forks."""
+
+import logging
+import os
+import random
+import threading
+
+import pytest
+
+import layerzero as lz
+import vocabularies
+from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.corpus import differential
+from layerzero.ops.tokenize.identity import SCHEMES
+from layerzero.ops.tokenize.prefixes import EncodedTexts, TokenizerCacheConfig, can_cut, cut_before
+from layerzero.ops.tokenize.proof import sample
+from layerzero.ops.tokenize.tokenizer import resolve
+
+
+@pytest.fixture
+def few():
+    yield resolve(vocabularies.encoding())
+    lz.forget_tokenizer()
+
+
+def run_of(tokenizer):
+    return lambda text: oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses)
+
+
+@pytest.mark.parametrize("pattern", SCHEMES)
+def test_every_known_pattern_may_be_cut_before_a_space(pattern):
+    tiktoken = pytest.importorskip("tiktoken")
+    few = vocabularies.encoding()
+    encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=few._mergeable_ranks, special_tokens={})
+    drawn = random.Random(3)
+    texts = [each for each in differential(mixtures=1500) if len(each) < 6000]
+    checked = 0
+    for text in texts:
+        for _ in range(3):
+            place = cut_before(text, drawn.randint(0, len(text)), 0)
+            if place:
+                checked += 1
+                parts = encoding.encode_ordinary(text[:place]) + encoding.encode_ordinary(text[place:])
+                assert parts == encoding.encode_ordinary(text), (text, place)
+    assert checked > 2000
+
+
+def test_texts_that_share_a_beginning_have_the_ids_of_whole_ones(few):
+    run, cache = run_of(few), EncodedTexts()
+    encode = cache.reader(few, (False, False))
+    drawn = random.Random(5)
+    start = sample(4000, 1)
+    mixed = [each for each in differential(mixtures=400) if len(each) < 2000]
+    for number in range(300):
+        text = start[: drawn.randint(700, 4000)] + drawn.choice(mixed)
+        assert encode(text, run) == run(text), number
+        if number % 3 == 0:
+            assert encode(text, run) == run(text)
+    found = cache.stats(few)
+    assert found.prefix_hits > 50
+    assert found.mismatches == 0
+    assert 0.0 < found.hit_rate <= 1.0
+
+
+def test_a_long_prompt_is_encoded_once_for_all_questions(few):
+    cache, seen = EncodedTexts(TokenizerCacheConfig(validation_rate_initial=0.0)), []
+    run = run_of(few)
+    encode = cache.reader(few, (False, False))
+
+    def counted(text):
+        seen.append(len(text))
+        return run(text)
+
+    prompt = sample(4096, 2)
+    for number in range(6):
+        text = f"{prompt} question {number} of many"
+        assert encode(text, counted) == run(text)
+    assert max(seen[4:]) < 400  # the first is whole, the second cut, all later ones are what is left
+
+
+def test_what_cannot_be_cut_is_kept_whole(tmp_path):
+    known = vocabularies.files(tmp_path)
+    for kind in ("word_piece", "bpe", "unigram"):
+        tokenizer = resolve(known[kind])
+        assert not can_cut(tokenizer)
+        cache, run = EncodedTexts(), run_of(tokenizer)
+        encode = cache.reader(tokenizer, (False, tokenizer.parses))
+        text = sample(3000, 3)
+        for tail in ("", "", "", " a", " b"):
+            assert encode(text + tail, run) == run(text + tail)
+        assert (cache.stats().hits, cache.stats().prefix_hits) == (1, 0)
+    assert can_cut(resolve(known["byte_level"]))
+    lz.forget_tokenizer()
+
+
+def test_it_never_holds_more_than_its_bytes(few):
+    cache = EncodedTexts(TokenizerCacheConfig(max_bytes=200_000))
+    run = run_of(few)
+    encode = cache.reader(few, (False, False))
+    for number in range(200):
+        for _ in range(3):
+            encode(f"{number} " * 20 + sample(1500, number), run)
+            assert cache.stats().bytes == cache._bytes <= 200_000
+    assert cache.stats().evicted > 0
+    cache.configure(max_bytes=0)
+    assert cache.stats().bytes == cache.stats().entries == 0
+    with pytest.raises(TypeError, match="wanted one of"):
+        cache.configure(bytes=3)
+
+
+def test_hits_are_validated_at_the_rates_and_a_wrong_one_is_replaced(few, caplog):
+    config = TokenizerCacheConfig()
+    assert [config.rate(hits) for hits in (0, 99, 100, 1099, 1100, 10**6)] == [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
+    cache, run = EncodedTexts(config), run_of(few)
+    encode = cache.reader(few, (False, False))
+    text = sample(2000, 4)
+    for _ in range(2 + 100 + 1000):
+        encode(text, run)
+    assert 18 <= cache.stats(few).validations <= 22
+    head = next(iter(cache._heads.values()))
+    head.kept = [(text, (1, 2, 3))]
+    with caplog.at_level(logging.ERROR, "layerzero"):
+        found = [encode(text, run) for _ in range(3000)]
+    assert run(text) in found
+    assert found[-1] == run(text)
+    assert cache.stats(few).mismatches == 1
+    assert "it is replaced" in caplog.text
+
+
+def test_models_share_nothing_and_are_forgotten_by_name(tmp_path):
+    (tmp_path / "one.json").write_text(vocabularies.byte_level())
+    (tmp_path / "two.json").write_text(vocabularies.byte_level())
+    one, two = (resolve(str(tmp_path / f"{name}.json")) for name in ("one", "two"))
+    assert one.tokenizer_hash == two.tokenizer_hash
+    cache = EncodedTexts()
+    text = sample(2000, 5)
+    for tokenizer in (one, one, two):
+        cache.reader(tokenizer, (False, True))(text, run_of(tokenizer))
+    assert len(cache.namespace(one)) == len(one.name) + 65
+    assert (cache.stats(one).entries, cache.stats(two).entries) == (1, 1)
+    assert cache.invalidate_model(one.name) == 1
+    assert (cache.stats(one).entries, cache.stats(two).entries) == (0, 1)
+    together = EncodedTexts(TokenizerCacheConfig(enable_namespace_isolation=False))
+    assert together.namespace(one) == together.namespace(two)
+    lz.forget_tokenizer()
+
+
+def hammer(tokenizer, seconds, cache_bytes):
+    lz.tokenizer_cache.configure(max_bytes=cache_bytes)
+    prompts = [sample(3000, seed) for seed in range(4)]
+    texts = [f"{prompt} {number} and more" for prompt in prompts for number in range(12)]
+    wanted = [oracle.encode(text, tokenizer=tokenizer) for text in texts]
+    wrong, ended = [], threading.Event()
+
+    def work(seed):
+        drawn = random.Random(seed)
+        while not ended.is_set():
+            place = drawn.randrange(len(texts))
+            if lz.tokenize(texts[place], tokenizer)["input_ids"] != wanted[place]:
+                wrong.append(place)
+            if lz.tokenizer_cache._bytes > cache_bytes:
+                wrong.append("bytes")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    ended.wait(seconds)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    lz.tokenizer_cache.configure(max_bytes=TokenizerCacheConfig().max_bytes)
+    lz.tokenizer_cache.clear()
+    return wrong
+
+
+def test_threads_share_it(few):
+    assert hammer(few, 1.0, 60_000) == []
+
+
+@pytest.mark.stress
+def test_threads_share_it_for_a_minute(few):
+    assert hammer(few, 60.0, 60_000) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nobody forks here")
+def test_a_forked_child_encodes_alone_and_in_batches(few):
+    texts = [sample(800, seed) for seed in range(64)]
+    wanted = lz.tokenize(texts, few)["input_ids"]
+    child = os.fork()
+    if child == 0:
+        same = lz.tokenize(texts, few)["input_ids"] == wanted and lz.tokenize(texts[0], few)["input_ids"] == wanted[0]
+        os._exit(0 if same else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

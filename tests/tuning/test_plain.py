@@ -1,0 +1,172 @@
+"""Proofs and times of operations without tensors: through Python, and through the command line."""
+
+import json
+import unicodedata
+
+import pytest
+from typer.testing import CliRunner
+
+import layerzero as lz
+import vocabularies
+from layerzero.cli.app import main
+from layerzero.core.ledger import Verdict
+from layerzero.engine.dispatch import ENGINE
+from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential
+from layerzero.ops.tokenize.identity import digest
+from layerzero.ops.tokenize.proof import prove_decode, prove_encode, sample
+from layerzero.ops.tokenize.tokenizer import resolve
+from layerzero.tuning.measuring.plain import tune_plain
+
+
+@pytest.fixture
+def place(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(vocabularies.byte_level())
+    yield str(path)
+    lz.forget_tokenizer()
+
+
+def test_the_corpus_is_the_same_everywhere_and_has_what_it_promises():
+    texts = list(differential(["<|end|>"]))
+    assert texts == list(differential(["<|end|>"]))
+    assert len(SCRIPTS) >= 20
+    assert len(texts) > 5000
+    assert any("<|end|>" in each for each in texts)
+    assert sample(5000, 1) == sample(5000, 1)
+    assert len(sample(5000, 1)) == 5000
+
+
+@pytest.mark.skipif(unicodedata.unidata_version != "14.0.0", reason="categories of another Unicode are other texts")
+def test_a_change_of_the_corpus_is_a_new_edition():
+    texts = list(differential(["<|end|>"]))
+    sums = {"2": "ed9050a2999ab94c329797c34bae486551fde066e9db04cb456293e5d7c6fbaf"}
+    assert digest(texts) == sums[EDITION], "the texts changed: raise EDITION, so that all is proved again"
+
+
+def test_markers_in_text_are_text(tmp_path):
+    known = vocabularies.files(tmp_path)
+    for kind in ("bpe", "unigram"):
+        tokenizer = resolve(known[kind])
+        assert {"<s>", "</s>", "<unk>"} <= set(tokenizer.specials)
+        assert any("a<s>b" in text for text in differential(tokenizer.specials))
+        assert tokenizer.native.bos_id() not in lz.tokenize("a<s>b", known[kind])["input_ids"]
+    lz.forget_tokenizer()
+
+
+def wrong_where(marked):
+    """A library that is right but for one kind of text."""
+
+    def load_of(tokenizer):
+        def load(asked):
+            native = tokenizer.native
+
+            def one(text):
+                ids = native.encode(text, add_special_tokens=False).ids
+                return [*ids, 0] if marked(text) else ids
+
+            return (lambda texts: [one(text) for text in texts]) if asked["batched"] else one
+
+        return load
+
+    return load_of
+
+
+@pytest.mark.parametrize(
+    "marked",
+    [
+        lambda text: "\u0301" in text,
+        lambda text: "\x1c" in text, lambda text: "👩🏿" in text, lambda text: len(text) > 19_000,
+        lambda text: "'LL" in text, lambda text: "<|end|>" in text, lambda text: text == "", lambda text: "क" in text,
+        lambda text: "\r\n" in text, lambda text: "𠀀" in text, lambda text: "   \n" in text,
+    ],
+)  # fmt: skip
+def test_a_proof_finds_what_differs_in_one_kind_of_text(place, marked):
+    tokenizer = resolve(place)
+    given = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
+    assert prove_encode(wrong_where(lambda _: False)(tokenizer), given) == []
+    assert prove_encode(wrong_where(marked)(tokenizer), given)
+
+
+def test_a_proof_finds_a_batch_or_a_second_time_that_differs(place):
+    tokenizer = resolve(place)
+    given = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
+    right = wrong_where(lambda _: False)(tokenizer)
+    shuffled = lambda asked: (lambda texts: right(asked)(texts)[::-1]) if asked["batched"] else right(asked)
+    assert "as a batch" in prove_encode(shuffled, given)[0]
+    seen = {}
+
+    def forgetful(asked):
+        def one(text):
+            seen[text] = seen.get(text, 0) + 1
+            ids = right({"batched": False})(text)
+            return ids if seen[text] < 2 else [*ids, 0]
+
+        return right(asked) if asked["batched"] else one
+
+    assert prove_encode(forgetful, given)
+
+
+def test_a_proof_of_decoding_finds_halves_of_characters(place):
+    tokenizer = resolve(place)
+    native = tokenizer.native
+    given = {"tokenizer": tokenizer, "skip_special_tokens": False}
+
+    def load_of(mend):
+        def load(asked):
+            one = lambda ids: mend(native.decode(ids, skip_special_tokens=False))
+            return (lambda rows: [one(row) for row in rows]) if asked["batched"] else one
+
+        return load
+
+    assert prove_decode(load_of(lambda text: text), given) == []
+    assert prove_decode(load_of(lambda text: text.replace("\ufffd", "")), given)
+
+
+def test_times_are_taken_of_what_is_right_and_remembered(place):
+    kernels = {each.id: each for each in lz.list_kernels("tokenize.encode")}
+    for name in ("gigatoken.encode", "splintr.encode"):
+        pytest.importorskip(name.partition(".")[0])
+        facts = lz.facts("tokenize.encode", "a", place)
+        ENGINE.ledger.record_verdict(kernels[name], facts, Verdict.PASSED)
+    leave_out = ["fastokens", "kitoken"]
+    with lz.scope(deny=leave_out):
+        tuned = tune_plain("tokenize.encode", {"tokenizer_id": place}, samples=3, budget_s=0.5, leave_out=leave_out)
+    assert tuned.contests
+    assert all(not each.wrong and len(each.times) == 3 for each in tuned.contests)
+    report = lz.explain("tokenize", "abcdef", place)
+    assert {each.provenance for each in report.candidates if each.legal} == {"measured"}
+    assert json.dumps(tuned.to_dict())
+
+
+def test_what_has_to_be_named_is_asked_for(place):
+    runner = CliRunner()
+    for command in ("tune tokenize", "vet tokenize", "bench tokenize", "explain tokenize"):
+        result = runner.invoke(main, command.split())
+        assert result.exit_code != 0
+        assert "tokenizer_id" in result.output
+    result = runner.invoke(
+        main, ["explain", "tokenize", "--param", f"tokenizer_id={place}", "--shape", "16x100", "--json"]
+    )
+    facts = json.loads(result.output)["facts"]
+    assert (facts["batch"], facts["characters"]) == (32, 2048)
+    assert (
+        runner.invoke(main, ["which", "tokenize", "--param", f"tokenizer_id={place}"]).output.strip()
+        == "tokenizers.encode"
+    )
+    for flags in (["--shape", "ax3"], ["--case", "none"], ["--param", "nothing=1"]):
+        assert runner.invoke(main, ["explain", "tokenize", "--param", f"tokenizer_id={place}", *flags]).exit_code != 0
+    assert runner.invoke(main, ["tune", "rms_norm", "--param", "a=1"]).exit_code != 0
+
+
+@pytest.mark.slow
+def test_a_child_proves_and_the_verdict_lets_it_run(place, tmp_path, monkeypatch):
+    pytest.importorskip("gigatoken")
+    result = CliRunner().invoke(main, ["vet", "tokenize", "--param", f"tokenizer_id={place}", "--kernel", "gigatoken"])
+    assert result.exit_code == 0, result.output
+    assert "gigatoken.encode" in result.output
+    assert "passed" in result.output
+    report = lz.explain("tokenize", "abcdef", place)
+    assert report.reasons("gigatoken.encode") == ()
+    with lz.scope(locks={"tokenize.encode": "gigatoken.encode"}):
+        assert lz.tokenize("abc def", place)["input_ids"] == resolve(place).native.encode("abc def").ids
+    assert lz.vet("tokenize", params={"tokenizer_id": place}, kernels=["gigatoken"]) == ()
