@@ -31,7 +31,7 @@ _UNSERVED = {
 }
 """Arguments that are known to change the result, each with what is wanted in their place."""
 
-_HARMLESS = frozenset({
+HARMLESS = frozenset({
     # what the model returns and keeps, and how it counts
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
     *("logits_to_keep", "output_attentions"),
@@ -111,6 +111,13 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     return mask
 
 
+def has_float_mask(config: Any) -> bool:
+    """Whether models of this config get the float mask, for they do not support ``sdpa``."""
+    if type(config) not in _checked:
+        _check_model(config)
+    return type(config) in _float_masked
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -182,7 +189,7 @@ def attention_forward(
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
     for name, got in kwargs.items():
-        if (name in _UNSERVED or name not in _HARMLESS) and got is not None and got is not False:
+        if (name in _UNSERVED or name not in HARMLESS) and got is not None and got is not False:
             text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
             wanted = _UNSERVED.get(name, _UNKNOWN)
             raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])

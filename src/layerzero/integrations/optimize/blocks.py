@@ -50,6 +50,12 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # n
     return type(self).forward(self, input, *others, **named)
 
 
+def compute(state: Block, input: Tensor) -> Any:  # noqa: A002
+    """What a block gives, with its weights as they are now."""
+    parameters = [each._parameters for each in state.products]
+    return _call(state, input, [each["weight"] for each in parameters], [each["bias"] for each in parameters])  # type: ignore[misc]
+
+
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
     packed, activation = state.packed, state.activation
     if len(weights) == 2:

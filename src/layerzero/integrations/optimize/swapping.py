@@ -9,6 +9,7 @@ along, with its own weights. A pickle does not: what ``torch.save`` wrote loads 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
@@ -58,6 +59,11 @@ class State:
         """Memory that it keeps beside the module's own."""
         return 0
 
+    @staticmethod
+    def hooked(module: Module) -> bool:
+        """Whether somebody waits for a module's calls who would miss them."""
+        return _hooks_of_others(module)
+
     def intact(self, module: Module) -> bool:
         """Whether the submodules that are passed over are still those, and nobody waits for their calls."""
         children = module._modules
@@ -69,10 +75,21 @@ class State:
         return True
 
 
+_RECORDER = "transformers.utils.output_capturing"
+
+
 def _hooks_of_others(module: Module) -> bool:
-    """Whether anybody but ``lz.trace``, which only wants to know who calls, waits for a module's calls."""
+    """Whether anybody waits for a module's calls but ``lz.trace``, which only wants to know who calls, and Transformers'
+    recorder while it records nothing of what lies within a layer."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(each, "__module__", "") != "layerzero.asking.trace" for each in hooks)
+    names = {getattr(each, "__module__", "") for each in hooks} - {"layerzero.asking.trace"}
+    return bool(names - {_RECORDER}) or (_RECORDER in names and _is_recording_within())
+
+
+def _is_recording_within() -> bool:
+    collector = getattr(sys.modules[_RECORDER], "_active_collector", None)
+    wanted = {"unknown"} if collector is None else collector.get() or ()
+    return any(not str(each).lstrip("_").startswith("hidden_states") for each in wanted)
 
 
 class Packs(State):
