@@ -64,6 +64,7 @@ class Bench:
         model: on the device, in bfloat16.
         device, kv, rounds: where, tokens before the timed ones, and how often.
         failed: of each way, why there is no time.
+        report: of ``lz.optimize``, with captured steps, which are left out of the way without.
     """
 
     model: Any
@@ -72,7 +73,7 @@ class Bench:
     rounds: int
     skip: set[str]
     failed: dict[str, str] = field(default_factory=dict)
-    reports: dict[str, Any] = field(default_factory=dict)
+    report: Any = None
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -84,14 +85,17 @@ class Bench:
 
     def way(self, name: str) -> None:
         """Put the forwards of a way on, and take all others off."""
-        for report in self.reports.values():
-            for exchange in report._exchanges:
-                exchange.off()
+        report = self.report
+        pairs = [] if report is None else list(zip(report._exchanges, report.replaced, strict=True))
+        for exchange, _ in pairs:
+            exchange.off()
         self.model.set_attn_implementation("layerzero" if name == "attention alone" else self.setting)
-        if name.startswith("lz") and name not in self.reports:
-            raise RuntimeError(self.failed.get(name, f"{name} is not there"))
-        for report in [self.reports[name]] if name in self.reports else []:
-            for exchange in report._exchanges:
+        if not name.startswith("lz"):
+            return
+        if name.endswith("graph") and not any(told.kind == "step" for _, told in pairs):
+            raise RuntimeError("lz.optimize captures no steps of this model; its report says why")
+        for exchange, told in pairs:
+            if told.kind != "step" or name.endswith("graph"):
                 exchange.on()
 
     @property
@@ -206,7 +210,7 @@ def decoding(bench: Bench, batch: int) -> dict[str, float]:
     runs: dict[str, tuple[str, Run]] = {}
 
     def add(name: str, way: str, make: Callable[[], Run]) -> None:
-        if way.split()[-1] in bench.skip or name in bench.skip:
+        if way.split()[-1] in bench.skip or name in bench.skip or any(each and each in name for each in bench.skip):
             return
         started = time.perf_counter()
         try:
@@ -266,21 +270,13 @@ def main() -> None:
     bench = Bench(model, device, asked.kv, asked.rounds, skip)
     rows: list[str] = []
     with torch.no_grad():
-        for name, arguments in {"lz.optimize": {}, "lz.optimize graph": {"graph": True}}.items():
-            if name.split()[-1] in skip:
-                continue
-            begun = time.perf_counter()
-            try:
-                bench.way("stock")
-                inputs = None
-                if asked.tune and name == "lz.optimize":
-                    cache = bench.filled(transformers.DynamicCache(config=model.config), 1)
-                    token = bench.ids(1, 1)
-                    inputs = lambda cache=cache, token=token: model(token, past_key_values=copy.deepcopy(cache))  # noqa: E731
-                bench.reports[name] = lz.optimize(model, inputs, budget_s=asked.tune, rounds=1, **arguments)
-                print(f"{name}: {time.perf_counter() - begun:.1f} s\n{bench.reports[name]}", flush=True)
-            except Exception as error:  # noqa: BLE001
-                bench.failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        bench.way("stock")
+        begun, inputs = time.perf_counter(), None
+        if asked.tune:
+            cache, token = bench.filled(transformers.DynamicCache(config=model.config), 1), bench.ids(1, 1)
+            inputs = lambda: model(token, past_key_values=copy.deepcopy(cache), use_cache=True)  # noqa: E731
+        bench.report = lz.optimize(model, inputs, budget_s=asked.tune, rounds=1, graph="graph" not in skip)
+        print(f"lz.optimize: {time.perf_counter() - begun:.1f} s\n{bench.report}", flush=True)
         for batch in [int(each) for each in asked.batches.split(",") if each]:
             found = decoding(bench, batch)
             rows += table(f"decode B{batch} KV{asked.kv}", found, bench)
@@ -295,6 +291,9 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{asked.shape} on {where}, torch {torch.__version__}, transformers {transformers.__version__}, "
           f"{model.config.num_hidden_layers} layers, {time.perf_counter() - started:.0f} s in all")  # fmt: skip
+    left = [each.state.left for each in bench.report._exchanges if hasattr(getattr(each, "state", None), "left")]
+    for why, count in (left[0].items() if left else ()):
+        print(f"{count} steps without a graph: {why}")
     print("\n".join(rows))
 
 

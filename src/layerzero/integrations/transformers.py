@@ -10,8 +10,9 @@ it Transformers would pass no mask at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ _UNKNOWN = (
     "no argument whose effect on attention is not known; leave it out if it is not meant for the model, or use "
     "attn_implementation='sdpa'"
 )
+
+ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
+"""What attends while a model computes one token whose keys and values lie in memory of our own: no mask is made then."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -96,6 +100,8 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     compiling = torch.compiler.is_compiling()
+    if not compiling and ONE_TOKEN.get() is not None:
+        return None
     config = type(call.get("config"))
     if not compiling and config not in _checked:
         _check_model(call.get("config"))
@@ -145,6 +151,12 @@ def attention_forward(
     """
     _check_served(kwargs, attention_mask)
     q_length = query.shape[2]
+    if not torch.compiler.is_compiling() and (one_token := ONE_TOKEN.get()) is not None:
+        if attention_mask is not None or position_bias is not None:
+            problem = "wanted a model whose attention takes no mask for one token, got a mask or a bias"
+            raise InvalidCallError("lz.optimize(graph=True)", [problem])
+        told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return one_token(query, key, value, scaling, told), None
     if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
         key, value, attention_mask, is_causal = key[:, :, :q_length], value[:, :, :q_length], None, True
     kv_length = key.shape[2]

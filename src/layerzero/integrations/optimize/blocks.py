@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ def compute(state: Block, input: Tensor) -> Any:  # noqa: A002
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
     packed, activation = state.packed, state.activation
+    if len(weights) == 2 and packed[0] is None and biases[0] is None and weights[0].shape[0] == 2 * weights[1].shape[1]:
+        return _in_one(input, weights[0], weights[1], biases[1], activation)
     if len(weights) == 2:
         return lz.mlp(
             input,
@@ -70,7 +72,7 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
         )
     if state.joined is not None:
         if state.joined.holds(weights[2], weights[0]):
-            return lz.mlp(input, state.joined.weight, weights[1], down_bias=biases[1], activation=activation)
+            return _in_one(input, state.joined.weight, weights[1], biases[1], activation)
         state.joined = None  # moved or cast since; what is left of it is nobody's
     return lz.mlp(
         input,
@@ -83,6 +85,22 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
         packed_down=packed[1],
         packed_gate=packed[2],
     )
+
+
+_TIMES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda halves: lz.silu_mul(halves),
+    "gelu": lambda halves: lz.gelu_mul(halves),
+    "gelu_tanh": lambda halves: lz.gelu_mul(halves, approximate="tanh"),
+}
+"""Activations that libraries for GPUs have as one kernel with the multiplication, where gate and up lie side by side."""
+
+
+def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, activation: str) -> Tensor:  # noqa: A002
+    """A gated block with gate's rows before up's in one weight: three launches, four where none has the activation."""
+    times = _TIMES.get(activation)
+    if times is None:
+        return lz.mlp(input, joined, down, down_bias=bias, activation=activation)
+    return lz.linear(times(lz.linear(input, joined)), down, bias)
 
 
 def block(module: Module) -> Candidate | str | None:

@@ -25,7 +25,8 @@ from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
 from layerzero.integrations.optimize.report import Exchange, Left, Optimized, Replaced
-from layerzero.integrations.optimize.swapping import State, is_swapped, weight_of
+from layerzero.integrations.optimize.steps import Steps, stepping
+from layerzero.integrations.optimize.swapping import State, Swap, has_own_forward, is_swapped, weight_of
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
@@ -49,6 +50,7 @@ def optimize(
     model: Module,
     inputs: Any = None,
     *,
+    graph: bool = False,
     rounds: int = 5,
     budget_s: float | None = 120.0,
     isolate: bool = True,
@@ -71,6 +73,8 @@ def optimize(
         model: a module in evaluation mode, or what has one (a pipeline, a SentenceTransformer).
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
+        graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
+            replayed; on a CPU they run as they are, with the cache in memory that stays where it is.
         rounds: times that each variant is timed, interleaved.
         budget_s: seconds for measuring kernels; None for no limit.
         isolate: whether kernels that are new on this machine run in a child process first.
@@ -115,6 +119,8 @@ def optimize(
         report.replaced.append(
             Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
+    if graph:
+        _steps(attention, report)
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
@@ -125,6 +131,29 @@ def optimize(
         report.undo()
         raise
     return report
+
+
+def _steps(attention: list[_Attention], report: Optimized) -> None:
+    """Capture the steps of decoders, where attention is LayerZero's."""
+    if not attention:
+        report.left.append(Left("", "", "graph: no model of Transformers whose attention may be exchanged"))
+    for path, exchange, _, ours in attention:
+        model, why = exchange.model, ""
+        if not ours:
+            why = "its attention is not LayerZero's, and so does not read a cache by its length"
+        elif not hasattr(model, "prepare_inputs_for_generation") or not model.can_generate():
+            why = "it does not generate"
+        elif model.config.is_encoder_decoder:
+            why = "it has an encoder, too"
+        elif has_own_forward(model):
+            why = "its forward was exchanged on the instance"
+        if why:
+            report.left.append(Left(path, type(model).__name__, f"graph: {why}"))
+            continue
+        swap = Swap(model, stepping(model), Steps(model))
+        swap.on()
+        report._exchanges.append(swap)
+        report.replaced.append(Replaced(path, type(model).__name__, "step", "a CUDA graph a length", BY_CALL, None))
 
 
 def module_of(model: Any) -> Module:
