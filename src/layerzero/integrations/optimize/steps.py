@@ -185,35 +185,27 @@ class Steps(State):
             step = lz.StepMetadata(table, memory.lengths, max_context_len=places, capturable=True)
             attend = functools.partial(_attend_pages, held.memory, step)
             output = self._call(held, places, attend)
-            if memory.index.is_cuda:
-                self._graphs[key] = self._captured(held, places, attend, step, state)
+            run = functools.partial(self._call, held, places, attend)
+            graph, kept = self._captured(run, memory.index.device)
+            self._graphs[key] = _Graph(graph, kept, step, state)
             return output
         found.step.advance()
         found.graph.replay()
         output = found.output
         return type(output)(logits=output.logits.clone())
 
-    def _captured(
-        self, held: Held, places: int, attend: Callable[..., Tensor], step: lz.StepMetadata, state: list[tuple[int, int]]
-    ) -> _Graph:
+    def _captured(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(memory_device(held))
-        stream.wait_stream(torch.cuda.current_stream())
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._call(held, places, attend)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+            run()  # libraries keep workspaces for each stream
+        torch.cuda.current_stream(device).wait_stream(stream)
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = self._call(held, places, attend)
-        return _Graph(graph, output, step, state)
-
-
-def memory_device(held: Held) -> torch.device:
-    """Where a cache lies."""
-    return held.memory.index.device
+            output = run()
+        return graph, output
 
 
 def _told(named: Mapping[str, Any]) -> dict[str, Any]:
