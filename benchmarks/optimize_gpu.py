@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +140,7 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.model(token, past_key_values=cache, position_ids=position, use_cache=True)
-        return self.timed(graph.replay, keep=(cache, graph))
+        return self.timed(graph.replay, keep=(cache, graph, token, position))
 
     def compiled(self, batch: int) -> Run:
         """Compiled after ``lz.optimize``, with CUDA graphs of the compiler's own."""
@@ -157,6 +157,27 @@ class Bench:
         for _ in range(3):
             step()
         return self.timed(step, keep=(model, compiled))
+
+    def among(self, makers: dict[str, tuple[str, Callable[[], Run]]]) -> dict[str, float]:
+        """Make ways ready, then time them in turn."""
+        runs: dict[str, tuple[str, Run]] = {}
+        for name, (way, make) in makers.items():
+            if any(each in name for each in self.skip):
+                continue
+            started = time.perf_counter()
+            try:
+                self.way(way)
+                runs[name] = way, make()
+                self.check()
+            except Exception as error:  # noqa: BLE001  # told in its place
+                self.failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+                traceback.print_exc(limit=-6)
+            print(f"  {name}: ready after {time.perf_counter() - started:.1f} s", flush=True)
+        return race(self, runs)
+
+    def check(self) -> None:
+        """Wait for the device, which may have found something wrong meanwhile."""
+        self.wait()
 
     def timed(self, step: Callable[[], Any], keep: Any = None) -> Run:
         """So many steps, the device waited for at the end."""
@@ -198,6 +219,7 @@ def race(bench: Bench, runs: dict[str, tuple[str, Run]]) -> dict[str, float]:
             try:
                 bench.way(way)
                 seconds = run()
+                bench.check()
             except Exception as error:  # noqa: BLE001  # told in its place
                 bench.failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
                 continue
@@ -206,33 +228,23 @@ def race(bench: Bench, runs: dict[str, tuple[str, Run]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items() if each}
 
 
-def decoding(bench: Bench, batch: int) -> dict[str, float]:
-    runs: dict[str, tuple[str, Run]] = {}
-
-    def add(name: str, way: str, make: Callable[[], Run]) -> None:
-        if way.split()[-1] in bench.skip or name in bench.skip or any(each and each in name for each in bench.skip):
-            return
-        started = time.perf_counter()
-        try:
-            bench.way(way)
-            runs[name] = way, make()
-            bench.wait()
-        except Exception as error:  # noqa: BLE001
-            bench.failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-        print(f"  {name}: ready after {time.perf_counter() - started:.1f} s", flush=True)
+def decoding(bench: Bench, batch: int) -> Iterator[dict[str, float]]:
+    """Ways without graphs in turn, then those with, beside stock again: what goes wrong there costs nothing here."""
 
     def dynamic() -> Run:
         return bench.decode(bench.filled(transformers.DynamicCache(config=bench.model.config), batch), batch)
 
-    add("stock", "stock", dynamic)
-    add("attention alone", "attention alone", dynamic)
-    add("lz.optimize", "lz.optimize", dynamic)
+    eager = {"stock": dynamic, "attention alone": dynamic, "lz.optimize": dynamic}
+    yield bench.among({name: (name, make) for name, make in eager.items()})
+    graphed: dict[str, tuple[str, Callable[[], Run]]] = {
+        "stock": ("stock", dynamic),
+        "lz.optimize graph": ("lz.optimize graph", dynamic),
+    }
     if bench.device.type == "cuda":
-        add("stock, CUDA graph", "stock", lambda: bench.graphed(batch))
-    add("lz.optimize, graph", "lz.optimize graph", dynamic)
-    if bench.device.type == "cuda" and "compile" not in bench.skip:
-        add("compile after lz", "stock", lambda: bench.compiled(batch))
-    return race(bench, runs)
+        graphed["stock graph"] = "stock", lambda: bench.graphed(batch)
+        if batch == 1:
+            graphed["compile after lz"] = "stock", lambda: bench.compiled(batch)
+    yield bench.among(graphed)
 
 
 def prefilling(bench: Bench, batch: int, length: int) -> dict[str, float]:
@@ -278,12 +290,9 @@ def main() -> None:
         bench.report = lz.optimize(model, inputs, budget_s=asked.tune, rounds=1, graph="graph" not in skip)
         print(f"lz.optimize: {time.perf_counter() - begun:.1f} s\n{bench.report}", flush=True)
         for batch in [int(each) for each in asked.batches.split(",") if each]:
-            found = decoding(bench, batch)
-            rows += table(f"decode B{batch} KV{asked.kv}", found, bench)
-            bench.failed.clear()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            for found in decoding(bench, batch):
+                rows += table(f"decode B{batch} KV{asked.kv}", found, bench)
+                bench.failed.clear()
         if asked.prefill:
             batch, length = (int(each) for each in asked.prefill.split("x"))
             found = prefilling(bench, batch, length)
@@ -291,16 +300,18 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{asked.shape} on {where}, torch {torch.__version__}, transformers {transformers.__version__}, "
           f"{model.config.num_hidden_layers} layers, {time.perf_counter() - started:.0f} s in all")  # fmt: skip
-    left = [each.state.left for each in bench.report._exchanges if hasattr(getattr(each, "state", None), "left")]
-    for why, count in (left[0].items() if left else ()):
-        print(f"{count} steps without a graph: {why}")
+    for exchange in bench.report._exchanges:
+        for why, count in getattr(getattr(exchange, "state", None), "left", {}).items():
+            print(f"{count} steps without a graph: {why}")
     print("\n".join(rows))
 
 
 def table(what: str, found: dict[str, float], bench: Bench) -> list[str]:
     stock = found.get("stock", float("nan"))
     rows = [f"{what:20} {name:20} {each * 1e3:9.2f} ms  {each / stock:.2f} of stock" for name, each in found.items()]
-    return rows + [f"{what:20} {name:20} failed: {why}" for name, why in bench.failed.items()]
+    rows += [f"{what:20} {name:20} failed: {why}" for name, why in bench.failed.items()]
+    print("\n".join(rows), flush=True)  # once more at the end, if that is reached
+    return rows
 
 
 if __name__ == "__main__":

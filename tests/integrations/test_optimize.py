@@ -362,4 +362,12 @@ def test_a_trace_shows_what_optimized_layers_run() -> None:
     lz.optimize(model)
     with torch.no_grad():
         found = lz.trace(model, tokens())
-    assert {row.function for row in found.rows} == {"attention", "linear", "mlp", "rms_norm", "add_rms_norm", "qkv_linear", "rope_"}
+    assert {row.function for row in found.rows} == {
+        "attention",
+        "linear",
+        "mlp",
+        "rms_norm",
+        "add_rms_norm",
+        "qkv_linear",
+        "rope_",
+    }

@@ -56,7 +56,7 @@ _UNKNOWN = (
 )
 
 ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
-"""What attends while a model computes one token whose keys and values lie in memory of our own: no mask is made then."""
+"""What attends while a model computes one token whose keys and values lie in memory of ours: no mask is made then."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -101,6 +101,7 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
     compiling = torch.compiler.is_compiling()
     if not compiling and ONE_TOKEN.get() is not None:
+        _check_only_causal(call["mask_function"], call.get("config"))
         return None
     config = type(call.get("config"))
     if not compiling and config not in _checked:
@@ -221,6 +222,28 @@ def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
         return False
     version = getattr(mask, _VERSION, None)
     return version is not None and version == mask._version and mask.shape[2] == q_length
+
+
+def _check_only_causal(visible: Callable[..., Any], config: Any) -> None:
+    """Refuse a mask that hides more than the future and what lies before a window: it is not made for one token.
+
+    Asked at the beginning of windows, where one of another kind (chunks) differs.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if visible is causal_mask_function:
+        return
+    window = getattr(config, "sliding_window", None) or 0
+    known = type(window) is int and window > 0
+    for query in (window * 3, window * 1000 + 1) if known else ():
+        keys = torch.tensor([0, query - window - 1, query - window, query - window + 1, query - 1, query])
+        seen = [bool(visible(torch.tensor(0), torch.tensor(0), torch.tensor(query), each)) for each in keys]
+        known = known and seen == [query - window < int(each) for each in keys]
+    if not known:
+        problem = (
+            "wanted masks that hide the future and what lies before config.sliding_window, got one that hides more"
+        )
+        raise InvalidCallError("lz.optimize(graph=True)", [problem])
 
 
 def _check_model(config: Any) -> None:

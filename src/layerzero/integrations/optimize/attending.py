@@ -167,15 +167,16 @@ def seeing(swap: AttentionSwap) -> Iterator[dict[int, Seen]]:
 
 
 def theirs_of(module: Module) -> Callable[..., Any]:
-    """The attention function of Transformers for a module: torch's, or what stands beside the module where it has none."""
+    """The attention function of Transformers for a module: torch's, or where it has none, what stands beside it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from layerzero.integrations.transformers import has_float_mask
 
     if not has_float_mask(module.config):
-        return sdpa_attention_forward
-    found: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return found
+        torchs: Callable[..., Any] = sdpa_attention_forward
+        return torchs
+    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own
 
 
 def comparing(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
@@ -232,7 +233,9 @@ def example_run(model: Any) -> Callable[[], Any]:
 
     def run() -> None:
         known = inspect.signature(model.forward).parameters
+        device = next(model.parameters()).device
         example = {name: each for name, each in model.dummy_inputs.items() if name in known}
+        example = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in example.items()}
         with quiet(model):
             model(**example)
             ids = example.get("input_ids")

@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.joining import Joined, wants_packed
 from layerzero.integrations.optimize.products import is_plain
 from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
 from layerzero.ops.activation.formulas import FORMULAS
@@ -88,11 +88,11 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
 
 
 _TIMES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": lambda halves: lz.silu_mul(halves),
-    "gelu": lambda halves: lz.gelu_mul(halves),
+    "silu": lz.silu_mul,
+    "gelu": lz.gelu_mul,
     "gelu_tanh": lambda halves: lz.gelu_mul(halves, approximate="tanh"),
 }
-"""Activations that libraries for GPUs have as one kernel with the multiplication, where gate and up lie side by side."""
+"""Activations that libraries for GPUs have in one kernel with the multiplication, where gate and up lie in one row."""
 
 
 def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, activation: str) -> Tensor:  # noqa: A002
@@ -144,7 +144,7 @@ def block(module: Module) -> Candidate | str | None:
     off, names, activation, example = min(tried, key=lambda each: each[0])
     if off > TOLERANCE.get(up.dtype, 0.0):
         return f"its output is none of the blocks' formulas: the nearest is off by {off:.2g} of the largest value"
-    state = Block(names, children, activation, pack=up.device.type == "cpu")
+    state = Block(names, children, activation, pack=wants_packed(up))
     state.covers += tuple((name, each) for _, name, each in found if each is not None)
     asked = _asked(state, example)
     calls = f"lz.mlp{', gated' if len(names) == 3 else ''}, {activation}"

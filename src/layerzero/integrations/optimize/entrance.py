@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.candidate import Candidate, compared, distance
 from layerzero.integrations.optimize.gate import Switch, gate
 from layerzero.integrations.optimize.inputs import Workload, workload_of
-from layerzero.integrations.optimize.joining import Joined, why_apart
+from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.norms import norm
@@ -270,16 +270,11 @@ def _join(states: Iterable[State], root: Module, report: Optimized) -> None:
     holders = Counter(each.untyped_storage().data_ptr() for each in root.parameters() if not each.is_meta)
     for state in states:
         if isinstance(state, Layer):
-            if reads_as_it_lies(state.heads.products[0]):
+            if not wants_packed(weight_of(state.heads.products[0])):
                 join_heads(state.heads, holders, report)
             state = state.block  # noqa: PLW2901  # it lies within
-        if isinstance(state, Block) and len(state.products) == 3 and reads_as_it_lies(state.products[0]):
+        if isinstance(state, Block) and len(state.products) == 3 and not wants_packed(weight_of(state.products[0])):
             join(state, holders, report)
-
-
-def reads_as_it_lies(product: Module) -> bool:
-    """Whether kernels of a product read its weight as it lies; on a CPU they want it packed."""
-    return weight_of(product).device.type != "cpu"
 
 
 def join_heads(heads: Heads, holders: Counter[int], report: Optimized) -> str:

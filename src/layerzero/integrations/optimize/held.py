@@ -105,9 +105,9 @@ class Held:
 
     def is_of(self, cache: Any) -> bool:
         """Whether this is that cache, and nobody took a layer out."""
-        return self._cache() is cache and all(
-            mine is each and mine._held is self for mine, each in zip(self.layers, cache.layers, strict=False)
-        )
+        if cache is None or self._cache() is not cache or len(cache.layers) != len(self.layers):
+            return False
+        return all(mine is each and mine._held is self for mine, each in zip(self.layers, cache.layers, strict=True))
 
     def release(self) -> None:
         """Give every layer memory of its own."""
@@ -191,7 +191,9 @@ class _Reads:
     def _release(self) -> None:
         if self._held is not None:
             own = {f"_own_{name}": self._part(name) for name in _PROPERTIES}
-            self.__dict__.update({name: each.clone() if isinstance(each, Tensor) else each for name, each in own.items()})
+            self.__dict__.update(
+                {name: each.clone() if isinstance(each, Tensor) else each for name, each in own.items()}
+            )
             self._held = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -199,7 +201,9 @@ class _Reads:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: each for name, each in vars(self).items() if not name.startswith("_own")})
-        own = {f"_own_{name}": getattr(self, name) for name in _PROPERTIES if self._held or hasattr(self, f"_own_{name}")}
+        own = {
+            f"_own_{name}": getattr(self, name) for name in _PROPERTIES if self._held or hasattr(self, f"_own_{name}")
+        }
         twin.__dict__.update({name: each.clone() if isinstance(each, Tensor) else each for name, each in own.items()})
         twin._held = None
         return twin
@@ -229,15 +233,17 @@ def step_cache(memory: Memory, held: Held, length: int) -> Any:
     from transformers import DynamicCache
 
     made = DynamicCache()
-    made.layers = [_step_layer()(memory, held, number, length, each.is_sliding) for number, each in enumerate(held.layers)]
+    made.layers = [
+        _step_layer()(memory, held, number, length, each.is_sliding) for number, each in enumerate(held.layers)
+    ]
     return made
 
 
 @functools.cache
 def _step_layer() -> Any:
-    (plain, _) = _known()
+    plain: Any = _known()[0]
 
-    def __init__(layer: Any, memory: Memory, held: Held, number: int, length: int, sliding: bool) -> None:  # noqa: N807, FBT001
+    def __init__(layer: Any, memory: Memory, held: Held, number: int, length: int, sliding: bool) -> None:  # noqa: N807
         plain.__init__(layer)
         layer.memory, layer.held, layer.number, layer.length = memory, held, number, length
         layer.is_sliding, layer.is_initialized = sliding, True

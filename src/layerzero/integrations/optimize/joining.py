@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+PACKING = frozenset({"cpu"})
+"""Devices whose kernels want a weight in an order of their own; those of others read it as it lies."""
+
+
+def wants_packed(weight: Tensor) -> bool:
+    """Whether kernels want another form of this weight."""
+    return weight.device.type in PACKING
+
 
 class Joined:
     """The rows of the first, then those of the second, and so on.

@@ -1,7 +1,7 @@
 """One decoder layer in few calls: each residual with its norm, one product for queries, keys and values, attention.
 
 What a layer adds last goes into the norm with which the next one begins: it lies on the tensor that is handed on, so
-that whoever changes that tensor on its way, or calls layers in another order, gets what the layers compute by themselves.
+that whoever changes that tensor on its way, or calls layers in another order, gets what each computes by itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Normed:
         """The norm of rows."""
         if self.form == "layer":
             weight = self.weight
-            return lz.layer_norm(rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows))
+            return lz.layer_norm(
+                rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows)
+            )
         return lz.rms_norm(rows, self._scale(), self.norm.eps_for(rows))
 
     def of_sum(self, rows: Tensor, fresh: Tensor) -> Tensor:
@@ -127,55 +129,71 @@ class Heads(Packs):
     def project(self, rows: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, S, heads, D), normalised where heads are, and rotated."""
         heads, kv_heads, width = self.sizes
+        cos, sin, positions = table.cos, table.sin, table.positions
         one = self._one_weight()
-        where = {"cos": table.cos, "sin": table.sin, "positions": table.positions}
-        if one is not None:
-            packed = self.packed[0] if len(self.products) == 2 else None
-            product = lz.linear(rows, *one, packed=packed)
-            if self.norms is not None:
-                return lz.split_qkv_norm_rope(product, heads, kv_heads, **where, **self._of_norms(rows))
-            parts = product.view(*product.shape[:-1], heads + 2 * kv_heads, width)
-            query, key, value = parts.split((heads, kv_heads, kv_heads), -2)
+        if one is None:
+            query, key, value = self._three(rows)
         else:
-            weights, given = self.weights[:3], [each._parameters["bias"] for each in self.products[:3]]
-            names = ("q", "k", "v")
-            beside = {f"{name}_bias": bias for name, bias in zip(names, given, strict=True)}
-            beside |= {f"packed_{name}": packed for name, packed in zip(names, self.packed[:3], strict=True)}
-            results = lz.qkv_linear(rows, *weights, **beside)
-            query, key, value = (
-                each.unflatten(-1, (count, width))
-                for each, count in zip(results, (heads, kv_heads, kv_heads), strict=True)
-            )
+            product = lz.linear(rows, *one, packed=self.packed[0] if len(self.products) == 2 else None)
             if self.norms is not None:
-                query, key = lz.qk_norm_rope(query, key, **where, **self._of_norms(rows), layout="BSHD")
-                return query, key, value
-        lz.rope_(query, key, **where, layout="BSHD")
+                first, second = self.norms
+                return lz.split_qkv_norm_rope(
+                    product,
+                    heads,
+                    kv_heads,
+                    cos,
+                    sin,
+                    positions,
+                    q_weight=first.weight,
+                    k_weight=second.weight,
+                    eps=first.norm.eps_for(rows),
+                    plus_one=first.form == "one_plus",
+                )
+            parts = product.view(*rows.shape[:2], heads + 2 * kv_heads, width)
+            query, key, value = torch.split(parts, [heads, kv_heads, kv_heads], -2)
+        if self.norms is None:
+            lz.rope_(query, key, cos, sin, positions, layout="BSHD")
+            return query, key, value
+        first, second = self.norms
+        plus_one, eps = first.form == "one_plus", first.norm.eps_for(rows)
+        pair = first.weight, second.weight
+        query, key = lz.qk_norm_rope(query, key, *pair, cos, sin, positions, eps=eps, plus_one=plus_one, layout="BSHD")
         return query, key, value
 
-    def _of_norms(self, rows: Tensor) -> dict[str, Any]:
-        assert self.norms is not None
-        first, second = self.norms
-        return {
-            "q_weight": first.weight,
-            "k_weight": second.weight,
-            "eps": first.norm.eps_for(rows),
-            "plus_one": first.form == "one_plus",
-        }
+    def _three(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of three weights."""
+        heads, kv_heads, width = self.sizes
+        biases = [each._parameters["bias"] for each in self.products]
+        query, key, value = lz.qkv_linear(
+            rows,
+            *self.weights[:3],
+            q_bias=biases[0],
+            k_bias=biases[1],
+            v_bias=biases[2],
+            packed_q=self.packed[0],
+            packed_k=self.packed[1],
+            packed_v=self.packed[2],
+        )
+        before = rows.shape[:2]
+        return (
+            query.reshape(*before, heads, width),
+            key.reshape(*before, kv_heads, width),
+            value.reshape(*before, kv_heads, width),
+        )
 
     def _function(self) -> Callable[..., Any]:
         """What attends: LayerZero's function, or Transformers' where that is set."""
-        setting = self.module.config._attn_implementation
+        module: Any = self.module
+        setting = module.config._attn_implementation
         if setting == NAME:
             return attention_forward
         return comparing if setting == COMPARED else theirs_of(self.module)
 
     def attend(self, rows: Tensor, named: Mapping[str, Any]) -> Tensor:
         """What the module gives for normalised rows, in memory of its own."""
-        module = self.module
+        module: Any = self.module
         cos, sin = named["position_embeddings"]
-        query, key, value = (
-            each.transpose(1, 2) for each in self.project(rows, table_for(cos, sin, *rows.shape[:2]))
-        )
+        query, key, value = (each.transpose(1, 2) for each in self.project(rows, table_for(cos, sin, *rows.shape[:2])))
         cache = named.get("past_key_values")
         if cache is not None:
             key, value = cache.update(key, value, module.layer_idx)
@@ -211,7 +229,7 @@ class Layer(State):
         made = sum(each.bytes for each in self.norms if each is not None)
         return self.heads.bytes + self.block.bytes + made
 
-    def intact(self, module: Module) -> bool:
+    def intact(self, _: Module) -> bool:
         """Whether all that is passed over is still in its place, and nobody waits for its calls."""
         return all(_is_there(parent, name, child) for parent, name, child in self.nested)
 
@@ -250,7 +268,8 @@ def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[
         return False
     if hidden_states.dtype != weight.dtype or hidden_states.device != weight.device:
         return False
-    if state.heads.module.config._attn_implementation not in state.heads.settings:
+    heads: Any = state.heads.module
+    if heads.config._attn_implementation not in state.heads.settings:
         return False
     return state.intact(module)
 
@@ -279,7 +298,7 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
         output = behind_block.alone(output)
     following = state.following
     if following is None or output.is_inference():  # in inference mode nobody would see a write in between
-        return output.add_(total)
+        return output.add_(total)  # type: ignore[no-any-return]
     normed = following.of_sum(total, output)
     setattr(output, _NORMED, (normed, following.weight, output._version))
     return output

@@ -1,8 +1,8 @@
 """Whole decoder layers of Transformers' models, found by what they are made of and believed by their values.
 
-A layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which product gives
-queries, where norms stand, and what is added to what is tried out, on the arguments that the model itself hands to the
-layer: a prompt and a token after it, with a row's first tokens hidden and without.
+A layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which product is
+that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model itself hands
+to the layer: a prompt and a token after it, with a row's first tokens hidden and without.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
+from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.layer import Heads, Layer, Normed, forward
 from layerzero.integrations.optimize.norms import Norm, norm
 from layerzero.integrations.optimize.products import is_plain
@@ -62,9 +63,8 @@ class _Parts:
 
     heads: Module
     block: Block
-    block_name: str
-    heads_name: str
     norms: dict[str, Normed]
+    covers: list[tuple[Module, str, Module]]
 
 
 def layers(model: Any, exchange: AttentionSwap, *, ours: bool) -> Iterator[Found]:
@@ -127,7 +127,9 @@ def _parts_of(module: Module) -> _Parts | None:
     if len(blocks) != 1 or len(norms) not in {2, 4}:
         return None
     ((name, made_block),) = blocks.items()
-    return _Parts(heads, made_block, name, attending[0], norms)
+    parents = module, heads, children[name]
+    covers = [(each, at, child) for each in parents for at, child in each._modules.items() if child is not None]
+    return _Parts(heads, made_block, norms, covers)
 
 
 def _normed(module: Module) -> Normed | None:
@@ -140,7 +142,7 @@ def _normed(module: Module) -> Normed | None:
 def _calls_of(
     model: Any, exchange: AttentionSwap, modules: list[Module]
 ) -> tuple[dict[int, list[Call]], Mapping[int, Seen]]:
-    """What the model hands to each layer: prompt, token, prompt and token with hidden tokens; and what attention got."""
+    """What the model hands to each layer: prompt and token, twice, then with hidden tokens; and what attention got."""
     ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0))
     ids = (ids % model.get_input_embeddings().weight.shape[0]).to(model.get_input_embeddings().weight.device)
     hidden = torch.ones_like(ids)
@@ -185,6 +187,7 @@ def _tried(
     hidden, expected = _expected(module, calls, exchange)
     dtype = hidden[0].dtype
     least, ran = float("inf"), found.kernels
+    tried: dict[str, None] = {}
 
     def saw(_: Function, plan: Plan) -> None:
         ran[plan.kernel_id] = None
@@ -196,26 +199,28 @@ def _tried(
             swap = Swap(module, forward, state)
             error = _error(swap, hidden, expected, calls, exchange if ours else None)
             least = min(least, error)
+            tried |= ran
             if error <= TOLERANCE.get(dtype, 0.0):
                 found.swap, found.error = swap, error
                 return found, name
     finally:
         ENGINE.unwatch(saw)
-    by = f" by {', '.join(ran)}" if ran else ""
+    by = f" by {', '.join(tried)}" if tried else ""
     found.why = f"as a whole: its output is none of the layers' formulas{by}: the nearest is off by {least:.2g}"
     return found, liked
 
 
 def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], Layer]]:
     """Every way in which a layer could compute with these parts, named by its order of parts."""
-    products = {name: each for name, each in made.heads._modules.items() if is_plain(each)}
-    rest = {name: each for name, each in made.heads._modules.items() if each is not None and name not in products}
+    children = {name: each for name, each in made.heads._modules.items() if each is not None}
+    products = {name: each for name, each in children.items() if is_plain(each)}
+    rest = {name: each for name, each in children.items() if name not in products}
     norms = {name: _normed(each) for name, each in rest.items() if any(True for _ in each.parameters())}
     if len(products) not in {2, 4} or len(norms) not in {0, 2} or None in norms.values():
         return
     heads, kv_heads, width = got.sizes
-    wanted = (heads * width, kv_heads * width, kv_heads * width)
-    wanted = wanted if len(products) == 4 else (sum(wanted),)
+    apart = (heads * width, kv_heads * width, kv_heads * width)
+    wanted: tuple[int, ...] = apart if len(products) == 4 else (sum(apart),)
     for names in itertools.permutations(products):
         chosen = [products[name] for name in names]
         *first, last = chosen
@@ -226,13 +231,11 @@ def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], 
             if pair is not None and not _fit(pair, width):
                 continue
             for order, placed in _places(made.norms):
-                pack = weight_of(last).device.type == "cpu"
-                state = Heads(made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=pack)
-                covers = [
-                    *((made.heads, name, products[name]) for name in names),
-                    *((made.heads, name, each.module) for name, each in normed if each is not None),
-                ]
-                yield (names, tuple(name for name, _ in normed), order), Layer(covers, state, made.block, placed)
+                state = Heads(
+                    made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=wants_packed(weight_of(last))
+                )
+                name = names, tuple(name for name, _ in normed), order
+                yield name, Layer(made.covers, state, made.block, placed)
 
 
 def _fit(pair: tuple[Normed, Normed], width: int) -> bool:
@@ -261,7 +264,7 @@ def _cache(module: Module) -> Any:
 
 
 def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tuple[list[Tensor], list[Tensor]]:
-    """Random input as large as what the layer adds to it, in which a wrong addition shows; and the layer's own output."""
+    """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
     exchange.off()
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each, _ in calls]

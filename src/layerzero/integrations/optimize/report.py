@@ -119,6 +119,8 @@ class Optimized:
         extra, weights = self.extra_bytes, self.weight_bytes
         after = (weights + extra) / 1e6
         lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {after:.1f} MB with packed forms"]
+        for state in (getattr(each, "state", None) for each in self._exchanges):
+            lines += [f"{count} steps without a graph: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from torch.nn import Module
 from torch.nn.modules import module as torchs
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError, LayerZeroError
+from layerzero.core.errors import InvalidCallError, LayerZeroError, LayerZeroWarning
 from layerzero.integrations.optimize.attending import NAME
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, step_cache, why_not
-from layerzero.integrations.optimize.swapping import State, stock_forward
+from layerzero.integrations.optimize.swapping import State, is_recorder, stock_forward
 from layerzero.integrations.transformers import ONE_TOKEN
 
 ON_HOST = frozenset({"cpu"})
@@ -62,11 +63,16 @@ class Steps(State):
         self._memories: dict[int, Memory] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
-        self._model = model
-        self._look()
+        self._model: Any = model
+        self._kinds: list[tuple[bool, int | None]] = []
+        self._hooks: list[Any] = []
+        self._places: list[tuple[Any, str, Any]] = []
+        self._tensors: list[Tensor] = []
 
     def _look(self) -> None:
         """Note what a captured step is made of."""
+        self._graphs.clear()
+        self._kinds = kinds_of(self._model)
         modules = list(self._model.modules())
         self._hooks = [each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooks += [torchs._global_forward_hooks, torchs._global_forward_pre_hooks]
@@ -89,6 +95,8 @@ class Steps(State):
 
     def why_not(self, named: Mapping[str, Any]) -> str:
         """Say why a call with one token is no step; empty where it is one."""
+        if any(each.get(name) is not one for each, name, one in self._places) or not self._places:
+            self._look()
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors):
             return "gradients are on"
         if self._model.training or torch._C._is_any_autocast_enabled():
@@ -100,16 +108,21 @@ class Steps(State):
             return "it is asked for a tuple"
         if getattr(self._model.config, "_attn_implementation", None) != NAME:
             return "its attention is not LayerZero's"
-        if any(self._hooks):
+        if any(self._hooks) and any(not is_recorder(hook) for each in self._hooks for hook in each.values()):
             return "it has hooks"
-        if any(each.get(name) is not one for each, name, one in self._places):
-            self._graphs.clear()
-            self._look()
-        mask = named.get("attention_mask")
+        config = self._model.config
+        if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+            return "its configuration asks for hidden states or attention weights"
+        cache, mask = named["past_key_values"], named.get("attention_mask")
+        if self._has(cache) is None:
+            why = why_not(cache)
+            if not why and _kinds(cache) != self._kinds:
+                why = "its cache has other windows than the model"
+            if why:
+                return why
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "tokens are hidden (padding), or the mask is not (B, length)"
-        cache = named["past_key_values"]
-        return "" if self._has(cache) is not None else why_not(cache)
+        return ""
 
     def _has(self, cache: Any) -> Held | None:
         """The cache as it lies in memory, where it does and has a place for one token more."""
@@ -172,7 +185,7 @@ class Steps(State):
 
     def _on_host(self, held: Held) -> Any:
         """As much of the memory as is used, as a view."""
-        return self._call(held, held.length + 1, _attend_view)
+        return self._call(held, held.length + 1, functools.partial(_attend_view, held))
 
     def _on_device(self, held: Held) -> Any:
         memory = held.memory
@@ -183,7 +196,7 @@ class Steps(State):
         if found is None or found.state != state:
             table = memory.table[:, : places // PAGE]
             step = lz.StepMetadata(table, memory.lengths, max_context_len=places, capturable=True)
-            attend = functools.partial(_attend_pages, held.memory, step)
+            attend = functools.partial(_attend_pages, held, step)
             output = self._call(held, places, attend)
             run = functools.partial(self._call, held, places, attend)
             graph, kept = self._captured(run, memory.index.device)
@@ -198,7 +211,7 @@ class Steps(State):
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()  # libraries keep workspaces for each stream
@@ -208,23 +221,46 @@ class Steps(State):
         return graph, output
 
 
-def _told(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What attention was told, for LayerZero's functions."""
-    window = named["sliding_window"]
+def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
+    """Of each layer of a model's cache, whether it has a window, and which."""
+    from transformers import DynamicCache
+
+    return _kinds(DynamicCache(config=model.config))
+
+
+def _kinds(cache: Any) -> list[tuple[bool, int | None]]:
+    return [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
+
+
+def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
+    """What attention was told, for LayerZero's functions; whose keys these are says which window is meant."""
+    window, layer = named["sliding_window"], held.layers[_number(held.memory, key)]
+    if layer.is_sliding and layer.sliding_window != window:
+        wanted = f"wanted attention that is told its window of {layer.sliding_window}, got {window}"
+        raise InvalidCallError("lz.optimize(graph=True)", [wanted])
     return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}
 
 
-def _attend_view(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, named: Mapping[str, Any]) -> Tensor:
+def _number(memory: Memory, key: Tensor) -> int:
+    """The layer whose keys these are."""
+    start = key.data_ptr()
+    return next(number for number, keys in enumerate(memory.keys) if keys.data_ptr() == start)
+
+
+def _attend_view(
+    held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, named: Mapping[str, Any]
+) -> Tensor:
     """(B, 1, H, D) of a query (B, H, 1, D) and the used part of a memory."""
-    told = _told(named)
+    told = _told(held, key, named)
     if told["window"] is not None and key.shape[2] <= told["window"][0] + 1:
         told["window"] = None
     output = lz.attention(query, key, value, True, scaling, layout="BHSD", sinks=named["s_aux"], **told)
+    assert isinstance(output, Tensor)
     return output.transpose(1, 2)
 
 
 def _attend_pages(
-    memory: Memory,
+    held: Held,
     step: lz.StepMetadata,
     query: Tensor,
     key: Tensor,
@@ -235,13 +271,13 @@ def _attend_pages(
     """The same by lengths that only the device knows."""
     if named["s_aux"] is not None:
         raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
-    number = next(each for each, keys in enumerate(memory.keys) if keys.data_ptr() == key.data_ptr())
-    pages = (
-        each.view(-1, PAGE, *each.shape[2:]) for each in (memory.keys[number], memory.values[number])
+    memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
+    keys, values = (each.view(-1, PAGE, *each.shape[2:]) for each in (memory.keys[number], memory.values[number]))
+    output = lz.paged_attention(
+        query.transpose(1, 2), keys, values, step.block_tables, step.context_lens, scaling, step=step, **told
     )
-    return lz.paged_attention(
-        query.transpose(1, 2), *pages, step.block_tables, step.context_lens, scaling, step=step, **_told(named)
-    )
+    assert isinstance(output, Tensor)
+    return output
 
 
 def stepping(model: Module) -> Callable[..., Any]:
@@ -249,7 +285,7 @@ def stepping(model: Module) -> Callable[..., Any]:
 
     @functools.wraps(type(model).forward)
     def forward(self: Module, *given: Any, **named: Any) -> Any:
-        ids = given[0] if given else named.get("input_ids")
+        ids: Any = given[0] if given else named.get("input_ids")
         if torch.compiler.is_compiling() or len(given) > 1 or not _is_step(ids, named):
             return stock_forward(self)(*given, **named)
         state: Steps = self.__dict__["_layerzero"]
@@ -259,6 +295,7 @@ def stepping(model: Module) -> Callable[..., Any]:
                 return state.run(ids, named)
             except (LayerZeroError, RuntimeError) as error:
                 state.refused = why = f"it could not be captured: {type(error).__name__}: {str(error)[:160]}"
+                warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=2)
         state.left[why] += 1
         return stock_forward(self)(*given, **named)
 

@@ -76,14 +76,22 @@ class State:
 
 
 _RECORDER = "transformers.utils.output_capturing"
+"""Its hooks stay on modules once hidden states were asked for, and mostly record nothing."""
 
 
 def _hooks_of_others(module: Module) -> bool:
-    """Whether anybody waits for a module's calls but ``lz.trace``, which only wants to know who calls, and Transformers'
-    recorder while it records nothing of what lies within a layer."""
+    """Whether anybody waits for a module's calls who would miss them.
+
+    ``lz.trace`` only wants to know who calls, and Transformers' recorder mostly records nothing within a layer.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     names = {getattr(each, "__module__", "") for each in hooks} - {"layerzero.asking.trace"}
     return bool(names - {_RECORDER}) or (_RECORDER in names and _is_recording_within())
+
+
+def is_recorder(hook: object) -> bool:
+    """Whether a hook is Transformers' own."""
+    return getattr(hook, "__module__", "") == _RECORDER
 
 
 def _is_recording_within() -> bool:
