@@ -230,5 +230,5 @@ def test_layers_know_what_they_cover(kind: str) -> None:
         each.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: heard.append(1))
         each.model.layers[1].mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
         each.model.layers[1].mlp.down_proj.weight.data.fill_(0.01)
-    torch.testing.assert_close(output(model), output(stock), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(model), output(stock), rtol=1e-3, atol=1e-3)
     assert heard == [1, 1]
