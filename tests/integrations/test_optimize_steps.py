@@ -169,13 +169,13 @@ def test_the_cache_stays_the_callers(where: str) -> None:
         got = [stepped(model, first, each) for each in ids[:3]]
         got += [stepped(model, second, each) for each in ids[:2]]  # takes the memory
         got += [stepped(model, first, ids[3])]  # takes it back
-        twin = copy.deepcopy(first)
+        twin, kept = copy.deepcopy(first), first.layers[0].keys
         got += [stepped(model, first, each) for each in ids[4:]]
         got += [stepped(model, twin, ids[3]), stepped(model, second, ids[2])]
         if report is not None:
             report.undo()
         got += [stepped(model, first, ids[1]), first.layers[0].keys, second.layers[1].values]
-        got += [torch.tensor([each.get_seq_length() for each in (first, second, twin)])]
+        got += [kept, torch.tensor([each.get_seq_length() for each in (first, second, twin)])]
         results.append(got)
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

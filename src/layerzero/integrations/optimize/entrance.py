@@ -121,6 +121,7 @@ def optimize(
         )
     if graph:
         _steps(attention, report)
+    report._forget()
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
@@ -348,6 +349,8 @@ def _measure(
         ]
         report._exchanges = [exchange for exchange, _ in kept]
         report.replaced = [told for _, told in kept]
+    report._forget()
+    workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
     _name_kernels(root, report, workload)
     if tuned.left:
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")

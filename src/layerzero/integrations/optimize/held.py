@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,9 +72,8 @@ class Memory:
     def take(self, cache: Any) -> Held:
         """Copy a cache's tokens here and let it read them from here; another cache that is here takes its own out."""
         length = cache.get_seq_length()
-        tokens = [(each.keys, each.values) for each in cache.layers]
+        tokens = [(each.keys, each.values) for each in cache.layers]  # copies, where they lie here
         if self.held is not None:
-            tokens = [(keys.clone(), values.clone()) for keys, values in tokens] if self.held.lives else tokens
             self.held.release()
         for mine, (keys, values) in zip(zip(self.keys, self.values, strict=True), tokens, strict=True):
             for place, each in zip(mine, (keys, values), strict=True):
@@ -94,7 +94,7 @@ class Held:
 
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
         self.memory, self.length = memory, length
-        self._cache = weakref.ref(cache)
+        self._cache: Callable[[], Any] = weakref.ref(cache)
         self.layers = [_held_layer(self, number, each) for number, each in enumerate(cache.layers)]
         cache.layers[:] = self.layers
 
@@ -162,7 +162,10 @@ def _reading(name: str) -> property:
     """An attribute that is read from the memory until somebody assigns to the layer."""
 
     def read(layer: Any) -> Any:
-        return getattr(layer, f"_own_{name}") if layer._held is None else layer._part(name)
+        if layer._held is None:
+            return getattr(layer, f"_own_{name}")
+        part = layer._part(name)  # of memory that is another cache's later: who keeps what he reads gets a copy
+        return part.clone() if isinstance(part, Tensor) else part
 
     def write(layer: Any, value: Any) -> None:
         layer._release()

@@ -229,6 +229,10 @@ class Layer(State):
         made = sum(each.bytes for each in self.norms if each is not None)
         return self.heads.bytes + self.block.bytes + made
 
+    def forget(self) -> None:
+        self.heads.forget()
+        self.block.forget()
+
     def intact(self, _: Module) -> bool:
         """Whether all that is passed over is still in its place, and nobody waits for its calls."""
         return all(_is_there(parent, name, child) for parent, name, child in self.nested)
@@ -293,12 +297,12 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
         rows = total = attended.add_(hidden)
     else:
         rows, total = before_block.of_sum(hidden, attended), attended
-    output = compute(state.block, rows)
+    output: Tensor = compute(state.block, rows)
     if behind_block is not None:
         output = behind_block.alone(output)
     following = state.following
     if following is None or output.is_inference():  # in inference mode nobody would see a write in between
-        return output.add_(total)  # type: ignore[no-any-return]
+        return output.add_(total)
     normed = following.of_sum(total, output)
     setattr(output, _NORMED, (normed, following.weight, output._version))
     return output
@@ -306,8 +310,7 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
 
 def _begun(hidden: Tensor, norm: Normed) -> Tensor:
     """The norm with which a layer begins, computed already by the one before where nothing came between."""
-    kept = hidden.__dict__.pop(_NORMED, None)
+    kept: tuple[Tensor, Tensor, int] | None = hidden.__dict__.pop(_NORMED, None)
     if kept is not None and kept[1] is norm.weight and kept[2] == hidden._version:
-        normed: Tensor = kept[0]
-        return normed
+        return kept[0]
     return norm.alone(hidden)

@@ -98,6 +98,12 @@ class Optimized:
         """Whether anything of it is in place."""
         return any(each.is_on for each in self._exchanges)
 
+    def _forget(self) -> None:
+        """Let go of packed forms that kernels left which were only tried."""
+        for state in (getattr(each, "state", None) for each in self._exchanges):
+            if state is not None:
+                state.forget()
+
     def undo(self) -> None:
         """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
         for exchange in reversed(self._exchanges):

@@ -59,6 +59,9 @@ class State:
         """Memory that it keeps beside the module's own."""
         return 0
 
+    def forget(self) -> None:
+        """Give back what can be made anew where it is used."""
+
     @staticmethod
     def hooked(module: Module) -> bool:
         """Whether somebody waits for a module's calls who would miss them."""
@@ -114,6 +117,12 @@ class Packs(State):
     @property
     def bytes(self) -> int:
         return sum(0 if each is None else each.bytes for each in self.packed)
+
+    def forget(self) -> None:
+        """Let go of packed forms: each kernel that runs makes its own again, and those that were only tried do not."""
+        for each in self.packed:
+            if each is not None:
+                each.refresh()
 
     def renew(self, *weights: Tensor) -> bool:
         """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
