@@ -334,7 +334,7 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
     with torch.no_grad():
         model(x)
         one_form = report.extra_bytes
-        for kernel in ("torch.onednn_packed", "zentorch.linear_packed"):
+        for kernel in ("torch.onednn_linear_packed", "zentorch.linear_packed"):
             with lz.prefer(kernel):
                 model(x)
     assert report.extra_bytes >= one_form > 0
