@@ -80,6 +80,13 @@ class Steps(State):
         self._places = [(each, name, one) for each in dicts for name, one in each.items()]
         self._tensors = [one for each in dicts for one in each.values() if isinstance(one, Tensor)]
 
+    def _is_as_it_was(self) -> bool:
+        """Whether modules and parameters are those that were noted."""
+        for each, name, one in self._places:  # noqa: SIM110  # half the time of any(): it is asked at every step
+            if each.get(name) is not one:
+                return False
+        return bool(self._places)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         model = memo.get(id(self._model))
         return Steps(self._model if model is None else model)
@@ -95,7 +102,7 @@ class Steps(State):
 
     def why_not(self, named: Mapping[str, Any]) -> str:
         """Say why a call with one token is no step; empty where it is one."""
-        if any(each.get(name) is not one for each, name, one in self._places) or not self._places:
+        if not self._is_as_it_was():
             self._look()
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors):
             return "gradients are on"
@@ -110,6 +117,8 @@ class Steps(State):
             return "its attention is not LayerZero's"
         if any(self._hooks) and any(not is_recorder(hook) for each in self._hooks for hook in each.values()):
             return "it has hooks"
+        if self._tensors[0].is_inference():
+            return "its weights were made in inference mode, and do not tell of writes"
         config = self._model.config
         if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
             return "its configuration asks for hidden states or attention weights"
@@ -191,7 +200,7 @@ class Steps(State):
         memory = held.memory
         places = min(bucket(held.length + 1), memory.capacity)
         key = memory.batch, places
-        state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in self._tensors]
+        state = [(each.data_ptr(), each._version) for each in self._tensors]
         found = self._graphs.get(key)
         if found is None or found.state != state:
             table = memory.table[:, : places // PAGE]
