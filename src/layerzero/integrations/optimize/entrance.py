@@ -64,10 +64,10 @@ def optimize(
         report.undo()
 
     Norms, feed-forward blocks and linear layers are found by what they compute, and whole decoder layers of
-    Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and its place: ``state_dict``, ``save_pretrained``,
-    ``.to()``, deep copies, ``torch.save`` (which saves the stock module) and hooks of the modules themselves work as
-    before, and nothing of the process is changed. Calls that record gradients, run under autocast, in training mode or
-    in ``torch.compile`` run the modules' own code.
+    Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and its place:
+    ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (which saves the stock module) and hooks
+    of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients, run
+    under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline, a SentenceTransformer).

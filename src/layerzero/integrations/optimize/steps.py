@@ -82,7 +82,7 @@ class Steps(State):
 
     def _is_as_it_was(self) -> bool:
         """Whether modules and parameters are those that were noted."""
-        for each, name, one in self._places:  # noqa: SIM110  # half the time of any(): it is asked at every step
+        for each, name, one in self._places:  # half the time of any(): it is asked at every step
             if each.get(name) is not one:
                 return False
         return bool(self._places)
