@@ -371,3 +371,20 @@ def test_a_trace_shows_what_optimized_layers_run() -> None:
         "qkv_linear",
         "rope_",
     }
+
+
+def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that sees no key gets what its kernel likes; torch's efficient kernel on a GPU gives no zeros."""
+    from transformers.integrations import sdpa_attention
+
+    stock = sdpa_attention.sdpa_attention_forward
+
+    def otherwise(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        found, _ = stock(module, query, key, value, mask, **named)
+        if mask is not None:
+            found = found.masked_fill(~mask.any(-1).transpose(1, 2).unsqueeze(-1), 7.0)
+        return found, None
+
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", otherwise)
+    report = lz.optimize(made("llama"))
+    assert {"attention", "layer"} <= {each.kind for each in report.replaced}, report

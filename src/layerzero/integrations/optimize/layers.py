@@ -20,7 +20,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing
+from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
@@ -290,7 +290,11 @@ def _error(
         swap.off()
         if exchange is not None:
             exchange.off()
-    return max(distance(one - rows, two - rows) for one, two, rows in zip(got, expected, hidden, strict=True))
+    pairs = zip(got, expected, hidden, calls, strict=True)
+    return max(
+        distance(*seen_rows(named.get("attention_mask"), one - rows, two - rows))
+        for one, two, rows, (_, named) in pairs
+    )
 
 
 def _run(function: Any, module: Module, hidden: list[Tensor], calls: list[Call]) -> list[Tensor]:
