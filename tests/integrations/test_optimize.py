@@ -388,3 +388,22 @@ def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", otherwise)
     report = lz.optimize(made("llama"))
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}, report
+
+
+def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Any) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs version 6 of it")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "small", "random", "words", "are", "enough"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(vocab_file=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**SIZES | {"vocab_size": len(words)})).save_pretrained(tmp_path)
+    encoder = parts.Transformer(str(tmp_path), max_seq_length=16)
+    model = library.SentenceTransformer(modules=[encoder, parts.Pooling(32)], device="cpu")
+    texts = ["small words", "random words are enough", "small"]
+    expected = torch.as_tensor(model.encode(texts))
+    report = lz.optimize(model)
+    assert {"attention", "linear"} <= {each.kind for each in report.replaced}, report
+    torch.testing.assert_close(torch.as_tensor(model.encode(texts)), expected, rtol=1e-4, atol=1e-4)
+    report.undo()
+    assert torch.equal(torch.as_tensor(model.encode(texts)), expected)
