@@ -181,10 +181,16 @@ class Heads(Packs):
             value.reshape(*before, kv_heads, width),
         )
 
+    @property
+    def setting(self) -> str:
+        """The attention that is set, past Transformers' own look-up of a configuration, which takes 2 us."""
+        config: Any = self.module.config
+        found: str = object.__getattribute__(config, "_attn_implementation_internal")
+        return found
+
     def _function(self) -> Callable[..., Any]:
         """What attends: LayerZero's function, or Transformers' where that is set."""
-        module: Any = self.module
-        setting = module.config._attn_implementation
+        setting = self.setting
         if setting == NAME:
             return attention_forward
         return comparing if setting == COMPARED else theirs_of(self.module)
@@ -235,18 +241,17 @@ class Layer(State):
 
     def intact(self, _: Module) -> bool:
         """Whether all that is passed over is still in its place, and nobody waits for its calls."""
-        return all(_is_there(parent, name, child) for parent, name, child in self.nested)
+        for parent, name, child in self.nested:  # asked at every call: no generator, no function for each
+            if parent._modules.get(name) is not child or "forward" in child.__dict__:
+                return False
+            if (child._forward_hooks or child._forward_pre_hooks) and State.hooked(child):
+                return False
+        return True
 
     def renew(self) -> None:
         """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
         self.block.renew(*[weight_of(each) for each in self.block.products])
         self.heads.renew(*self.heads.weights)
-
-
-def _is_there(parent: Module, name: str, child: Module) -> bool:
-    if parent._modules.get(name) is not child or "forward" in child.__dict__:
-        return False
-    return not ((child._forward_hooks or child._forward_pre_hooks) and State.hooked(child))
 
 
 @as_forward
@@ -272,8 +277,7 @@ def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[
         return False
     if hidden_states.dtype != weight.dtype or hidden_states.device != weight.device:
         return False
-    heads: Any = state.heads.module
-    if heads.config._attn_implementation not in state.heads.settings:
+    if state.heads.setting not in state.heads.settings:
         return False
     return state.intact(module)
 
