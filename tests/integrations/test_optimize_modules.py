@@ -322,3 +322,22 @@ def test_layers_that_differ_in_their_number_stand_in_one_line_within_a_pipeline_
     assert "0.layer.0-2 " in text
     assert "0.last " in text
     assert "\n1 " not in text
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
+@pytest.mark.skipif(not PACKED, reason="needs a kernel with packed weights")
+def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), torch.randn(3, 64)
+    report = lz.optimize(model)
+    assert report.replaced
+    assert report.extra_bytes == 0
+    with torch.no_grad():
+        model(x)
+        one_form = report.extra_bytes
+        for kernel in ("torch.onednn_linear_packed", "zentorch.linear_packed"):
+            with lz.prefer(kernel):
+                model(x)
+    assert report.extra_bytes >= one_form > 0
+    report.undo()
+    report = lz.optimize(model, (x,), rounds=1, budget_s=0.0, isolate=False)
+    assert report.extra_bytes <= one_form

@@ -10,8 +10,9 @@ it Transformers would pass no mask at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _UNSERVED = {
 }
 """Arguments that are known to change the result, each with what is wanted in their place."""
 
-_HARMLESS = frozenset({
+HARMLESS = frozenset({
     # what the model returns and keeps, and how it counts
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
     *("logits_to_keep", "output_attentions"),
@@ -53,6 +54,9 @@ _UNKNOWN = (
     "no argument whose effect on attention is not known; leave it out if it is not meant for the model, or use "
     "attn_implementation='sdpa'"
 )
+
+ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
+"""What attends while a model computes one token whose keys and values lie in memory of ours: no mask is made then."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -96,6 +100,9 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     compiling = torch.compiler.is_compiling()
+    if not compiling and ONE_TOKEN.get() is not None:
+        _check_only_causal(call["mask_function"], call.get("config"))
+        return None
     config = type(call.get("config"))
     if not compiling and config not in _checked:
         _check_model(call.get("config"))
@@ -109,6 +116,13 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
         if mask is not None and not compiling and not mask.is_inference():
             setattr(mask, _VERSION, mask._version)
     return mask
+
+
+def has_float_mask(config: Any) -> bool:
+    """Whether models of this config get the float mask, for they do not support ``sdpa``."""
+    if type(config) not in _checked:
+        _check_model(config)
+    return type(config) in _float_masked
 
 
 def attention_forward(
@@ -138,6 +152,12 @@ def attention_forward(
     """
     _check_served(kwargs, attention_mask)
     q_length = query.shape[2]
+    if not torch.compiler.is_compiling() and (one_token := ONE_TOKEN.get()) is not None:
+        if attention_mask is not None or position_bias is not None:
+            problem = "wanted a model whose attention takes no mask for one token, got a mask or a bias"
+            raise InvalidCallError("lz.optimize(graph=True)", [problem])
+        told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return one_token(query, key, value, scaling, told), None
     if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
         key, value, attention_mask, is_causal = key[:, :, :q_length], value[:, :, :q_length], None, True
     kv_length = key.shape[2]
@@ -182,7 +202,7 @@ def attention_forward(
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
     for name, got in kwargs.items():
-        if (name in _UNSERVED or name not in _HARMLESS) and got is not None and got is not False:
+        if (name in _UNSERVED or name not in HARMLESS) and got is not None and got is not False:
             text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
             wanted = _UNSERVED.get(name, _UNKNOWN)
             raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
@@ -202,6 +222,28 @@ def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
         return False
     version = getattr(mask, _VERSION, None)
     return version is not None and version == mask._version and mask.shape[2] == q_length
+
+
+def _check_only_causal(visible: Callable[..., Any], config: Any) -> None:
+    """Refuse a mask that hides more than the future and what lies before a window: it is not made for one token.
+
+    Asked at the beginning of windows, where one of another kind (chunks) differs.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if visible is causal_mask_function:
+        return
+    window = getattr(config, "sliding_window", None) or 0
+    known = type(window) is int and window > 0
+    for query in (window * 3, window * 1000 + 1) if known else ():
+        keys = torch.tensor([0, query - window - 1, query - window, query - window + 1, query - 1, query])
+        seen = [bool(visible(torch.tensor(0), torch.tensor(0), torch.tensor(query), each)) for each in keys]
+        known = known and seen == [query - window < int(each) for each in keys]
+    if not known:
+        problem = (
+            "wanted masks that hide the future and what lies before config.sliding_window, got one that hides more"
+        )
+        raise InvalidCallError("lz.optimize(graph=True)", [problem])
 
 
 def _check_model(config: Any) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,20 +27,25 @@ COMPARED = "layerzero_compared"
 FROM = "sdpa"
 """The setting that is exchanged: it is Transformers' default, and both compute the same."""
 
+OWN = "eager"
+"""The setting that is exchanged in models that torch's function does not serve: they have no other."""
+
 
 class AttentionSwap:
     """One model's attention, which may be LayerZero's or what it was.
 
     Attributes:
         model: the outermost model of Transformers that has these configurations.
+        of: the setting that is exchanged.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.of = FROM if _has_torchs(model) else OWN
         self._before = [
             (config, config._attn_implementation)
             for config in _configs_of(model)
-            if config._attn_implementation == FROM
+            if config._attn_implementation == self.of
         ]
 
     @property
@@ -78,14 +85,15 @@ def why_not(model: Any) -> str:
     setting = model.config._attn_implementation
     if setting == NAME:
         return "it is LayerZero's already"
-    if setting != FROM and not any(each._attn_implementation == FROM for each in _configs_of(model)):
+    wanted = FROM if _has_torchs(model) else OWN
+    if setting != wanted and not any(each._attn_implementation == wanted for each in _configs_of(model)):
         return f"attn_implementation={setting!r} was chosen for it, or the model has no other"
     for each in model.modules():
         if not hasattr(each, "_can_set_attn_implementation"):
             continue
         if not each._can_set_attn_implementation():
             return f"{type(each).__name__} computes attention by itself"
-        if not each._supports_sdpa:
+        if wanted == FROM and not each._supports_sdpa:
             return f"{type(each).__name__} has no attention by torch's function to compare with"
     if getattr(model.config, "output_attentions", False):
         return "it returns attention weights, which fast kernels never form"
@@ -100,6 +108,11 @@ def attention_swap(model: Any) -> AttentionSwap:
     return AttentionSwap(model)
 
 
+def _has_torchs(model: Any) -> bool:
+    """Whether any of its models computes attention by torch's function."""
+    return any(each._supports_sdpa for each in model.modules() if hasattr(each, "_supports_sdpa"))
+
+
 def _configs_of(model: Any) -> list[Any]:
     """Every configuration that a module of the model reads, each once."""
     found: dict[int, Any] = {}
@@ -110,7 +123,9 @@ def _configs_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
-_ERRORS: ContextVar[list[tuple[float, torch.dtype]] | None] = ContextVar("layerzero_attention_errors", default=None)
+_ERRORS: ContextVar[list[tuple[float, torch.dtype, str]] | None] = ContextVar("layerzero_errors", default=None)
+_LAST: ContextVar[str] = ContextVar("layerzero_last_kernel", default="")
+"""The kernel that ran last while two are compared."""
 
 
 @functools.cache
@@ -119,22 +134,84 @@ def _know_comparison() -> None:
 
     from layerzero.integrations.transformers import attention_mask
 
-    AttentionInterface.register(COMPARED, _both)
+    AttentionInterface.register(COMPARED, comparing)
     AttentionMaskInterface.register(COMPARED, attention_mask)
 
 
-def _both(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
-    """Attend by both, keep the difference, and return what Transformers' gives."""
+@dataclass(frozen=True)
+class Seen:
+    """What one attention got.
+
+    Attributes:
+        sizes: heads, heads of keys and values, entries of a head.
+        told: arguments by name that the attention's module gave by itself and that may matter.
+    """
+
+    sizes: tuple[int, int, int]
+    told: Mapping[str, Any]
+
+
+_SEEN: ContextVar[dict[int, Seen] | None] = ContextVar("layerzero_attention_seen", default=None)
+
+
+@contextmanager
+def seeing(swap: AttentionSwap) -> Iterator[dict[int, Seen]]:
+    """Let every attention of a model be seen, by the identity of its module."""
+    found: dict[int, Seen] = {}
+    _know_comparison()
+    keeping = _SEEN.set(found)
+    swap.on(COMPARED)
+    try:
+        yield found
+    finally:
+        swap.off()
+        _SEEN.reset(keeping)
+
+
+def theirs_of(module: Module) -> Callable[..., Any]:
+    """The attention function of Transformers for a module: torch's, or where it has none, what stands beside it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from layerzero.integrations.transformers import attention_forward
+    from layerzero.integrations.transformers import has_float_mask
 
-    theirs = sdpa_attention_forward(module, query, key, value, mask, **named)
-    ours, _ = attention_forward(module, query, key, value, mask, **named)
+    if not has_float_mask(module.config):
+        torchs: Callable[..., Any] = sdpa_attention_forward
+        return torchs
+    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own
+
+
+def comparing(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
+    """Attend by both, keep the difference, and return what Transformers' gives."""
+    from layerzero.integrations.transformers import HARMLESS, attention_forward
+
+    seen = _SEEN.get()
+    if seen is not None:
+        told = {name: each for name, each in named.items() if each is not None and name not in {*HARMLESS, "dropout"}}
+        seen[id(module)] = Seen((query.shape[1], key.shape[1], query.shape[3]), told)
+    theirs = theirs_of(module)(module, query, key, value, mask, **named)
     errors = _ERRORS.get()
     if errors is not None:
-        errors.append((distance(ours, theirs[0]), query.dtype))
+        ours, _ = attention_forward(module, query, key, value, mask, **named)
+        errors.append((distance(*seen_rows(mask, ours, theirs[0])), query.dtype, _LAST.get()))
     return theirs
+
+
+def seen_rows(mask: Tensor | None, *outputs: Tensor) -> tuple[Tensor, ...]:
+    """Outputs (B, S, ...) with zeros where a token sees no key: there kernels give what they like, and nobody reads it.
+
+    LayerZero gives zeros; torch's efficient kernel on a GPU does not (H200, torch 2.11, 2026-11-22).
+    """
+    if mask is None or mask.ndim != 4:
+        return outputs
+    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    rows = seen.any(-1).any(1)  # heads share it in Transformers' masks
+    return tuple(
+        each.masked_fill(~rows.reshape(*rows.shape, *(1,) * (each.ndim - 2)), 0.0)
+        if isinstance(each, Tensor) and rows.shape[1] == each.shape[1]
+        else each
+        for each in outputs
+    )
 
 
 def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None, str]:
@@ -144,11 +221,12 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
     """
     _know_comparison()
     kernels: dict[str, None] = {}
-    errors: list[tuple[float, torch.dtype]] = []
+    errors: list[tuple[float, torch.dtype, str]] = []
 
     def saw(_: Function, plan: Plan) -> None:
         if _ERRORS.get() is errors:
             kernels[plan.kernel_id] = None
+            _LAST.set(plan.kernel_id)
 
     keeping = _ERRORS.set(errors)
     swap.on(COMPARED)
@@ -161,11 +239,13 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
         _ERRORS.reset(keeping)
     if not errors:
         return None, "no attention was computed on these inputs"
-    wrong = [(error, dtype) for error, dtype in errors if not error <= TOLERANCE.get(dtype, 0.0)]
+    wrong = [each for each in errors if not each[0] <= TOLERANCE.get(each[1], 0.0)]
     if wrong:
-        worst = max(wrong, key=lambda each: each[0])[0]
-        return worst, f"{', '.join(kernels)} was off by {worst:.2g} of the largest value"
-    return max(error for error, _ in errors), ""
+        worst, _, kernel = max(wrong, key=lambda each: each[0])
+        return worst, f"{kernel} was off by {worst:.2g} of the largest value"
+    if swap.of == OWN and any("reference" in each for each in kernels):
+        return None, "no kernel of this machine computes it but the slow reference"
+    return max(each[0] for each in errors), ""
 
 
 def example_run(model: Any) -> Callable[[], Any]:
@@ -173,7 +253,9 @@ def example_run(model: Any) -> Callable[[], Any]:
 
     def run() -> None:
         known = inspect.signature(model.forward).parameters
+        device = next(model.parameters()).device
         example = {name: each for name, each in model.dummy_inputs.items() if name in known}
+        example = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in example.items()}
         with quiet(model):
             model(**example)
             ids = example.get("input_ids")

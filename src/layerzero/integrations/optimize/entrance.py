@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,16 +18,25 @@ from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.candidate import Candidate, compared, distance
 from layerzero.integrations.optimize.gate import Switch, gate
 from layerzero.integrations.optimize.inputs import Workload, workload_of
-from layerzero.integrations.optimize.joining import Joined, why_apart
+from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
+from layerzero.integrations.optimize.layer import Heads, Layer
+from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
 from layerzero.integrations.optimize.report import Exchange, Left, Optimized, Replaced
-from layerzero.integrations.optimize.swapping import is_swapped
+from layerzero.integrations.optimize.steps import Steps, stepping
+from layerzero.integrations.optimize.swapping import State, Swap, has_own_forward, is_swapped, weight_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
+
+LAYER = "lz.add_rms_norm, lz.rope_, lz.attention, lz.linear, lz.mlp"
+"""What a layer calls, in short."""
+
+_Attention = tuple[str, attending.AttentionSwap, float | None, bool]
+"""A model's path, its exchange, how far its attention was from the original, and whether it is exchanged."""
 
 BY_CALL = "by call"
 """The kernel of what no few rows can be asked about."""
@@ -42,6 +51,7 @@ def optimize(
     model: Any,
     inputs: Any = None,
     *,
+    graph: bool = False,
     rounds: int = 5,
     budget_s: float | None = 120.0,
     isolate: bool = True,
@@ -54,16 +64,18 @@ def optimize(
         print(report)
         report.undo()
 
-    Norms, feed-forward blocks and linear layers are found by what they compute; attention of Transformers' models is
-    set to ``"layerzero"``. Each keeps its class, its parameters and its place: ``state_dict``, ``save_pretrained``,
-    ``.to()``, deep copies, ``torch.save`` (which saves the stock module) and hooks of the modules themselves work as
-    before, and nothing of the process is changed. Calls that record gradients, run under autocast, in training mode or
-    in ``torch.compile`` run the modules' own code.
+    Norms, feed-forward blocks and linear layers are found by what they compute, and whole decoder layers of
+    Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and its place:
+    ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (which saves the stock module) and hooks
+    of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients, run
+    under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline, a SentenceTransformer).
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
+        graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
+            replayed; on a CPU they run as they are, with the cache in memory that stays where it is.
         rounds: times that each variant is timed, interleaved.
         budget_s: seconds for measuring kernels; None for no limit.
         isolate: whether kernels that are new on this machine run in a child process first.
@@ -86,11 +98,18 @@ def optimize(
         why = f"{already} of its modules are LayerZero's already; undo() the first report to begin anew"
         report.left.append(Left("", type(root).__name__, why))
         return report
-    found = _find(root, report, measured=inputs is not None)
     workload = None if inputs is None else workload_of(model, inputs)
     before = [] if workload is None else workload.run()
     attention = _attention(root, report, workload)
-    _join(found, root, report)
+    whole, taken = _layers(attention, report)
+    found = _find(root, report, taken, measured=inputs is not None)
+    _join([*(each.swap.state for each in whole if each.swap), *(each.swap.state for _, each in found)], root, report)
+    for layer in whole:
+        assert layer.swap is not None
+        layer.swap.on()
+        report._exchanges.append(layer.swap)
+        name = type(layer.module).__name__
+        report.replaced.append(Replaced(layer.path, name, "layer", LAYER, ", ".join(layer.kernels), layer.error))
     for path, each in found:
         each.swap.on()
         report._exchanges.append(each.swap)
@@ -98,12 +117,17 @@ def optimize(
         report.replaced.append(
             Replaced(path, type(each.swap.module).__name__, each.kind, each.calls, kernel, each.error)
         )
-    for path, exchange, error in attention:
+    for path, exchange, error, ours in attention:
+        if not ours:
+            continue
         exchange.on()
         report._exchanges.append(exchange)
         report.replaced.append(
             Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
+    if graph:
+        _steps(attention, report)
+    report._forget()
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
@@ -114,6 +138,29 @@ def optimize(
         report.undo()
         raise
     return report
+
+
+def _steps(attention: list[_Attention], report: Optimized) -> None:
+    """Capture the steps of decoders, where attention is LayerZero's."""
+    if not attention:
+        report.left.append(Left("", "", "graph: no model of Transformers whose attention may be exchanged"))
+    for path, exchange, _, ours in attention:
+        model, why = exchange.model, ""
+        if not ours:
+            why = "its attention is not LayerZero's, and so does not read a cache by its length"
+        elif not hasattr(model, "prepare_inputs_for_generation") or not model.can_generate():
+            why = "it does not generate"
+        elif model.config.is_encoder_decoder:
+            why = "it has an encoder, too"
+        elif has_own_forward(model):
+            why = "its forward was exchanged on the instance"
+        if why:
+            report.left.append(Left(path, type(model).__name__, f"graph: {why}"))
+            continue
+        swap = Swap(model, stepping(model), Steps(model))
+        swap.on()
+        report._exchanges.append(swap)
+        report.replaced.append(Replaced(path, type(model).__name__, "step", "a CUDA graph a length", BY_CALL, None))
 
 
 def module_of(model: Any) -> Module:
@@ -139,9 +186,22 @@ def weight_bytes(root: Module) -> int:
     return sum(storages.values())
 
 
-def _find(root: Module, report: Optimized, *, measured: bool) -> list[tuple[str, Candidate]]:
+def _layers(attention: list[_Attention], report: Optimized) -> tuple[list[Found], set[int]]:
+    """Whole layers of the models whose attention is LayerZero's, and all modules that they compute for."""
+    whole: list[Found] = []
+    for path, exchange, _, ours in attention:
+        for each in layers(exchange.model, exchange, ours=ours):
+            each.path = f"{path}.{each.path}".strip(".")
+            if each.swap is None:
+                report.left.append(Left(each.path, type(each.module).__name__, each.why))
+            else:
+                whole.append(each)
+    return whole, {id(inner) for each in whole for inner in each.module.modules()}
+
+
+def _find(root: Module, report: Optimized, taken: set[int], *, measured: bool) -> list[tuple[str, Candidate]]:
     """Candidates that gave what the originals give, and in the report what is left and why."""
-    taken: set[int] = set()
+    taken = set(taken)
     found: list[tuple[str, Candidate]] = []
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
     for path, module in root.named_modules():
@@ -191,13 +251,11 @@ def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module)
     return candidate
 
 
-def _attention(
-    root: Module, report: Optimized, workload: Workload | None
-) -> list[tuple[str, attending.AttentionSwap, float | None]]:
+def _attention(root: Module, report: Optimized, workload: Workload | None) -> list[_Attention]:
     """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
-    found: list[tuple[str, attending.AttentionSwap, float | None]] = []
+    found: list[_Attention] = []
     for path, model in attending.models_of(root):
-        why, error = attending.why_not(model), None
+        why, error, exchange = attending.why_not(model), None, None
         if not why:
             exchange = attending.attention_swap(model)
             run = attending.example_run(model) if workload is None else workload.run
@@ -209,19 +267,39 @@ def _attention(
                 why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
         if why:
             report.left.append(Left(path, type(model).__name__, f"attention: {why}"))
-        else:
-            found.append((path, exchange, error))
+        if exchange is not None:
+            found.append((path, exchange, error, not why))
     return found
 
 
-def _join(found: list[tuple[str, Candidate]], root: Module, report: Optimized) -> None:
-    """Lay gate's and up's weights one after the other where kernels read them as they lie."""
+def _join(states: Iterable[State], root: Module, report: Optimized) -> None:
+    """Lay weights that one product computes with one after the other, where kernels read them as they lie."""
     holders = Counter(each.untyped_storage().data_ptr() for each in root.parameters() if not each.is_meta)
-    for _, candidate in found:
-        state = candidate.swap.state
-        if not isinstance(state, Block) or len(state.products) != 3 or state.products[0].weight.device.type == "cpu":
-            continue
-        join(state, holders, report)
+    for state in states:
+        if isinstance(state, Layer):
+            if not wants_packed(weight_of(state.heads.products[0])):
+                join_heads(state.heads, holders, report)
+            state = state.block  # noqa: PLW2901  # it lies within
+        if isinstance(state, Block) and len(state.products) == 3 and not wants_packed(weight_of(state.products[0])):
+            join(state, holders, report)
+
+
+def join_heads(heads: Heads, holders: Counter[int], report: Optimized) -> str:
+    """Join the weights of queries, keys and values; say why not, empty where it was done or nothing is to be done."""
+    first = heads.products[:-1]
+    biases = [each._parameters["bias"] for each in first]
+    if len(first) == 1:
+        return ""
+    given = [each for each in biases if each is not None]
+    if len(given) not in {0, len(first)}:
+        return "some have biases"
+    weights = [weight_of(each) for each in first]
+    why = why_apart(weights, holders) or (why_apart(given, holders) if given else "")
+    if not why:
+        heads.joined = Joined(*weights)
+        heads.biases = Joined(*given) if given else None
+        report._joined += [each for each in (heads.joined, heads.biases) if each is not None]
+    return why
 
 
 def join(state: Block, holders: Counter[int], report: Optimized) -> str:
@@ -229,10 +307,10 @@ def join(state: Block, holders: Counter[int], report: Optimized) -> str:
     up, _, gate_product = state.products
     if up._parameters["bias"] is not None or gate_product._parameters["bias"] is not None:
         return "its products have biases"
-    first, second = gate_product.weight, up.weight
-    why = why_apart(first, second, holders)  # type: ignore[arg-type]
+    weights = weight_of(gate_product), weight_of(up)
+    why = why_apart(weights, holders)
     if not why:
-        state.joined = Joined(first, second)  # type: ignore[arg-type]
+        state.joined = Joined(*weights)
         report._joined.append(state.joined)
     return why
 
@@ -277,6 +355,8 @@ def _measure(
         ]
         report._exchanges = [exchange for exchange, _ in kept]
         report.replaced = [told for _, told in kept]
+    report._forget()
+    workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
     _name_kernels(root, report, workload)
     if tuned.left:
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")

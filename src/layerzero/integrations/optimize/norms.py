@@ -25,23 +25,27 @@ from layerzero.integrations.optimize.swapping import State, as_forward, stays_st
 _LARGEST_EPS = 0.01
 
 
-class _Norm(State):
-    """The number under the root, and what it is for the dtype of an input where the module leaves it open."""
+class Norm(State):
+    """The formula and the number under its root, which is the dtype's own where the module leaves it open.
 
-    def __init__(self, eps: float | None) -> None:
+    Attributes:
+        form: ``rms``, ``one_plus`` (by 1 + weight) or ``layer``.
+    """
+
+    def __init__(self, form: str, eps: float | None) -> None:
         super().__init__()
-        self.eps = eps
+        self.form, self.eps = form, eps
 
     def eps_for(self, input: Tensor) -> float:  # noqa: A002  # torch's name
         """Torch's norm without one takes the smallest step from 1."""
         return torch.finfo(input.dtype).eps if self.eps is None else self.eps
 
 
-class _OnePlus(_Norm):
+class OnePlus(Norm):
     """1 + weight in float32, made again once the weight was written into or moved."""
 
-    def __init__(self, eps: float | None) -> None:
-        super().__init__(eps)
+    def __init__(self, form: str, eps: float | None) -> None:
+        super().__init__(form, eps)
         self._made_of: tuple[int, int] | None = None
         self._sum = torch.empty(0)
 
@@ -105,10 +109,10 @@ def norm(module: Module) -> Candidate | str | None:
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
         return why or None
-    kinds: dict[str, tuple[Callable[..., Any], type[_Norm], str]] = {
-        "rms": (_rms, _Norm, "lz.rms_norm"),
-        "one_plus": (_rms_one_plus, _OnePlus, "lz.rms_norm by 1 + weight"),
-        "layer": (_layer, _Norm, "lz.layer_norm"),
+    kinds: dict[str, tuple[Callable[..., Any], type[Norm], str]] = {
+        "rms": (_rms, Norm, "lz.rms_norm"),
+        "one_plus": (_rms_one_plus, OnePlus, "lz.rms_norm by 1 + weight"),
+        "layer": (_layer, Norm, "lz.layer_norm"),
     }
     forward, state, calls = kinds[form]
     number = torch.finfo(weight.dtype).eps if eps is None else eps
@@ -121,7 +125,7 @@ def norm(module: Module) -> Candidate | str | None:
         asked = "rms_norm", (example, weight, number), {}
     is_torchs = type(module).forward in {LayerNorm.forward, RMSNorm.forward}
     return candidate(
-        module, forward, state(eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
+        module, forward, state(form, eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
     )
 
 

@@ -12,6 +12,7 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
+from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
 
 
@@ -71,7 +72,7 @@ def linear(module: Module) -> Candidate | str | None:
         return "it is a Linear with a forward of its own, which may compute anything"
     weight, bias = module.weight, module.bias
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    state = Product(module, pack=weight.device.type == "cpu")
+    state = Product(module, pack=wants_packed(weight))
     asked = "linear", (example, weight, bias), {"packed": state.packed[0]}
     return candidate(module, _linear, state, kind="linear", calls="lz.linear", example=example, asked=asked, stock=True)
 
@@ -91,7 +92,7 @@ def linear_then(module: Module) -> Candidate | str | None:
     activation, attribute, function = found[0]
     weight, bias = weight_of(product), product._parameters["bias"]
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    state = Product(product, pack=weight.device.type == "cpu", activation=activation, child=name)
+    state = Product(product, pack=wants_packed(weight), activation=activation, child=name)
     if function is not None:
         state.covers = (*state.covers, (attribute, function))
     asked = "linear", (example, weight, bias), {"activation": activation, "packed": state.packed[0]}

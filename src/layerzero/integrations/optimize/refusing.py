@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layerzero.integrations.optimize.swapping import has_own_forward, is_swapped
+from layerzero.integrations.optimize.swapping import has_own_forward, is_recorder, is_swapped
 
 _HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
 _ADAPTERS = ("peft.",)
@@ -20,7 +20,7 @@ def refusal(module: Module, parent: Module | None = None) -> str:
             return f"its forward{where} is LayerZero's already; undo() the first report to begin anew"
         if has_own_forward(each):
             return f"its forward{where} was exchanged on the instance, as accelerate's offloading does"
-        if any(getattr(each, name) for name in _HOOKS):
+        if any(not is_recorder(hook) for name in _HOOKS for hook in getattr(each, name).values()):
             return f"it has hooks{where}, which wait for its calls"
         for name, parameter in each.named_parameters(recurse=False):
             problem = _weight_problem(parameter)

@@ -98,6 +98,12 @@ class Optimized:
         """Whether anything of it is in place."""
         return any(each.is_on for each in self._exchanges)
 
+    def _forget(self) -> None:
+        """Let go of packed forms that kernels left which were only tried."""
+        for state in (getattr(each, "state", None) for each in self._exchanges):
+            if state is not None:
+                state.forget()
+
     def undo(self) -> None:
         """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
         for exchange in reversed(self._exchanges):
@@ -119,6 +125,8 @@ class Optimized:
         extra, weights = self.extra_bytes, self.weight_bytes
         after = (weights + extra) / 1e6
         lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {after:.1f} MB with packed forms"]
+        for state in (getattr(each, "state", None) for each in self._exchanges):
+            lines += [f"{count} steps without a graph: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:

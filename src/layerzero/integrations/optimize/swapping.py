@@ -9,6 +9,7 @@ along, with its own weights. A pickle does not: what ``torch.save`` wrote loads 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
@@ -58,6 +59,14 @@ class State:
         """Memory that it keeps beside the module's own."""
         return 0
 
+    def forget(self) -> None:
+        """Give back what can be made anew where it is used."""
+
+    @staticmethod
+    def hooked(module: Module) -> bool:
+        """Whether somebody waits for a module's calls who would miss them."""
+        return _hooks_of_others(module)
+
     def intact(self, module: Module) -> bool:
         """Whether the submodules that are passed over are still those, and nobody waits for their calls."""
         children = module._modules
@@ -69,10 +78,29 @@ class State:
         return True
 
 
+_RECORDER = "transformers.utils.output_capturing"
+"""Its hooks stay on modules once hidden states were asked for, and mostly record nothing."""
+
+
 def _hooks_of_others(module: Module) -> bool:
-    """Whether anybody but ``lz.trace``, which only wants to know who calls, waits for a module's calls."""
+    """Whether anybody waits for a module's calls who would miss them.
+
+    ``lz.trace`` only wants to know who calls, and Transformers' recorder mostly records nothing within a layer.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(each, "__module__", "") != "layerzero.asking.trace" for each in hooks)
+    names = {getattr(each, "__module__", "") for each in hooks} - {"layerzero.asking.trace"}
+    return bool(names - {_RECORDER}) or (_RECORDER in names and _is_recording_within())
+
+
+def is_recorder(hook: object) -> bool:
+    """Whether a hook is Transformers' own."""
+    return getattr(hook, "__module__", "") == _RECORDER
+
+
+def _is_recording_within() -> bool:
+    collector = getattr(sys.modules[_RECORDER], "_active_collector", None)
+    wanted = {"unknown"} if collector is None else collector.get() or ()
+    return any(not str(each).lstrip("_").startswith("hidden_states") for each in wanted)
 
 
 class Packs(State):
@@ -89,6 +117,12 @@ class Packs(State):
     @property
     def bytes(self) -> int:
         return sum(0 if each is None else each.bytes for each in self.packed)
+
+    def forget(self) -> None:
+        """Let go of packed forms: each kernel that runs makes its own again, and those that were only tried do not."""
+        for each in self.packed:
+            if each is not None:
+                each.refresh()
 
     def renew(self, *weights: Tensor) -> bool:
         """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""

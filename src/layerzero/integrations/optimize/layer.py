@@ -1,0 +1,320 @@
+"""One decoder layer in few calls: each residual with its norm, one product for queries, keys and values, attention.
+
+What a layer adds last goes into the norm with which the next one begins: it lies on the tensor that is handed on, so
+that whoever changes that tensor on its way, or calls layers in another order, gets what each computes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+import layerzero as lz
+from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
+from layerzero.integrations.optimize.blocks import Block, compute
+from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.norms import Norm
+from layerzero.integrations.optimize.rotation import Table, table_for
+from layerzero.integrations.optimize.swapping import Packs, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.transformers import attention_forward
+
+_TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
+"""Arguments of a layer that change nothing of what it computes, beside those that it reads."""
+
+_READ = frozenset({"attention_mask", "past_key_values", "position_embeddings"})
+
+_NORMED = "_layerzero_normed"
+"""On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
+
+
+class Normed:
+    """One norm of a layer, alone or behind an addition."""
+
+    def __init__(self, module: Module, norm: Norm) -> None:
+        self.module, self.form, self.norm = module, norm.form, norm
+        self._made_of: tuple[Any, ...] = ()
+        self._factor = torch.empty(0)
+
+    @property
+    def weight(self) -> Parameter:
+        """The norm's own, whatever is made of it."""
+        return weight_of(self.module)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the factor, where it is another than the weight."""
+        return self._factor.nbytes
+
+    def _scale(self) -> Tensor:
+        """What rows are multiplied by: 1 + weight is made once, rounded to the weight's dtype as a library's is."""
+        weight = self.weight
+        if self.form != "one_plus":
+            return weight
+        made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
+        if self._made_of != made_of:
+            self._factor, self._made_of = (1 + weight.detach().float()).to(weight.dtype), made_of
+        return self._factor
+
+    def alone(self, rows: Tensor) -> Tensor:
+        """The norm of rows."""
+        if self.form == "layer":
+            weight = self.weight
+            return lz.layer_norm(
+                rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows)
+            )
+        return lz.rms_norm(rows, self._scale(), self.norm.eps_for(rows))
+
+    def of_sum(self, rows: Tensor, fresh: Tensor) -> Tensor:
+        """The norm of a sum, which is left in ``fresh``: a tensor that nobody else has."""
+        if self.form == "layer":
+            return self.alone(fresh.add_(rows))
+        return lz.add_rms_norm(rows, fresh, self._scale(), self.norm.eps_for(rows))
+
+
+class Heads(Packs):
+    """The attention of a layer: its products, norms of its heads, and what it tells the function that attends.
+
+    Attributes:
+        module: the module of Transformers.
+        products: of queries, keys, values and what attended; or of a joined product and what attended.
+        sizes: heads, heads of keys and values, entries of a head.
+        norms: of queries and keys, or none.
+        told: arguments by name that are the same in every call, as scaling.
+        settings: of attention, for which the layer was proved.
+        joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        products: tuple[Module, ...],
+        sizes: tuple[int, int, int],
+        norms: tuple[Normed, Normed] | None,
+        told: Mapping[str, Any],
+        *,
+        of: str,
+        pack: bool,
+    ) -> None:
+        super().__init__([weight_of(each) for each in products], pack=pack)
+        self.module, self.products, self.sizes, self.norms, self.told = module, products, sizes, norms, dict(told)
+        self.settings = frozenset({NAME, COMPARED, of})
+        self.joined: Joined | None = None
+        self.biases: Joined | None = None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of every product, as they are now."""
+        return [weight_of(each) for each in self.products]
+
+    def _one_weight(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight and bias of the joined product, where there is one."""
+        first = self.products[:-1]
+        if len(first) == 1:
+            return weight_of(first[0]), first[0]._parameters["bias"]
+        joined, biases = self.joined, self.biases
+        if joined is None:
+            return None
+        if joined.holds(*[each._parameters["weight"] for each in first]):
+            if biases is None:
+                return joined.weight, None
+            if biases.holds(*[each._parameters["bias"] for each in first]):
+                return joined.weight, biases.weight
+        self.joined = self.biases = None  # moved or cast since; what is left of it is nobody's
+        return None
+
+    def project(self, rows: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, D), normalised where heads are, and rotated."""
+        heads, kv_heads, width = self.sizes
+        cos, sin, positions = table.cos, table.sin, table.positions
+        one = self._one_weight()
+        if one is None:
+            query, key, value = self._three(rows)
+        else:
+            product = lz.linear(rows, *one, packed=self.packed[0] if len(self.products) == 2 else None)
+            if self.norms is not None:
+                first, second = self.norms
+                return lz.split_qkv_norm_rope(
+                    product,
+                    heads,
+                    kv_heads,
+                    cos,
+                    sin,
+                    positions,
+                    q_weight=first.weight,
+                    k_weight=second.weight,
+                    eps=first.norm.eps_for(rows),
+                    plus_one=first.form == "one_plus",
+                )
+            parts = product.view(*rows.shape[:2], heads + 2 * kv_heads, width)
+            query, key, value = torch.split(parts, [heads, kv_heads, kv_heads], -2)
+        if self.norms is None:
+            lz.rope_(query, key, cos, sin, positions, layout="BSHD")
+            return query, key, value
+        first, second = self.norms
+        plus_one, eps = first.form == "one_plus", first.norm.eps_for(rows)
+        pair = first.weight, second.weight
+        query, key = lz.qk_norm_rope(query, key, *pair, cos, sin, positions, eps=eps, plus_one=plus_one, layout="BSHD")
+        return query, key, value
+
+    def _three(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of three weights."""
+        heads, kv_heads, width = self.sizes
+        biases = [each._parameters["bias"] for each in self.products]
+        query, key, value = lz.qkv_linear(
+            rows,
+            *self.weights[:3],
+            q_bias=biases[0],
+            k_bias=biases[1],
+            v_bias=biases[2],
+            packed_q=self.packed[0],
+            packed_k=self.packed[1],
+            packed_v=self.packed[2],
+        )
+        before = rows.shape[:2]
+        return (
+            query.reshape(*before, heads, width),
+            key.reshape(*before, kv_heads, width),
+            value.reshape(*before, kv_heads, width),
+        )
+
+    @property
+    def setting(self) -> str:
+        """The attention that is set, past Transformers' own look-up of a configuration, which takes 2 us."""
+        config: Any = self.module.config
+        found: str = object.__getattribute__(config, "_attn_implementation_internal")
+        return found
+
+    def _function(self) -> Callable[..., Any]:
+        """What attends: LayerZero's function, or Transformers' where that is set."""
+        setting = self.setting
+        if setting == NAME:
+            return attention_forward
+        return comparing if setting == COMPARED else theirs_of(self.module)
+
+    def attend(self, rows: Tensor, named: Mapping[str, Any]) -> Tensor:
+        """What the module gives for normalised rows, in memory of its own."""
+        module: Any = self.module
+        cos, sin = named["position_embeddings"]
+        query, key, value = (each.transpose(1, 2) for each in self.project(rows, table_for(cos, sin, *rows.shape[:2])))
+        cache = named.get("past_key_values")
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx)
+        attended = self._function()(module, query, key, value, named.get("attention_mask"), **self.told)[0]
+        last = self.products[-1]
+        return lz.linear(
+            attended.reshape(*rows.shape[:2], -1), weight_of(last), last._parameters["bias"], packed=self.packed[-1]
+        )
+
+
+class Layer(State):
+    """A decoder layer.
+
+    Attributes:
+        heads: its attention.
+        block: its feed-forward block.
+        norms: before attention, behind it, before the block, behind it; None where there is none.
+        following: the norm with which the next layer begins.
+        packs: whether weights are packed.
+    """
+
+    def __init__(
+        self, covers: list[tuple[Module, str, Module]], heads: Heads, block: Block, norms: tuple[Normed | None, ...]
+    ) -> None:
+        super().__init__()
+        self.nested = covers
+        self.heads, self.block, self.norms = heads, block, norms
+        self.following: Normed | None = None
+        self.packs = any(each is not None for each in (*heads.packed, *block.packed))
+
+    @property
+    def bytes(self) -> int:
+        made = sum(each.bytes for each in self.norms if each is not None)
+        return self.heads.bytes + self.block.bytes + made
+
+    def forget(self) -> None:
+        self.heads.forget()
+        self.block.forget()
+
+    def intact(self, _: Module) -> bool:
+        """Whether all that is passed over is still in its place, and nobody waits for its calls."""
+        for parent, name, child in self.nested:  # asked at every call: no generator, no function for each
+            if parent._modules.get(name) is not child or "forward" in child.__dict__:
+                return False
+            if (child._forward_hooks or child._forward_pre_hooks) and State.hooked(child):
+                return False
+        return True
+
+    def renew(self) -> None:
+        """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
+        self.block.renew(*[weight_of(each) for each in self.block.products])
+        self.heads.renew(*self.heads.weights)
+
+
+@as_forward
+def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+    """The forward of a layer; arguments of Transformers' layers."""
+    state: Layer = self.__dict__["_layerzero"]
+    if others or not _serves(self, state, hidden_states, named):
+        return type(self).forward(self, hidden_states, *others, **named)
+    if state.packs:
+        state.renew()
+    return _compute(state, hidden_states, named)
+
+
+def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[str, Any]) -> bool:
+    """Whether a call is one that was proved to be the same, and of somebody who does not want the module's own code."""
+    weight = state.heads.products[0]._parameters["weight"]
+    if weight is None or stays_stock(module, hidden_states, *module_weights(state)):
+        return False
+    for name, value in named.items():
+        if name not in _READ and name not in _TOLD and value is not None and value is not False:
+            return False
+    if not isinstance(named.get("position_embeddings"), tuple) or hidden_states.ndim != 3:
+        return False
+    if hidden_states.dtype != weight.dtype or hidden_states.device != weight.device:
+        return False
+    if state.heads.setting not in state.heads.settings:
+        return False
+    return state.intact(module)
+
+
+def module_weights(state: Layer) -> list[Tensor | None]:
+    """The weights of all products and norms, any of which may want gradients."""
+    if not torch.is_grad_enabled():
+        return []
+    modules = (*state.heads.products, *state.block.products)
+    norms = [each.module for each in (*state.norms, *(state.heads.norms or ())) if each is not None]
+    return [parameter for each in (*modules, *norms) for parameter in each._parameters.values()]
+
+
+def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
+    before, behind, before_block, behind_block = state.norms
+    rows = hidden if before is None else _begun(hidden, before)
+    attended = state.heads.attend(rows, named)
+    if behind is not None:
+        attended = behind.alone(attended)
+    if before_block is None:
+        rows = total = attended.add_(hidden)
+    else:
+        rows, total = before_block.of_sum(hidden, attended), attended
+    output: Tensor = compute(state.block, rows)
+    if behind_block is not None:
+        output = behind_block.alone(output)
+    following = state.following
+    if following is None or output.is_inference():  # in inference mode nobody would see a write in between
+        return output.add_(total)
+    normed = following.of_sum(total, output)
+    setattr(output, _NORMED, (normed, following.weight, output._version))
+    return output
+
+
+def _begun(hidden: Tensor, norm: Normed) -> Tensor:
+    """The norm with which a layer begins, computed already by the one before where nothing came between."""
+    kept: tuple[Tensor, Tensor, int] | None = hidden.__dict__.pop(_NORMED, None)
+    if kept is not None and kept[1] is norm.weight and kept[2] == hidden._version:
+        return kept[0]
+    return norm.alone(hidden)

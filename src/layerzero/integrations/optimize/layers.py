@@ -1,0 +1,308 @@
+"""Whole decoder layers of Transformers' models, found by what they are made of and believed by their values.
+
+A layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which product is
+that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model itself hands
+to the layer: a prompt and a token after it, with a row's first tokens hidden and without.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Identity, Module
+
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
+from layerzero.engine.dispatch import ENGINE
+from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing, seen_rows
+from layerzero.integrations.optimize.blocks import Block, block
+from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
+from layerzero.integrations.optimize.joining import wants_packed
+from layerzero.integrations.optimize.layer import Heads, Layer, Normed, forward
+from layerzero.integrations.optimize.norms import Norm, norm
+from layerzero.integrations.optimize.products import is_plain
+from layerzero.integrations.optimize.refusing import refusal
+from layerzero.integrations.optimize.swapping import Swap, stock_forward, weight_of
+
+PROMPT = 5
+"""Tokens of the prompt that candidates are tried on."""
+
+Call = tuple[Tensor, Mapping[str, Any]]
+"""What a layer is called with: the hidden states, and arguments by name."""
+
+
+@dataclass
+class Found:
+    """A layer that gave what the original gives, or why it is left.
+
+    Attributes:
+        path, module: of the layer.
+        swap: its new forward; None where it is left.
+        why: the reason then.
+        error: how far it is from the original, in units of the largest value that it adds.
+        kernels: what the new forward ran.
+    """
+
+    path: str
+    module: Module
+    swap: Swap | None = None
+    why: str = ""
+    error: float = 0.0
+    kernels: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
+class _Parts:
+    """What a layer is made of, by name."""
+
+    heads: Module
+    block: Block
+    norms: dict[str, Normed]
+    covers: list[tuple[Module, str, Module]]
+
+
+def layers(model: Any, exchange: AttentionSwap, *, ours: bool) -> Iterator[Found]:
+    """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
+    parts = {path: (module, made) for path, module in model.named_modules() if (made := _parts_of(module)) is not None}
+    if not parts:
+        return
+    try:
+        calls, seen = _calls_of(model, exchange, [module for module, _ in parts.values()])
+    except Exception as error:  # noqa: BLE001  # what a model raises on an example that was made for another
+        why = f"its layers could not be run on an example: {type(error).__name__}: {str(error)[:80]}"
+        yield Found("", model, why=why)
+        return
+    found: list[Found] = []
+    liked: tuple[Any, ...] = ()
+    for path, (module, made) in parts.items():
+        why = refusal(module)
+        if why:
+            yield Found(path, module, why=why)
+            continue
+        each, liked = _tried(path, module, made, calls.get(id(module), []), seen, exchange, liked, ours=ours)
+        found.append(each)
+    for first, second in itertools.pairwise(found):
+        if first.swap is not None and second.swap is not None and _follows(first.path, second.path):
+            before, after = first.swap.state, second.swap.state
+            assert isinstance(before, Layer)
+            assert isinstance(after, Layer)
+            before.following = after.norms[0]
+    yield from found
+
+
+def _follows(first: str, second: str) -> bool:
+    """Whether one is the next in a list of modules."""
+    (before, _, one), (after, _, two) = first.rpartition("."), second.rpartition(".")
+    return before == after and one.isdigit() and two.isdigit() and int(two) == int(one) + 1
+
+
+def _parts_of(module: Module) -> _Parts | None:
+    """The attention, the block and the norms of what may be a layer."""
+    children = {name: each for name, each in module._modules.items() if each is not None}
+    attending = [name for name, each in children.items() if isinstance(getattr(each, "layer_idx", None), int)]
+    if len(attending) != 1 or not hasattr(children[attending[0]], "config"):
+        return None
+    if any(True for _ in module.parameters(recurse=False)):
+        return None
+    heads = children.pop(attending[0])
+    norms: dict[str, Normed] = {}
+    blocks: dict[str, Block] = {}
+    for name, each in children.items():
+        if isinstance(each, (Dropout, Identity)):
+            continue
+        is_block = block(each)
+        if isinstance(is_block, Candidate) and isinstance(is_block.swap.state, Block):
+            blocks[name] = is_block.swap.state
+            continue
+        made = _normed(each)
+        if made is None:
+            return None
+        norms[name] = made
+    if len(blocks) != 1 or len(norms) not in {2, 4}:
+        return None
+    ((name, made_block),) = blocks.items()
+    parents = module, heads, children[name]
+    covers = [(each, at, child) for each in parents for at, child in each._modules.items() if child is not None]
+    return _Parts(heads, made_block, norms, covers)
+
+
+def _normed(module: Module) -> Normed | None:
+    found = norm(module)
+    if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm):
+        return None
+    return Normed(module, found.swap.state)
+
+
+def _calls_of(
+    model: Any, exchange: AttentionSwap, modules: list[Module]
+) -> tuple[dict[int, list[Call]], Mapping[int, Seen]]:
+    """What the model hands to each layer: prompt and token, twice, then with hidden tokens; and what attention got."""
+    ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0))
+    ids = (ids % model.get_input_embeddings().weight.shape[0]).to(model.get_input_embeddings().weight.device)
+    hidden = torch.ones_like(ids)
+    hidden[0, :2] = 0
+    calls: dict[int, list[Call]] = {}
+
+    def keep(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if len(given) == 1:
+            calls.setdefault(id(module), []).append((given[0], dict(named)))
+
+    hooks = [each.register_forward_pre_hook(keep, with_kwargs=True) for each in modules]
+    try:
+        with quiet(model), seeing(exchange) as seen:
+            for mask in (torch.ones_like(ids), hidden):
+                given = model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
+                model(input_ids=ids[:, PROMPT:], attention_mask=mask, past_key_values=given.past_key_values)
+    finally:
+        for each in hooks:
+            each.remove()
+    return calls, seen
+
+
+def _tried(
+    path: str,
+    module: Module,
+    made: _Parts,
+    calls: list[Call],
+    seen: Mapping[int, Seen],
+    exchange: AttentionSwap,
+    liked: tuple[Any, ...],
+    *,
+    ours: bool,
+) -> tuple[Found, tuple[Any, ...]]:
+    """The form of a layer that gives the original's values; that of the layer before is tried first."""
+    found = Found(path, module)
+    got = seen.get(id(made.heads))
+    if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
+        found.why = "as a whole: it has no rotary positions or no cache, or its attention is called otherwise"
+        return found, liked
+    forms = list(_forms(made, got, exchange.of))
+    forms.sort(key=lambda form: form[0] != liked)
+    hidden, expected = _expected(module, calls, exchange)
+    dtype = hidden[0].dtype
+    least, ran = float("inf"), found.kernels
+    tried: dict[str, None] = {}
+
+    def saw(_: Function, plan: Plan) -> None:
+        ran[plan.kernel_id] = None
+
+    ENGINE.watch(saw)
+    try:
+        for name, state in forms:
+            ran.clear()
+            swap = Swap(module, forward, state)
+            error = _error(swap, hidden, expected, calls, exchange if ours else None)
+            least = min(least, error)
+            tried |= ran
+            if error <= TOLERANCE.get(dtype, 0.0):
+                found.swap, found.error = swap, error
+                return found, name
+    finally:
+        ENGINE.unwatch(saw)
+    by = f" by {', '.join(tried)}" if tried else ""
+    found.why = f"as a whole: its output is none of the layers' formulas{by}: the nearest is off by {least:.2g}"
+    return found, liked
+
+
+def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], Layer]]:
+    """Every way in which a layer could compute with these parts, named by its order of parts."""
+    children = {name: each for name, each in made.heads._modules.items() if each is not None}
+    products = {name: each for name, each in children.items() if is_plain(each)}
+    rest = {name: each for name, each in children.items() if name not in products}
+    norms = {name: _normed(each) for name, each in rest.items() if any(True for _ in each.parameters())}
+    if len(products) not in {2, 4} or len(norms) not in {0, 2} or None in norms.values():
+        return
+    heads, kv_heads, width = got.sizes
+    apart = (heads * width, kv_heads * width, kv_heads * width)
+    wanted: tuple[int, ...] = apart if len(products) == 4 else (sum(apart),)
+    for names in itertools.permutations(products):
+        chosen = [products[name] for name in names]
+        *first, last = chosen
+        if tuple(weight_of(each).shape[0] for each in first) != wanted or weight_of(last).shape[1] != heads * width:
+            continue
+        for normed in itertools.permutations(norms.items()):
+            pair: Any = tuple(each for _, each in normed) or None
+            if pair is not None and not _fit(pair, width):
+                continue
+            for order, placed in _places(made.norms):
+                state = Heads(
+                    made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=wants_packed(weight_of(last))
+                )
+                name = names, tuple(name for name, _ in normed), order
+                yield name, Layer(made.covers, state, made.block, placed)
+
+
+def _fit(pair: tuple[Normed, Normed], width: int) -> bool:
+    """Whether these are norms of heads that one call computes for both."""
+    first, second = pair
+    same = first.form == second.form and first.norm.eps == second.norm.eps
+    return same and first.form != "layer" and first.weight.shape == second.weight.shape == (width,)
+
+
+def _places(norms: dict[str, Normed]) -> Iterator[tuple[tuple[str, ...], tuple[Normed | None, ...]]]:
+    """Where norms may stand: before or behind attention and block, or around both."""
+    for names in itertools.permutations(norms):
+        chosen = [norms[name] for name in names]
+        if len(chosen) == 4:
+            yield (*names, "around"), tuple(chosen)
+        else:
+            yield (*names, "before"), (chosen[0], None, chosen[1], None)
+            yield (*names, "behind"), (None, chosen[0], None, chosen[1])
+
+
+def _cache(module: Module) -> Any:
+    from transformers import DynamicCache
+
+    heads = next(each for each in module.children() if isinstance(getattr(each, "layer_idx", None), int))
+    return DynamicCache(config=heads.config)
+
+
+def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tuple[list[Tensor], list[Tensor]]:
+    """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
+    exchange.off()
+    generator = torch.Generator().manual_seed(len(list(module.parameters())))
+    hidden = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each, _ in calls]
+    stock = stock_forward(module)
+    first = _run(stock, module, hidden, calls)
+    added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden, strict=True))
+    hidden = [rows * min(1.0, added / 4) for rows in hidden]
+    return hidden, _run(stock, module, hidden, calls)
+
+
+def _error(
+    swap: Swap, hidden: list[Tensor], expected: list[Tensor], calls: list[Call], exchange: AttentionSwap | None
+) -> float:
+    """How far a form is from the layer's own output, in units of the largest value that the layer adds."""
+    try:
+        if exchange is not None:
+            exchange.on()
+        swap.on()
+        got = _run(swap.module.forward, swap.module, hidden, calls)
+    except (InvalidCallError, RuntimeError, IndexError):  # this form does not fit its sizes
+        return float("inf")
+    finally:
+        swap.off()
+        if exchange is not None:
+            exchange.off()
+    pairs = zip(got, expected, hidden, calls, strict=True)
+    return max(
+        distance(*seen_rows(named.get("attention_mask"), one - rows, two - rows))
+        for one, two, rows, (_, named) in pairs
+    )
+
+
+def _run(function: Any, module: Module, hidden: list[Tensor], calls: list[Call]) -> list[Tensor]:
+    """The outputs of a layer for four calls, each pair of which shares a cache."""
+    outputs = []
+    cache: Any = None
+    with quiet(module):
+        for number, (rows, (_, named)) in enumerate(zip(hidden, calls, strict=True)):
+            cache = _cache(module) if number % 2 == 0 else cache
+            outputs.append(function(rows.clone(), **{**named, "past_key_values": cache}))
+    return outputs

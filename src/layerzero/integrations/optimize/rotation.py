@@ -1,0 +1,42 @@
+"""Cosines and sines as Transformers' models make them, as the table that ``lz.rope`` reads: once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MADE = "_layerzero_table"
+"""On the tensor of cosines, which a model hands to each of its layers."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row for each token.
+
+    Attributes:
+        cos, sin: float32, the two halves of the rows of one tensor.
+        positions: which row is whose.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+
+
+def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
+    """The table of (B, S, R) or (1, S, R) cosines and sines, whose second half repeats the first."""
+    kept = cos.__dict__.get(_MADE)
+    versions = (0, 0) if cos.is_inference() else (cos._version, sin._version)
+    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch):
+        made: Table = kept[0]
+        return made
+    half = cos.shape[-1] // 2
+    rows = torch.cat((cos[..., :half], sin[..., :half]), -1).float().view(-1, 2 * half)
+    count = rows.shape[0]
+    positions = torch.arange(count, device=cos.device)
+    positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
+    table = Table(rows[:, :half], rows[:, half:], positions)
+    setattr(cos, _MADE, (table, sin, versions, batch))
+    return table

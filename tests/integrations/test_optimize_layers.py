@@ -1,0 +1,234 @@
+"""Whole decoder layers under ``lz.optimize``: few calls, one product, weights that are not copied, and who is heard."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.integrations.optimize import joining
+from layerzero.integrations.optimize.layer import Layer
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+]
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "initializer_range": 0.2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "Phi3": {},
+    "Olmo2": {},
+    "StableLm": {"partial_rotary_factor": 0.5},
+}
+WHOLE = tuple(each for each in KINDS if each != "Olmo2")  # its norms take queries as a whole, not by heads
+
+
+def made(kind: str = "Llama", layers: int = 2, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind], **sizes, num_hidden_layers=layers)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros would hide much
+                each.add_(0.3 * torch.randn(each.shape).to(dtype))
+    return model
+
+
+def tokens(rows: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def output(model: Any, ids: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens() if ids is None else ids, **arguments)[0]
+
+
+@pytest.fixture(params=["packed", "joined"])
+def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU; or joined, as on devices whose kernels read weights as they lie."""
+    if request.param == "joined":
+        monkeypatch.setattr(joining, "PACKING", frozenset())
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_taken_whole_and_give_stocks_tokens(kind: str, weights: str) -> None:
+    model, ids = made(kind), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 64, "do_sample": False}
+    expected, plain = model.generate(ids, **arguments), model.generate(ids, max_new_tokens=64, do_sample=False)
+    report = lz.optimize(model)
+    assert ("layer" in {each.kind for each in report.replaced}) == (kind in WHOLE), report
+    assert torch.equal(model.generate(ids, **arguments), expected)
+    assert torch.equal(model.generate(ids, max_new_tokens=64, do_sample=False), plain)
+    report.undo()
+    assert torch.equal(model.generate(ids, **arguments), expected)
+
+
+def calls_of_a_layer(weights: str) -> Counter[str]:
+    """What a step of two more layers calls more."""
+    found: list[Counter[str]] = []
+    for layers in (4, 6):
+        model = made(layers=layers)
+        lz.optimize(model)
+        cache = transformers.DynamicCache(config=model.config)
+        output(model, past_key_values=cache)
+        output(model, tokens(2, 1), past_key_values=cache)
+        seen: Counter[str] = Counter()
+
+        def watcher(function: Any, _: Any, seen: Counter[str] = seen) -> None:
+            seen.update([function.name])
+
+        ENGINE.watch(watcher)
+        try:
+            output(model, tokens(2, 1), past_key_values=cache)
+        finally:
+            ENGINE.unwatch(watcher)
+        found.append(seen)
+    return Counter({name: count // 2 for name, count in (found[1] - found[0]).items()})
+
+
+def test_a_layer_is_few_calls(weights: str) -> None:
+    found = calls_of_a_layer(weights)
+    if weights == "packed":
+        assert found == {"qkv_linear": 1, "rope_": 1, "attention": 1, "linear": 1, "add_rms_norm": 2, "mlp": 1}
+    else:
+        assert found == {"rope_": 1, "attention": 1, "linear": 4, "add_rms_norm": 2, "silu_mul": 1}
+
+
+def test_joined_weights_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "PACKING", frozenset())
+    model = made("Qwen2")
+    values = copy.deepcopy(model.state_dict())
+    expected = output(model)
+    report = lz.optimize(model)
+    heads, block = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for parts in ((heads.q_proj, heads.k_proj, heads.v_proj), (block.gate_proj, block.up_proj)):
+        (joined,) = {each.weight.untyped_storage().data_ptr() for each in parts}
+        assert parts[0].weight.untyped_storage().nbytes() == sum(each.weight.nbytes for each in parts)
+        assert joined == parts[0].weight.data_ptr()
+    assert heads.q_proj.bias.untyped_storage().data_ptr() == heads.v_proj.bias.untyped_storage().data_ptr()
+    assert list(model.state_dict()) == list(values)
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
+    other = made("Qwen2")
+    with torch.no_grad():
+        for each in other.parameters():
+            each.mul_(0.7)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(output(model), output(other), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(copy.deepcopy(model)), output(other), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(copy.deepcopy(model).double()), output(other.double()), rtol=1e-4, atol=1e-4)
+    report.undo()
+    assert heads.q_proj.weight.untyped_storage().nbytes() == heads.q_proj.weight.nbytes
+    assert torch.equal(output(model), output(other.float()))
+
+
+@pytest.mark.parametrize("way", ["new", "in place", "kept"])
+def test_who_changes_what_lies_between_layers_is_heard(way: str) -> None:
+    model, stock = made(layers=3), made(layers=3)
+    lz.optimize(model)
+    kept: list[torch.Tensor] = []
+
+    def change(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor | None:
+        if way == "new":
+            return result * 1.5
+        if way == "in place":
+            result.mul_(1.5)
+        kept.append(result)
+        return None
+
+    for each in (model, stock):
+        kept.clear()
+        each.model.layers[1].register_forward_hook(change)
+        each.got = output(each), [one.clone() for one in kept]
+    torch.testing.assert_close(model.got, stock.got, rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_are_stocks_and_a_recorder_costs_nothing_later() -> None:
+    model, stock = made(layers=3), made(layers=3)
+    lz.optimize(model)
+    with torch.no_grad():
+        for _ in range(2):
+            states = [each(tokens(), output_hidden_states=True).hidden_states for each in (model, stock)]
+            torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
+        found = lz.trace(model, tokens())
+    assert "add_rms_norm" in {row.function for row in found.rows}
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_layers_called_alone_and_in_another_order(mode: str) -> None:
+    model, stock = made(layers=3), made(layers=3)
+    lz.optimize(model)
+    with torch.inference_mode() if mode == "inference" else torch.no_grad():
+        torch.testing.assert_close(model(tokens())[0], stock(tokens())[0], rtol=1e-4, atol=1e-4)
+        for each in (model, stock):
+            each.model.layers = torch.nn.ModuleList([each.model.layers[number] for number in (2, 0, 1)])
+        got, expected = (each(tokens(), use_cache=False)[0] for each in (model, stock))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", ["norm.add_rms", "mlp.fused.gated", "posenc.rope.inplace"])
+def test_a_wrong_kernel_of_a_layer_is_refused_by_name(function: str) -> None:
+    def nothing(*tensors: torch.Tensor, **_: Any) -> torch.Tensor | None:
+        return None if function.startswith("posenc") else torch.zeros_like(tensors[0])
+
+    accepts = {
+        "norm.add_rms": lambda input, residual, weight, *, eps: nothing(input),
+        "mlp.fused.gated": lambda input, up_weight, down_weight, gate_weight, *, activation: nothing(input),
+        "posenc.rope.inplace": lambda query, key, cos, sin, *, positions=None: nothing(query),
+    }
+    model = made()
+    expected = output(model)
+    lz.register_kernel(function, "planted.wrong")(accepts[function])
+    try:
+        with lz.prefer("planted.wrong"):
+            report = lz.optimize(model)
+    finally:
+        lz.unregister_kernel("planted.wrong")
+    assert "layer" not in {each.kind for each in report.replaced}
+    if function != "mlp.fused.gated":  # a block is compared by itself before, and there is no layer without one
+        assert any("planted.wrong" in each.why for each in report.left), report
+    torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_adds_otherwise_is_left_with_a_reason() -> None:
+    torch.manual_seed(0)
+    config = transformers.GraniteConfig(**SIZES, num_hidden_layers=2, residual_multiplier=0.5)
+    model = transformers.GraniteForCausalLM(config).eval()
+    expected = output(model)
+    report = lz.optimize(model)
+    assert any("none of the layers' formulas" in each.why for each in report.left), report
+    assert {"block", "norm"} <= {each.kind for each in report.replaced}
+    torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_layers_know_what_they_cover(kind: str) -> None:
+    """A module within a layer that is exchanged, hooked or trained later is not passed over."""
+    model, stock = made(kind), made(kind)
+    report = lz.optimize(model)
+    assert sum(isinstance(each.state, Layer) for each in report._exchanges if hasattr(each, "state")) == 2
+    heard: list[int] = []
+    for each in (model, stock):
+        each.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: heard.append(1))
+        each.model.layers[1].mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
+        each.model.layers[1].mlp.down_proj.weight.data.fill_(0.01)
+    torch.testing.assert_close(output(model), output(stock), rtol=1e-3, atol=1e-3)
+    assert heard == [1, 1]

@@ -1,0 +1,277 @@
+"""``lz.optimize(graph=True)``: the same tokens, a cache that stays the caller's, and what is no step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.integrations.optimize import steps
+from layerzero.integrations.optimize.held import PAGE, bucket
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+]
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "initializer_range": 0.2, "num_hidden_layers": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 6},
+    "Phi3": {},
+    "Olmo2": {},
+}
+
+
+def made(kind: str = "Llama") -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS.get(kind, {}))
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def tokens(rows: int = 2, length: int = 9, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model: Any, ids: torch.Tensor, new: int = 24, **more: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(ids, max_new_tokens=new, do_sample=False, **more)
+    return found
+
+
+class Recorded:
+    """Stands for a CUDA graph where there is none: replayed, it writes into the outputs that it has."""
+
+    captured = 0
+
+    def __init__(self, run: Callable[[], Any], output: Any) -> None:
+        self.run, self.output = run, output
+        Recorded.captured += 1
+
+    def replay(self) -> None:
+        self.output.logits.copy_(self.run().logits)
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU; or by lengths that only the device knows, with graphs."""
+    if request.param == "device":
+        monkeypatch.setattr(steps, "ON_HOST", frozenset())
+
+        def captured(self: Any, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
+            output = run()
+            return Recorded(run, output), output
+
+        monkeypatch.setattr(steps.Steps, "_captured", captured)
+        Recorded.captured = 0
+    return str(request.param)
+
+
+def state_of(report: Any) -> Any:
+    (found,) = [each.state for each in report._exchanges if isinstance(getattr(each, "state", None), steps.Steps)]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_stocks(kind: str, where: str) -> None:
+    model, ids = made(kind), tokens()
+    expected = greedy(model, ids, 64)
+    torch.manual_seed(3)
+    sampled = model.generate(ids, max_new_tokens=16, do_sample=True)
+    report = lz.optimize(model, graph=True)
+    assert torch.equal(greedy(model, ids, 64), expected)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=True), sampled)
+    state = state_of(report)
+    assert not state.left
+    assert state.graphs == (1 if where == "device" else 0)
+    report.undo()
+    assert "forward" not in vars(model)
+    assert torch.equal(greedy(model, ids, 64), expected)
+
+
+def test_longer_sequences_get_graphs_of_their_own_and_more_memory(where: str) -> None:
+    model, ids = made(), tokens(1, PAGE - 20)
+    expected = greedy(model, ids, 40), greedy(model, tokens(1, 2 * PAGE), 8)
+    report = lz.optimize(model, graph=True)
+    assert torch.equal(greedy(model, ids, 40), expected[0])
+    before = state_of(report).bytes
+    assert torch.equal(greedy(model, tokens(1, 2 * PAGE), 8), expected[1])
+    assert state_of(report).bytes > before
+    assert torch.equal(greedy(model, ids, 40), expected[0])
+    assert not state_of(report).left
+    assert report.extra_bytes >= state_of(report).bytes
+
+
+def test_buckets_hold_a_length_and_waste_no_more_than_half() -> None:
+    assert [bucket(each * PAGE) // PAGE for each in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        6,
+        8,
+        12,
+        12,
+        16,
+    ]
+    assert all(length <= bucket(length) < 2 * length + PAGE for length in range(1, 20 * PAGE, 37))
+
+
+def test_what_is_no_step_runs_as_it_is_and_is_counted(where: str) -> None:
+    model, ids = made(), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    calls: dict[str, Callable[[Any], torch.Tensor]] = {
+        "tokens are hidden": lambda each: greedy(each, ids, 6, attention_mask=mask),
+        "its cache is a StaticCache": lambda each: greedy(each, ids, 6, cache_implementation="static"),
+        "it got output_hidden_states": lambda each: greedy(each, ids, 6, output_hidden_states=True),
+    }
+    expected = {why: call(model) for why, call in calls.items()}
+    beams = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=3)
+    report = lz.optimize(model, graph=True)
+    for why, call in calls.items():
+        assert torch.equal(call(model), expected[why])
+        assert any(why in each for each in state_of(report).left), (why, state_of(report).left)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=3), beams)
+    assert "steps without a graph" in str(report)
+    cache = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    model(tokens(2, 1), past_key_values=cache).logits.sum().backward()
+    assert "gradients are on" in state_of(report).left
+
+
+def stepped(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+    return logits
+
+
+def test_the_cache_stays_the_callers(where: str) -> None:
+    """Copied, cropped, continued by a longer input, exchanged for another, kept after undo: as stock's."""
+    ids = [tokens(2, length, seed) for seed, length in enumerate((9, 1, 1, 1, 3, 1, 1))]
+    results = []
+    for optimized in (False, True):
+        model = made("Mistral")
+        report = lz.optimize(model, graph=True) if optimized else None
+        first, second = (transformers.DynamicCache(config=model.config) for _ in range(2))
+        got = [stepped(model, first, each) for each in ids[:3]]
+        got += [stepped(model, second, each) for each in ids[:2]]  # takes the memory
+        got += [stepped(model, first, ids[3])]  # takes it back
+        twin, kept = copy.deepcopy(first), first.layers[0].keys
+        got += [stepped(model, first, each) for each in ids[4:]]
+        got += [stepped(model, twin, ids[3]), stepped(model, second, ids[2])]
+        if report is not None:
+            report.undo()
+        got += [stepped(model, first, ids[1]), first.layers[0].keys, second.layers[1].values]
+        got += [kept, torch.tensor([each.get_seq_length() for each in (first, second, twin)])]
+        results.append(got)
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cropped_cache_is_continued_where_it_was_cropped(where: str) -> None:
+    results = []
+    for optimized in (False, True):
+        model = made()
+        if optimized:
+            lz.optimize(model, graph=True)
+        cache = transformers.DynamicCache(config=model.config)
+        got = [stepped(model, cache, each) for each in (tokens(), tokens(2, 1), tokens(2, 1, 5))]
+        kept = cache.layers[0].keys
+        cache.crop(-2)
+        got += [stepped(model, cache, tokens(2, 1, seed)) for seed in (7, 8)]
+        results.append([*got, kept[:, :, :9], cache.layers[0].keys])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["values", "tensors", "module", "hook"])
+def test_a_graph_is_of_the_model_as_it_is(change: str, where: str) -> None:
+    model, other, ids = made(), made(), tokens()
+    with torch.no_grad():
+        for each in other.parameters():
+            each.mul_(0.8)
+    lz.optimize(model, graph=True)
+    before = greedy(model, ids)
+    heard: list[int] = []
+    if change == "module":
+        other = made()
+        other.lm_head = model.lm_head = torch.nn.Linear(32, 101, bias=False)
+    elif change == "hook":
+        other = made()
+        for each in (model, other):
+            each.model.norm.register_forward_hook(lambda *_: heard.append(1))
+    else:
+        given = {key: value.clone() for key, value in other.state_dict().items()}
+        model.load_state_dict(given, assign=change == "tensors")
+    expected = greedy(other, ids)
+    assert torch.equal(greedy(model, ids), expected)
+    assert torch.equal(before, expected) == (change == "hook")
+    assert len(heard) == (2 * 24 if change == "hook" else 0)
+
+
+def test_a_step_that_cannot_be_captured_is_told_and_runs_as_it_is(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = made(), tokens()
+    expected = greedy(model, ids)
+    report = lz.optimize(model, graph=True)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("planted: it waits for the device")
+
+    monkeypatch.setattr(steps.Steps, "_on_host" if where == "host" else "_captured", fail)
+    with pytest.warns(lz.LayerZeroWarning, match="planted"):
+        got = greedy(model, ids)
+    assert torch.equal(got, expected)
+    assert "planted" in str(report)
+
+
+def test_masks_that_hide_more_are_refused() -> None:
+    from transformers.masking_utils import chunked_overlay, sliding_window_causal_mask_function
+
+    from layerzero.integrations.transformers import _check_only_causal
+
+    config = transformers.MistralConfig(sliding_window=8)
+    _check_only_causal(sliding_window_causal_mask_function(8), config)
+    for wrong in (sliding_window_causal_mask_function(9), chunked_overlay(8, torch.zeros(1, dtype=torch.long))):
+        with pytest.raises(lz.InvalidCallError, match="hides more"):
+            _check_only_causal(wrong, config)
+
+
+@pytest.mark.parametrize("kind", ["bert", "T5", "softcap"])
+def test_models_without_such_steps_are_left_with_a_reason(kind: str) -> None:
+    if kind == "bert":
+        config = transformers.BertConfig(hidden_size=36, intermediate_size=48, num_hidden_layers=1, vocab_size=101)
+        model, why = transformers.BertModel(config).eval(), "does not generate"
+    elif kind == "T5":
+        config = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=101)
+        model, why = transformers.T5ForConditionalGeneration(config).eval(), "encoder"
+    else:
+        config = transformers.Gemma2Config(**SIZES, head_dim=8)
+        model, why = transformers.Gemma2ForCausalLM(config).eval(), "not LayerZero's"
+    report = lz.optimize(model, graph=True)
+    assert any(each.why.startswith("graph:") and why in each.why for each in report.left) or kind == "softcap", report
+    assert "step" not in {each.kind for each in report.replaced} or kind == "softcap"
+
+
+def test_copies_have_memory_of_their_own(where: str) -> None:
+    model, ids = made(), tokens()
+    expected = greedy(model, ids)
+    lz.optimize(model, graph=True)
+    greedy(model, ids)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    assert torch.equal(greedy(twin, ids), expected)
+    assert not torch.equal(greedy(model, ids), expected)
