@@ -25,7 +25,7 @@ from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.engine.config import known_variables
 from layerzero.engine.settings import SETTINGS
-from layerzero.ops import OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
 from layerzero.testing import fuzz
 
 ROOT = Path(__file__).parents[2]
@@ -74,13 +74,18 @@ def test_every_command_is_documented():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_documented(name):
     assert f"## {name}\n" in page("operations.md")
-    assert name in README
+    assert name in page("support.md")
 
 
 def test_every_kernel_is_documented():
     for kernel in pages.builtin_kernels():
         assert f"### {kernel.id}\n" in page("kernels.md")
-        assert f"| `{kernel.id}` |" in README
+        assert f"| `{kernel.id}` |" in page("support.md")
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *PLAIN_FUNCTIONS])
+def test_every_function_is_in_the_readme(name):
+    assert f"| `lz.{name}` |" in README
 
 
 def test_generated_files_are_current():
@@ -97,7 +102,7 @@ def test_a_stale_file_fails_and_is_written(tmp_path):
     kernels = tmp_path / "docs" / "kernels.md"
     kernels.write_text(kernels.read_text() + "by hand\n")
     (tmp_path / "docs" / "reasons.md").unlink()
-    (tmp_path / "README.md").write_text(README.replace("| kernel |", "| cernel |"))
+    (tmp_path / "README.md").write_text(README.replace("| function |", "| vunction |"))
 
     result = run(f"docs --check --root {tmp_path}")
     assert result.exit_code == 1

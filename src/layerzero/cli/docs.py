@@ -11,7 +11,7 @@ from layerzero.core.disk import write_whole
 
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "README.md": ("<!-- generated: support -->", pages.support),
+    "README.md": ("<!-- generated: libraries -->", pages.libraries),
     "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages_backends.kernel_fields),
 }
 """Files that are written by hand but for one block: the line that begins it, and what stands in it."""
@@ -24,6 +24,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/operations.md": pages.operations,
     "docs/reasons.md": pages.reasons,
     "docs/settings.md": pages_usage.settings,
+    "docs/support.md": pages.support,
     "src/layerzero/__init__.pyi": pages_stub.stub,
 }
 

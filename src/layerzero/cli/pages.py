@@ -48,8 +48,32 @@ def _page(*blocks: str) -> str:
     return "\n\n".join([HEADER, *(block for block in blocks if block)]) + "\n"
 
 
+def libraries() -> str:
+    """The table of README.md: for each function, the libraries that have kernels for it, by where they run."""
+    rows = []
+    known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
+    for function in known:
+        names = {operation.name for operation in function.operations}
+        kernels = [each for each in builtin_kernels() if names.intersection(each.operations)]
+        cells = [_libraries_on(platforms, kernels) for platforms in (("cpu",), ("cuda",), ("rocm", "hpu", "xpu"))]
+        if isinstance(function, PlainFunction):
+            cells[1:] = "on its CPU", "on its CPU"
+        rows.append([f"`lz.{function.name}`", *cells])
+    return table(["function", "on a CPU", "on NVIDIA GPUs", "elsewhere"], rows)
+
+
+def _libraries_on(platforms: tuple[str, ...], kernels: Iterable[Kernel]) -> str:
+    found = (each.backend.name for each in kernels if set(platforms).intersection(describe.platforms(each)))
+    return ", ".join(dict.fromkeys(found)) or "the reference"
+
+
 def support() -> str:
-    """The support table of README.md: for each function, the kernels that may run it and what they demand."""
+    """docs/support.md: for each function, the kernels that may run it and what they demand."""
+    intro = (
+        "Priority decides, from top to bottom, where nothing was measured. What an adaptation provides is not listed: "
+        "views for layouts, copies for dense or aligned memory, repeated heads, folded masks. Every limit, accepted "
+        "argument and flag stands in [kernels.md](kernels.md)."
+    )
     blocks = []
     known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
     for function in known:
@@ -65,9 +89,9 @@ def support() -> str:
                 rows.append([f"`{kernel.id}`", platforms, dtypes, only + ("; ".join(limits) or "none")])
         if any(operation.has_fallback for operation in function.operations):
             rows.append(["`reference.*`", "all", "any", "none"])
-        heading = f"**`lz.{function.name}`**: {', '.join(names)}"
+        heading = f"## lz.{function.name}\n\n{', '.join(names)}"
         blocks.append(f"{heading}\n\n{table(['kernel', 'platforms', 'dtypes', 'limits'], rows)}")
-    return "\n\n".join(blocks)
+    return _page("# What runs where", intro, *blocks)
 
 
 def operations() -> str:
