@@ -219,3 +219,11 @@ def test_cases_and_recipes_keep_starts_that_end_with_the_tokens():
         facts = facts_of(GQA_RAGGED, case, torch.float32, lz.Device.detect("cpu"))
         assert case_of_sizes(GQA_RAGGED, "again", facts.sizes(), {}) is not None
         lz.ragged_attention(**made)
+
+
+@pytest.mark.parametrize("tokens", [(0, 0), (0, 5), (5, 0)])
+def test_gradients_pass_where_there_are_no_tokens(tokens):
+    query, key = (torch.randn(count, 2, 8, requires_grad=True) for count in tokens)
+    starts = [torch.tensor([0, count], dtype=torch.int32) for count in tokens]
+    lz.ragged_attention(query, key, key, *starts, causal=False).sum().backward()
+    assert query.grad is not None

@@ -112,9 +112,9 @@ def to_the_left(tensor: Tensor, starts: Tensor, longest: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, rows: Tensor, outside: Tensor) -> Tensor:
-    if tensor.shape[0] == 0 or rows.numel() == 0:
+    if tensor.shape[0] == 0 and rows.numel():
         return tensor.new_zeros((*rows.shape, *tensor.shape[1:]))
-    padded = tensor[rows.clamp(0, tensor.shape[0] - 1)]
+    padded = tensor[rows.clamp(0, max(tensor.shape[0] - 1, 0))]
     return padded.masked_fill(outside.view(*outside.shape, *(1,) * (tensor.ndim - 1)), 0)
 
 
@@ -124,7 +124,8 @@ def one_after_the_other(padded: Tensor, starts: Tensor, tokens: int) -> Tensor:
     Shapes: padded (B, longest, ...), starts (B + 1,) → (tokens, ...)
     """
     if padded.shape[0] == 0 or padded.shape[1] == 0:
-        return padded.new_zeros((tokens, *padded.shape[2:]))
+        none = padded.flatten(0, 1)[:0]  # of the input still, as gradients want it
+        return none if tokens == 0 else padded.new_zeros((tokens, *padded.shape[2:]))
     ends, places = starts[1:].contiguous(), torch.arange(tokens, device=starts.device, dtype=torch.int32)
     owner = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
     row = (places - ends[owner] + padded.shape[1]).clamp(0, padded.shape[1] - 1).long()
