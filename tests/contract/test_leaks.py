@@ -38,6 +38,7 @@ WORDS = {
     "alpha": "the chance of a false alarm in statistics",
     "batch": "calls or sentences that are worked on together",
     "bias": "of a module",
+    "decodes": "what a tokenizer does",
     "features": "of a machine, a library, a project",
     "group": "entry points, processes, calls that belong together",
     "hidden": "what nobody sees",

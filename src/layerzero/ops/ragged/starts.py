@@ -143,7 +143,7 @@ def lengths_of(starts: Tensor) -> Tensor:
 
 
 def bounds_of(arguments: Mapping[str, Any], promised: Mapping[str, Any], **names: str) -> dict[str, int]:
-    """What bounds the sequences of each of the starts, at least 1: their longest, read on the host, or what was promised.
+    """What bounds the sequences of each of the starts: the longest, read on the host, or what was promised; at least 1.
 
     ``names`` are those of the starts, by the parameter that bounds them.
     """
