@@ -72,7 +72,7 @@ def test_fuzzing_finds_a_kernel_that_raises_or_writes_into_its_arguments():
 
 
 def test_fuzzing_covers_every_function_and_every_kernel_that_can_run_here():
-    calls = 25 * sum(each.weight for each in FUNCTIONS.values())  # every kernel runs on a fifth of them
+    calls = 30 * sum(each.weight for each in FUNCTIONS.values())  # every kernel runs on a fifth of them
     report = fuzz.run(calls, seed=0, device=DEVICE)
     assert report.ok, str(report)
     assert report.calls == calls
@@ -102,6 +102,13 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
         for name, value in first.arguments.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value.nan_to_num(7), again.arguments[name].nan_to_num(7))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_call_with_other_data_lies_in_memory_as_it_did(function):
+    for number in range(25):
+        first, other = (random_call(3, number, function=function, data=data) for data in (0, 1))
+        assert first.text == other.text
 
 
 def test_fuzzing_allows_a_kernel_its_own_tolerance():
