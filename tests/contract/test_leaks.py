@@ -99,6 +99,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
+    "cli/pages.py": {"heads": "a sentence of the support page on what adaptations provide"},
     "cli/pages_descriptors.py": dict.fromkeys(
         ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
     ),
