@@ -38,6 +38,7 @@ WORDS = {
     "alpha": "the chance of a false alarm in statistics",
     "batch": "calls or sentences that are worked on together",
     "bias": "of a module",
+    "decodes": "what a tokenizer does",
     "features": "of a machine, a library, a project",
     "group": "entry points, processes, calls that belong together",
     "hidden": "what nobody sees",
@@ -98,6 +99,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
+    "cli/pages.py": {"heads": "a sentence of the support page on what adaptations provide"},
     "cli/pages_descriptors.py": dict.fromkeys(
         ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
     ),

@@ -50,13 +50,46 @@ def on_tensors(call, change):
     return RandomCall(call.function, with_its_step(arguments), call.name)
 
 
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
 def with_its_step(arguments):
-    """A step belongs to the tables that it was made of."""
+    """A step belongs to the tables, lengths and starts that it was made of; each call has its own."""
     step = arguments.get("step")
     if step is not None:
-        tables = arguments["block_tables"].detach(), arguments["context_lens"].detach()
-        arguments |= dict(zip(("block_tables", "context_lens"), tables, strict=True))
-        arguments["step"] = lz.StepMetadata(*tables, capturable=step.capturable)
+        names = ("block_tables", "context_lens", *STARTS)
+        arguments |= {name: arguments[name].detach() for name in names if arguments.get(name) is not None}
+        if isinstance(step, lz.RaggedMetadata):
+            arguments["step"] = lz.RaggedMetadata(*(arguments[name] for name in STARTS), capturable=step.capturable)
+        else:
+            tables = arguments["block_tables"], arguments["context_lens"]
+            starts = arguments.get("cu_seqlens_q")
+            arguments["step"] = lz.StepMetadata(*tables, cu_seqlens_q=starts, capturable=step.capturable)
+    return arguments
+
+
+def with_its_starts(arguments):
+    """Starts belong to as many sequences as there are tables, and end with the tokens: what is beyond is left out."""
+    if arguments.get("cu_seqlens_q") is None:
+        return arguments
+    starts = [name for name in STARTS if arguments.get(name) is not None]
+    count = min(len(arguments[name]) for name in starts)
+    tables = [name for name in ("block_tables", "context_lens") if name in arguments]
+    count = min([count, *(len(arguments[name]) + 1 for name in tables)])
+    slopes = arguments.get("alibi_slopes")
+    if slopes is not None and slopes.ndim == 2:
+        arguments["alibi_slopes"] = slopes[: count - 1]
+    arguments |= {name: arguments[name][: count - 1] for name in tables}
+    for name, tokens in zip(STARTS, (("query",), ("key", "value")), strict=True):
+        if name in starts:
+            kept = arguments[name][:count]
+            arguments |= {each: arguments[each][: int(kept[-1])] for each in tokens}
+            least = min(len(arguments[each]) for each in tokens)
+            arguments[name] = kept.clamp(max=least)
+    if arguments.get("decodes") is not None:
+        queries = arguments["cu_seqlens_q"].diff().tolist()
+        alone = next((place for place, each in enumerate(queries) if each != 1), len(queries))
+        arguments["decodes"] = min(arguments["decodes"], alone) or None
     return arguments
 
 
@@ -102,7 +135,7 @@ def resized(call, pick, dense):
         name = rule.tensor.name  # nothing leads to what is not there any more
         most = math.prod(arguments[of].shape[place] for of, place in rule.sizes) - bool(rule.tensor.indexes)
         arguments[name] = arguments[name].clamp(max=most)
-    return RandomCall(call.function, with_its_step(arguments), call.name)
+    return RandomCall(call.function, with_its_step(with_its_starts(arguments)), call.name)
 
 
 def padded(elements):

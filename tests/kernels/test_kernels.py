@@ -13,7 +13,7 @@ import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
+from layerzero.ops import FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
 from layerzero.testing import conformance, fuzz, random_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,6 +84,12 @@ def test_fuzzing_covers_every_function_and_every_kernel_that_can_run_here():
         if this_machine().state(kernel.backend, device).reason is None and device.platform in kernel.backend.platforms
     }
     ran = set(report.kernels)
+    for operation in OPERATIONS:  # a function of several has some of them rarely: those are asked for by name
+        if f"reference.{operation}" not in ran:
+            alone = fuzz.run(5, seed=0, operations=[operation], kernels=["reference.*"], device=DEVICE)
+            assert alone.ok, str(alone)
+            assert alone.calls == 5, operation
+            ran |= set(alone.kernels)
     assert ran <= here
     assert {each for each in here if each.startswith(("reference.", "torch.sdpa.math", "torch.rms"))} <= ran
 
@@ -96,6 +102,13 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
         for name, value in first.arguments.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value.nan_to_num(7), again.arguments[name].nan_to_num(7))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_call_with_other_data_lies_in_memory_as_it_did(function):
+    for number in range(25):
+        first, other = (random_call(3, number, function=function, data=data) for data in (0, 1))
+        assert first.text == other.text
 
 
 def test_fuzzing_allows_a_kernel_its_own_tolerance():

@@ -213,6 +213,8 @@ def test_cases_and_recipes_keep_starts_that_end_with_the_tokens():
     lengths = (spread(100, 6)[1:] - spread(100, 6)[:-1]).tolist()
     assert sum(lengths) == 100
     assert 0 in lengths
+    assert max((spread(100, 6, 20)[1:] - spread(100, 6, 20)[:-1]).tolist()) == 20
+    assert spread(100, 6, 20).tolist()[-1] == 100
     for case in GQA_RAGGED.cases[:1]:
         made = arguments_of(GQA_RAGGED, case, torch.float32, promised=True)
         assert made["max_seqlen_q"] == max((made["cu_seqlens_q"][1:] - made["cu_seqlens_q"][:-1]).tolist())

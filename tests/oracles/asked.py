@@ -16,6 +16,7 @@ from layerzero.testing.generate import RandomCall
 from oracles import (
     activation,
     attention,
+    cascade,
     elementwise,
     embedding,
     experts,
@@ -23,6 +24,7 @@ from oracles import (
     norm,
     paged,
     positions,
+    ragged,
     rope,
     sampling,
     verify,
@@ -33,6 +35,7 @@ Oracle = Callable[[Mapping[str, Any]], Any]
 FAMILIES = (
     activation,
     attention,
+    cascade,
     elementwise,
     embedding,
     experts,
@@ -40,6 +43,7 @@ FAMILIES = (
     norm,
     paged,
     positions,
+    ragged,
     rope,
     sampling,
     verify,

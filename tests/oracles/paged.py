@@ -5,22 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from oracles.attention import attend, shaped, told
+from oracles.ragged import each_alone
 
 
-def _paged(c):
+def _of(c, sequence, head):
+    """The keys and the values of a sequence that one of its query heads reads."""
+    length, size = int(c["context_lens"][sequence]), c["key_cache"].shape[1]
+    group = c["query"].shape[-2] // c["key_cache"].shape[2]
+    slots = [(int(c["block_tables"][sequence, token // size]), token % size) for token in range(length)]
+    for name in ("key_cache", "value_cache"):
+        found = [c[name][page, offset, head // group] for page, offset in slots]
+        yield np.array(found).reshape(length, c[name].shape[-1])
+
+
+def decode(c):
+    """One query a sequence, its newest token."""
     output, sums = shaped(c, c["value_cache"].shape[-1])
     batch, _, heads, _ = output.shape
-    size, group = c["key_cache"].shape[1], heads // c["key_cache"].shape[2]
     for b in range(batch):
-        length = int(c["context_lens"][b])
-        slots = [(int(c["block_tables"][b, token // size]), token % size) for token in range(length)]
         for h in range(heads):
-            pairs = []
-            for name in ("key_cache", "value_cache"):
-                found = [c[name][page, offset, h // group] for page, offset in slots]
-                pairs.append(np.array(found).reshape(length, c[name].shape[-1]))
-            output[b, :, h], sums[b, h] = attend(c, b, h, *pairs, length)
+            output[b, :, h], sums[b, h] = attend(c, b, h, *_of(c, b, h), int(c["context_lens"][b]))
     return told(c, output, sums)
+
+
+def _tokens(c):
+    return each_alone(c, c["cu_seqlens_q"], c["value_cache"].shape[-1], lambda sequence, head: _of(c, sequence, head))
 
 
 def _append(c):
@@ -33,7 +42,9 @@ def _append(c):
 
 
 ORACLES = {
-    "attention.standard.decode.paged": _paged,
-    "attention.gqa.decode.paged": _paged,
+    **dict.fromkeys((f"attention.{kind}.decode.paged" for kind in ("standard", "gqa")), decode),
+    **dict.fromkeys(
+        (f"attention.{kind}.{form}.paged" for kind in ("standard", "gqa") for form in ("prefill", "mixed")), _tokens
+    ),
     "kv.append.paged": _append,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +46,13 @@ def _in_layout(tensor: Tensor, layout: str, contiguous: bool) -> Tensor:
     return moved.contiguous() if contiguous else moved
 
 
-def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.paged_attention``."""
+def paged_attention(
+    draw: Draw, dtype: torch.dtype, most: Callable[[int, int], Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """Draw a call of ``lz.paged_attention``.
+
+    ``most`` draws the most tokens of each sequence, given how many sequences there are and the most that any may have.
+    """
     batch = draw.of((0, 1, 2, 3, 5), (1, 10, 20, 10, 4))
     kv_heads = draw.of((1, 2, 3))
     heads = kv_heads * draw.of((1, 2, 4), (6, 2, 2))
@@ -62,6 +68,8 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     longest = capacity if bound is None else min(bound, capacity)
     lens = (draw.uniform((batch,), torch.float32).cpu() * (longest - least + 1)).int().clamp_(max=longest - least)
     lens = (lens + least).to(draw.device)
+    if most is not None:
+        lens = lens.minimum(lens.new_tensor(most(batch, longest)))
     pages = batch * blocks + draw.of((1, 2))
     table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
     first = torch.arange(blocks, device=draw.device) * page_size

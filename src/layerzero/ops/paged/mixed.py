@@ -151,9 +151,10 @@ def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
             promised: Any = case.params.get("decodes", max(batch * 8 // 9, 1))
             decodes = max(min(promised, tokens, batch if batch == tokens else batch - 1), 0)
         ones = torch.arange(decodes, dtype=torch.int32)
-        starts = torch.cat((ones, spread(tokens - decodes, batch - decodes) + decodes))
+        most: Any = case.params.get("max_seqlen_q")
+        starts = torch.cat((ones, spread(tokens - decodes, batch - decodes, most) + decodes))
         made = table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
-        made["max_seqlen_q"] = bounds_of(made, "cu_seqlens_q")["cu_seqlens_q"]
+        made |= bounds_of(made, case.params, max_seqlen_q="cu_seqlens_q")
         made["cu_seqlens_q"] = starts.to(device)
         return made | {"decodes": decodes} if decodes else made
 

@@ -13,14 +13,26 @@ from layerzero.ops.ragged.draw import starts_of
 
 
 def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.paged_attention`` with ``cu_seqlens_q``, over the cache of a decode's call."""
-    arguments = pages.paged_attention(draw, dtype)
+    """Draw a call of ``lz.paged_attention`` with ``cu_seqlens_q``, over the cache of a decode's call.
+
+    How many queries a sequence has is no data: the same call with other data has as many. So a whole prefill is a
+    sequence that is at most as long as its queries, rather than one whose queries are as many as its tokens.
+    """
+    decodes, lengths = 0, list[int]()
+
+    def most(batch: int, longest: int) -> list[int]:
+        nonlocal decodes
+        decodes = draw.stream.randint(1, batch) if batch and draw.chance(0.5) else 0
+        tokens = [longest] * batch
+        for number in range(batch):
+            queries = 1 if number < decodes else draw.of((0, 1, 2, 5, None), (2, 3, 3, 3, 5))
+            if queries is None:
+                tokens[number] = queries = draw.stream.randint(1, longest)
+            lengths.append(queries)
+        return tokens
+
+    arguments = pages.paged_attention(draw, dtype, most)
     table, lens, query = arguments["block_tables"], arguments["context_lens"], arguments["query"]
-    decodes = draw.stream.randint(1, len(lens)) if len(lens) and draw.chance(0.5) else 0
-    lengths = [
-        1 if number < decodes else draw.of((0, 1, 2, 5, length, length + 2), (2, 3, 3, 3, 4, 1))
-        for number, length in enumerate(lens.tolist())
-    ]
     starts = starts_of(draw, lengths)
     arguments |= {
         "query": draw.laid_out(draw.normal((sum(lengths), *query.shape[2:]), dtype)),

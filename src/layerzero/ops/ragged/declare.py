@@ -91,10 +91,13 @@ def _work(facts: Mapping[str, Any]) -> Work:
 def _examples(case: Case, _: torch.dtype, device: torch.device, __: torch.Generator | None) -> dict[str, Any]:
     """Sequences of unlike lengths, an empty one among many; the longest lengths are told, as every caller does."""
     size, sequences = case.sizes, max(case.sizes["starts"] - 1, 0)
-    starts = {f"cu_seqlens_{of}": spread(size[name], sequences) for of, name in (("q", "tokens"), ("k", "kv_tokens"))}
-    longest = bounds_of(starts, *starts)
-    found: dict[str, Any] = {name: each.to(device) for name, each in starts.items()}
-    return found | {f"max_seqlen_{of}": longest[f"cu_seqlens_{of}"] for of in ("q", "k")}
+    promised: Mapping[str, Any] = case.params
+    starts = {
+        f"cu_seqlens_{of}": spread(size[name], sequences, promised.get(f"max_seqlen_{of}"))
+        for of, name in (("q", "tokens"), ("k", "kv_tokens"))
+    }
+    longest = bounds_of(starts, promised, max_seqlen_q="cu_seqlens_q", max_seqlen_k="cu_seqlens_k")
+    return {name: each.to(device) for name, each in starts.items()} | longest
 
 
 def _scratch(sizes: Mapping[str, int]) -> int:

@@ -6,7 +6,7 @@ The last number is the end of the last sequence. On a CPU every call looks at th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -76,17 +76,23 @@ def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None]
     return made
 
 
-def spread(tokens: int, sequences: int) -> Tensor:
+def spread(tokens: int, sequences: int, most: int | None = None) -> Tensor:
     """Starts of sequences that share tokens: lengths differ by a quarter around the mean, one in the middle is short.
 
-    A CPU tensor, the same for the same numbers.
+    A CPU tensor, the same for the same numbers. Where ``most`` tokens were promised of each, none has more as long as
+    all of them together have room for the tokens.
     """
     weights = [4 + place * 3 % 5 for place in range(sequences)]
     if sequences > 2:
         weights[sequences // 2] = 0
     total = max(sum(weights), 1)
-    ends = [tokens * sum(weights[: place + 1]) // total for place in range(sequences)]
-    return torch.tensor([0, *ends[:-1], *([tokens] if ends else [])], dtype=torch.int32)
+    ends = [0, *(tokens * sum(weights[: place + 1]) // total for place in range(sequences))]
+    lengths = [right - left for left, right in pairwise(ends)]
+    if most is not None and tokens <= sequences * most:
+        lengths = [min(each, most) for each in lengths]
+        for place, length in enumerate(lengths):
+            lengths[place] += min(most - length, tokens - sum(lengths))
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def longest_of(starts: Tensor, tokens: int, promised: int | None) -> int:
@@ -137,10 +143,14 @@ def lengths_of(starts: Tensor) -> Tensor:
     return starts[1:] - starts[:-1]
 
 
-def bounds_of(arguments: Mapping[str, Any], *names: str) -> dict[str, int]:
-    """The longest sequence of each of the named starts, read on the host, at least 1."""
+def bounds_of(arguments: Mapping[str, Any], promised: Mapping[str, Any], **names: str) -> dict[str, int]:
+    """What bounds the sequences of each of the starts: the longest, read on the host, or what was promised; at least 1.
+
+    ``names`` are those of the starts, by the parameter that bounds them.
+    """
     found = {}
-    for name in names:
+    for bound, name in names.items():
         starts: Tensor = arguments[name]
-        found[name] = max(int(lengths_of(starts).max()) if len(starts) > 1 else 0, 1)
+        longest = int(lengths_of(starts).max()) if len(starts) > 1 else 0
+        found[bound] = max(longest, promised.get(bound) or 1)
     return found
