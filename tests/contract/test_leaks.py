@@ -46,6 +46,7 @@ WORDS = {
     "joined": "put together",
     "k": "a letter",
     "last": "the latest, the end of a row",
+    "length": "how long something is",
     "limit": "what a kernel demands",
     "m": "a letter: python -m, minutes",
     "max_blocks": "blocks of a launch grid",
@@ -74,6 +75,8 @@ _VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which
 _CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
+_LAYER = "a decoder layer of Transformers: its modules and arguments have these names, and so has what is called instead"
+_CACHE = "a cache of Transformers as tensors that a captured step reads, and what that step is told by"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
@@ -118,15 +121,36 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/optimize/blocks.py": dict.fromkeys(
         (
             *("activation", "bias", "down_bias", "gate_bias", "mlp", "packed_down", "packed_gate", "packed_up"),
-            *("up_bias", "weight"),
+            *("linear", "up_bias", "weight"),
         ),
         _REPLACED,
     ),
-    "integrations/optimize/entrance.py": dict.fromkeys(("attention", "bias"), _REPLACED),
+    "integrations/optimize/entrance.py": {
+        **dict.fromkeys(("attention", "bias"), _REPLACED),
+        **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
+        "step": "a kind of what is replaced: one token of a decoder",
+    },
+    "integrations/optimize/held.py": dict.fromkeys(("positions", "tokens"), _CACHE),
+    "integrations/optimize/layer.py": dict.fromkeys(
+        (
+            *("add_rms_norm", "bias", "cos", "eps", "heads", "k_bias", "k_weight", "layer_norm", "linear", "norm"),
+            *("packed_k", "packed_q", "packed_v", "plus_one", "positions", "q_bias", "q_weight", "qk_norm_rope"),
+            *("qkv_linear", "rms_norm", "rope_", "sin", "split_qkv_norm_rope", "v_bias", "weight"),
+        ),
+        _LAYER,
+    ),
+    "integrations/optimize/layers.py": dict.fromkeys(("attention", "eps", "heads", "norm", "positions"), _LAYER),
     "integrations/optimize/norms.py": dict.fromkeys(
         ("bias", "eps", "layer_norm", "norm", "rms_norm", "weight"), _REPLACED
     ),
     "integrations/optimize/products.py": dict.fromkeys(("activation", "bias", "linear", "packed", "weight"), _REPLACED),
+    "integrations/optimize/rotation.py": dict.fromkeys(("cos", "positions", "sin"), _LAYER),
+    "integrations/optimize/steps.py": {
+        **dict.fromkeys(
+            ("block_tables", "context_lens", "logits", "max_context_len", "pages", "positions", "tokens"), _CACHE
+        ),
+        **dict.fromkeys(("attention", "paged_attention", "query", "sinks", "softcap", "window"), _LAYER),
+    },
     "integrations/optimize/swapping.py": {"weight": "the parameter of torch's modules that all of them have"},
     "integrations/torch.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query"),

@@ -38,13 +38,16 @@ if "ban" in sys.argv:
     ENGINE.ledger.record_verdict(lz.list_kernels("norm.rms")[0], facts, Verdict.WRONG, "planted")
     sys.exit(0)
 
+def say(*words):  # in one write: two processes share the pipe
+    os.write(1, (" ".join(words) + "\\n").encode())
+
 def serve(name):
-    print(name, "serves", flush=True)
+    say(name, "serves")
     while True:  # nothing but hits
         ran.clear()
         lz.rms_norm(x, w)
         if not ran.is_set():
-            print(name, "heard", flush=True)
+            say(name, "heard")
             return
 
 lz.rms_norm(x, w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, cand
 from layerzero.integrations.optimize.joining import Joined, wants_packed
 from layerzero.integrations.optimize.products import is_plain
 from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
-from layerzero.ops.activation.formulas import FORMULAS
+from layerzero.ops.activation.formulas import FORMULAS, GATED
 
 
 class Block(Packs):
@@ -88,9 +89,7 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
 
 
 _TIMES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": lz.silu_mul,
-    "gelu": lz.gelu_mul,
-    "gelu_tanh": lambda halves: lz.gelu_mul(halves, approximate="tanh"),
+    name: functools.partial(getattr(lz, function), **told) for name, (function, told) in GATED.items()
 }
 """Activations that libraries for GPUs have in one kernel with the multiplication, where gate and up lie in one row."""
 

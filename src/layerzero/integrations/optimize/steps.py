@@ -8,7 +8,6 @@ cache lies in memory that stays where it is there, too, and attention reads as m
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from torch.nn import Module
 from torch.nn.modules import module as torchs
 
 import layerzero as lz
+from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError, LayerZeroError, LayerZeroWarning
 from layerzero.integrations.optimize.attending import NAME
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, step_cache, why_not
@@ -59,7 +59,7 @@ class Steps(State):
         super().__init__()
         self.left: Counter[str] = Counter()
         self.refused = ""
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._memories: dict[int, Memory] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None

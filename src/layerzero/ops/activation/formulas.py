@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,3 +62,10 @@ IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functools.partial(functional.silu, inplace=True),
 }
 """The same, written over what they are given."""
+
+GATED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "silu": ("silu_mul", {}),
+    "gelu": ("gelu_mul", {}),
+    "gelu_tanh": ("gelu_mul", {"approximate": "tanh"}),
+}
+"""Those that libraries have in one kernel with the multiplication that a gate stands for: public function, arguments."""
