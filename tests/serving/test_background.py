@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -337,6 +340,44 @@ def test_notes_of_builds_count_as_long_as_their_files_exist(tmp_path):
     assert not BUILT.ready(kernel, lz.facts("rms_norm", torch.ones(4, 4096), torch.ones(4096)))
     (tmp_path / "kernel.cubin").unlink()
     assert not BUILT.ready(kernel, facts), "the cache was wiped"
+
+
+def test_notes_are_read_once_while_their_folder_stays_as_it_is(tmp_path, monkeypatch):
+    from layerzero.core import disk
+    from layerzero.engine import jit
+
+    read, real = [], disk.read_plain
+    monkeypatch.setattr(disk, "read_plain", lambda path, most: (read.append(path), real(path, most))[1])
+    folder, noted = tmp_path / jit.NOTES, jit.Noted()
+    assert noted.files(folder / "a.json") is None
+    assert not read, "a folder that does not exist is not looked into"
+    folder.mkdir()
+
+    def settle():
+        past = time.time_ns() - 10 * jit.SETTLED_NS
+        os.utime(folder, ns=(past, past))
+
+    assert [noted.files(folder / "a.json") for _ in range(2)] == [None, None]
+    assert len(read) == 2, "it was changed just now, and may change again at what the file system calls the same time"
+    settle()
+    assert [noted.files(folder / name) for name in ("a.json", "b.json") * 3] == [None] * 6
+    assert len(read) == 4
+    (folder / "a.json").write_text('["a.cubin"]')
+    assert noted.files(folder / "a.json") == ["a.cubin"], "another process built it"
+    settle()
+    assert [noted.files(folder / "a.json") for _ in range(3)] == [["a.cubin"]] * 3
+    assert len(read) == 6
+    shutil.rmtree(folder)
+    assert noted.files(folder / "a.json") is None, "it was wiped"
+
+
+def test_nobody_looks_for_a_build_that_could_not_run(here, monkeypatch):
+    asked = []
+    monkeypatch.setattr(BUILT, "ready", lambda kernel, _: asked.append(kernel.id))
+    report = lz.explain("rms_norm", *(each.to("meta") for each in CALL), device="cpu")
+    assert "test.compiles" in asked
+    assert set(asked) == {each for each, found in report.failures.items() if found[-1].code == "JIT_DISABLED"}
+    assert "liger.rms_norm" not in asked
 
 
 def test_a_status_is_told_in_words(here):

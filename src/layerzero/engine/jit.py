@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ NOTES = "layerzero"
 
 MOST_BYTES = 1 << 20
 """A file that is larger is no note."""
+
+MOST_NOTED = 10_000
+"""Notes of a folder that are remembered."""
+
+SETTLED_NS = 2 * 10**9
+"""A folder that was changed more recently may change again without showing it: file systems count up to 2 s at once."""
 
 
 BuildIdentity = tuple[str, str, Hashable]
@@ -91,15 +98,47 @@ def _note(kernel: Kernel, facts: Facts) -> Path | None:
 
 
 def is_noted(kernel: Kernel, facts: Facts) -> bool:
-    """Whether a build is noted in its library's folder, and every file that it opened there still exists."""
+    """Whether a build is noted in its library's folder, and every file that it opened there still exists.
+
+    What notes say is remembered while their folder stays as it is: a choice costs a look at the folder, not at a note.
+    """
     note = _note(kernel, facts)
     if note is None:
         return False
+    files = NOTED.files(note)
+    return files is not None and all(os.path.exists(note.parent.parent / each) for each in files)  # noqa: PTH110
+
+
+class Noted:
+    """What notes say, by folder, as of the time at which each folder was changed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, tuple[tuple[int, int], dict[str, list[str] | None]]] = {}
+
+    def files(self, note: Path) -> list[str] | None:
+        """The files that a note lists; None where there is none, or a damaged one: it is built again."""
+        try:
+            stat = os.stat(note.parent)  # noqa: PTH116  # asked in choices
+        except OSError:
+            self._kept.pop(note.parent, None)
+            return None
+        state = stat.st_ino, stat.st_mtime_ns
+        kept = self._kept.get(note.parent)
+        if kept is None or kept[0] != state or len(kept[1]) >= MOST_NOTED:
+            kept = self._kept[note.parent] = state, {}
+        if note.name in kept[1]:
+            return kept[1][note.name]
+        found = _read(note)
+        if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+            kept[1][note.name] = found
+        return found
+
+
+def _read(note: Path) -> list[str] | None:
     try:
-        files = msgspec.json.decode(disk.read_plain(note, MOST_BYTES), type=list[str])
-    except (OSError, msgspec.DecodeError):  # none, or a damaged one: it is built again
-        return False
-    return all(os.path.exists(note.parent.parent / each) for each in files)  # noqa: PTH110  # asked in choices
+        return msgspec.json.decode(disk.read_plain(note, MOST_BYTES), type=list[str])
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def note(kernel: Kernel, facts: Facts, opened: Iterable[str]) -> None:
@@ -138,3 +177,6 @@ def opened_files() -> Iterator[set[str]]:
 
 BUILT = Built()
 """The artefacts of this process."""
+
+NOTED = Noted()
+"""What notes said when this process looked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -51,6 +51,7 @@ def judge(
         reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
         if kernel.id in failed:
             reasons.append(JUST_FAILED)
+        reasons += built_reasons(kernel, facts, policy, reasons)
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
     return split.last_resort(judged, facts, policy, lock, limit_findings)
 
@@ -116,7 +117,7 @@ def trust_reasons(
     ledger: Ledger,
     lock: Lock | None,
 ) -> list[Reason]:
-    """Whether the library is there, the kernel is healthy, built, and vetted where that is required.
+    """Whether the library is there, the kernel is healthy, and vetted where that is required.
 
     Without a machine the library is known to be there.
     """
@@ -143,12 +144,23 @@ def trust_reasons(
         if not locked:  # a lock is the operator's word for it
             hint = how_to_vet(kernel, facts)
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict", hint))
-    if kernel.jit and not policy.allow_jit_compile and not _ready(kernel, facts, reasons):
+    return reasons
+
+
+def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequence[Reason]) -> list[Reason]:
+    """Whether the kernel is built, where nothing else keeps it from the call: nobody looks for what would not run.
+
+    ``reasons`` are all others. What only a launch grid refuses may run in chunks, and is asked, too.
+    """
+    if not kernel.jit or policy.allow_jit_compile or any(reason.code not in LAUNCH_CODES for reason in reasons):
+        return []
+    found: list[Reason] = []
+    if not _ready(kernel, facts, found):
         hint = "Build it with lz.warmup, or set allow_jit_compile"
         if policy.jit == "background":
             hint = "It is built in the background where it would be chosen (lz.jit_status()), or by lz.warmup"
-        reasons.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
-    return reasons
+        found.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
+    return found
 
 
 def workspace_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:

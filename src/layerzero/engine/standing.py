@@ -241,6 +241,8 @@ def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_fa
             adaptations = tuple(made_good)
     if just_failed:
         reasons = [*reasons, legality.JUST_FAILED]
+    if kernel.jit:
+        reasons = [*reasons, *legality.built_reasons(kernel, facts, policy, reasons)]
     return Candidate(kernel, tuple(reasons), adaptations)
 
 

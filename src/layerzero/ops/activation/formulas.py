@@ -68,4 +68,4 @@ GATED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gelu": ("gelu_mul", {}),
     "gelu_tanh": ("gelu_mul", {"approximate": "tanh"}),
 }
-"""Those that libraries have in one kernel with the multiplication that a gate stands for: public function, arguments."""
+"""Those that libraries have in one kernel with the multiplication by what a gate lets through: function, arguments."""
