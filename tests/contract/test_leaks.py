@@ -75,7 +75,7 @@ _VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which
 _CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
-_LAYER = "a decoder layer of Transformers: its modules and arguments have these names, and so has what is called instead"
+_LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
 _CACHE = "a cache of Transformers as tensors that a captured step reads, and what that step is told by"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
