@@ -46,6 +46,7 @@ WORDS = {
     "k": "a letter",
     "last": "the latest, the end of a row",
     "limit": "what a kernel demands",
+    "decodes": "what a tokenizer does, told in a message",
     "m": "a letter: python -m, minutes",
     "max_blocks": "blocks of a launch grid",
     "n": "a letter: a count, a line break",
