@@ -117,7 +117,7 @@ WRONG = {
     "R233 one kernel twice": (twice_in_one, f"wanted the entry of every kernel once, got '{CPU_FLASH}' twice"),
     "R233 two entries": (twice_in_two, f"wanted the entry of every kernel once, got '{CPU_FLASH}' twice"),
     "R234 no dtypes": (without("dtypes"), "dtypes: wanted a value, got nothing"),
-    "R234 empty dtypes": (having(dtypes=[]), "dtypes: wanted `array` of length >= 1, got []"),
+    "R234 empty dtypes": (having(dtypes=[]), "dtypes: wanted one or more, got []"),
     "R234 no layouts": (without("requires_layouts"), "requires_layouts: wanted a value, got nothing"),
     "R234 empty layouts": (having(requires_layouts=[], produces_layout=None), "wanted BSHD or BHSD for attention"),
     "R235 no bound": (without("max_head_dim"), "max_head_dim: wanted a number, or null for no bound, got nothing"),
