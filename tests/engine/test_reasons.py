@@ -261,9 +261,7 @@ PRODUCERS = {
     C.VOCAB_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
     C.MERGES_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
     C.NORMALIZER_MISMATCH: lambda: tokenizer_codes(library_tokenizer(vocabularies.word_piece())),
-    C.ADDED_TOKENS_MISMATCH: lambda: tokenizer_codes(
-        library_tokenizer(vocabularies.byte_level()), parse_special=False
-    ),
+    C.ADDED_TOKENS_MISMATCH: lambda: tokenizer_codes(library_tokenizer(vocabularies.byte_level()), parse_special=False),
     C.SPECIAL_TOKENS_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), parse_special=True),
 }
 
