@@ -622,6 +622,16 @@ def test_a_kernel_without_code_limits_is_its_data(kernel):
     assert built.backend.versions == kernel.backend.versions
 
 
+def test_operations_without_tensors_have_no_dtypes():
+    kernel = next(each for each in DECLARED if not REGISTRY.operations()[each.operations[0]].schema.inputs)
+    data = exported(kernel.backend, [kernel])
+    (entry,) = data["ops"][kernel.operations[0]]
+    assert entry["dtypes"] == []
+    entry["dtypes"] = ["float32"]
+    with pytest.raises(lz.DescriptorError, match="dtypes: wanted none, since its operations have no tensors"):
+        lz.load_descriptor(data)
+
+
 DEVICES = [lz.Device.named(name) for name in ("CPU", "A100", "H100", "B200", "MI300X")]
 
 
