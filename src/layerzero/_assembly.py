@@ -14,6 +14,8 @@ from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 
+_DESCRIPTORS = "layerzero.asking.descriptors"
+
 
 def ledger() -> Ledger:
     """The ledger of this process: files in the cache folder, or memory where ``LAYERZERO_CACHE_DIR`` is empty."""
@@ -28,8 +30,14 @@ def descriptors_in_force() -> None:
     """Have the capability descriptors that are configured; they work on the registry, and lie above it."""
     from layerzero.engine.config import CONFIGURATION
 
-    if CONFIGURATION.policy.descriptors or "layerzero.asking.descriptors" in sys.modules:
-        import_module("layerzero.asking.descriptors").DESCRIPTORS.sync()
+    if _DESCRIPTORS in sys.modules:
+        try:
+            descriptors = sys.modules[_DESCRIPTORS].DESCRIPTORS  # asked at each miss: an import makes eight calls
+        except AttributeError:  # another thread imports it now: this waits
+            descriptors = import_module(_DESCRIPTORS).DESCRIPTORS
+        descriptors.sync()
+    elif CONFIGURATION.policy.descriptors:
+        import_module(_DESCRIPTORS).DESCRIPTORS.sync()
 
 
 def register_function(function: Function) -> None:

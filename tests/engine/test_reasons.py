@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+import vocabularies
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import Reason, ReasonCode
 
@@ -183,6 +184,17 @@ def valid(kernel, *tensors, **call):
     return {reason.code for reason in reasons}
 
 
+def tokenizer_codes(tokenizer, kernel=None, **flags):
+    """Codes for which kernels, or one, are refused for a small tokenizer; texts are the same for all."""
+    failures = lz.explain("tokenize", "the self", tokenizer, **flags).failures
+    lz.forget_tokenizer()
+    return {each.code for name, reasons in failures.items() if kernel in (None, name) for each in reasons}
+
+
+def library_tokenizer(text):
+    return pytest.importorskip("tokenizers").Tokenizer.from_str(text)
+
+
 C = ReasonCode
 
 
@@ -245,6 +257,12 @@ PRODUCERS = {
     C.UNHEALTHY: unhealthy,
     C.NOT_VETTED: not_vetted,
     C.POLICY_DENIED: denied,
+    C.TOKENIZER_ID_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "tokenizers.encode"),
+    C.VOCAB_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
+    C.MERGES_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
+    C.NORMALIZER_MISMATCH: lambda: tokenizer_codes(library_tokenizer(vocabularies.word_piece())),
+    C.ADDED_TOKENS_MISMATCH: lambda: tokenizer_codes(library_tokenizer(vocabularies.byte_level()), parse_special=False),
+    C.SPECIAL_TOKENS_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), parse_special=True),
 }
 
 

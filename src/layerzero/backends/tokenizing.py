@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.core import limits as limit
+from layerzero.core.disk import make_private, write_whole
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
@@ -60,10 +61,8 @@ def ranks_file(tokenizer: Tokenizer) -> str:
     native = tokenizer.native
     path = folder() / f"{tokenizer.tokenizer_hash}.tiktoken"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(ranks_bytes(native._mergeable_ranks))
-        part.replace(path)
+        make_private(path.parent)
+        write_whole(path, ranks_bytes(native._mergeable_ranks))
     return os.fspath(path)
 
 

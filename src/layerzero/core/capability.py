@@ -69,7 +69,9 @@ def entry_of(kernel: Kernel, operations: Sequence[Operation]) -> Entry:
 
 def limits_of(entry: Entry, operations: Sequence[Operation]) -> tuple[Limit, ...]:
     """The limits that an entry without problems says; those that are code are left out."""
-    found: list[Limit] = [Dtype(tuple(dtype_name(dtype_named(name)) for name in entry.dtypes))]
+    found: list[Limit] = []
+    if entry.dtypes:
+        found.append(Dtype(tuple(dtype_name(dtype_named(name)) for name in entry.dtypes)))
     if entry.min_sm or entry.max_sm:
         found.append(Arch(_version(entry.min_sm), _version(entry.max_sm)))
     span = _span(entry.gpu_generation or ())
@@ -94,6 +96,10 @@ def code_texts(kernel: Kernel) -> list[str]:
 
 def problems_of(entry: Entry, operations: Sequence[Operation], platforms: Sequence[str]) -> Iterator[str]:
     """What is wrong, incomplete or ambiguous in an entry under these operations, with wanted and got."""
+    tensors = any(operation.schema.inputs for operation in operations)
+    if bool(entry.dtypes) is not tensors:
+        wanted = "one or more" if tensors else "none, since its operations have no tensors"
+        yield f"dtypes: wanted {wanted}, got {entry.dtypes}"
     for name in entry.dtypes:
         try:
             dtype_named(name)
@@ -196,7 +202,9 @@ def dtypes_of(kernel: Kernel, operations: Sequence[Operation]) -> tuple[str, ...
     named = [limit.names for limit in kernel.limits if isinstance(limit, Dtype)]
     if named:
         return tuple(name for name in named[0] if all(name in names for names in named))
-    allowed = [operation.schema.inputs[0].dtype_constraint for operation in operations]
+    allowed = [each.schema.inputs[0].dtype_constraint for each in operations if each.schema.inputs]
+    if not allowed:  # operations without tensors have no dtypes
+        return ()
     return tuple(name for name, dtype in DTYPES.items() if all(some is None or dtype in some for some in allowed))
 
 

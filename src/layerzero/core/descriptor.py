@@ -28,7 +28,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One kernel, under one of its operations; the others name it by its id."""
 
     kernel_id: Annotated[str, Meta(min_length=1, description="the kernel, said once")]
-    dtypes: Annotated[list[str], Meta(min_length=1, description="dtypes of the first tensor")]
+    dtypes: Annotated[
+        list[str], Meta(description="dtypes of the first tensor; empty only where the operation has none")
+    ]
     requires_layouts: Annotated[
         list[str], Meta(description="layouts of its tensors; empty only where the operation has none")
     ]

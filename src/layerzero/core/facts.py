@@ -212,7 +212,8 @@ class Facts(Mapping[str, object]):
         """Name and bit length of all sizes, derived ones too: the class of a call."""
         arguments = self.operation.schema.known
         values = self._values.items()
-        return [(name, value.bit_length()) for name, value in values if type(value) is int and name not in arguments]
+        sizes = {name: value for name, value in values if type(value) is int and name not in arguments}
+        return list(zip(sizes, map(int.bit_length, sizes.values()), strict=True))
 
     def only_this_call(self) -> None:
         """Say that what is made of these facts serves this very call, as where a callable remembers its first one.

@@ -43,7 +43,7 @@ def misfits(entry: Entry, operations: Sequence[Operation], descriptor: Descripto
     if kernel.layout is not None and kernel.layout not in entry.requires_layouts:
         yield f"requires_layouts: wanted {kernel.layout}, the layout of its code, got {entry.requires_layouts}"
     have = dtypes_of(kernel, operations)
-    if not set(have) & {dtype_name(dtype_named(name)) for name in entry.dtypes}:
+    if have and not set(have) & {dtype_name(dtype_named(name)) for name in entry.dtypes}:
         yield f"dtypes: wanted some of {', '.join(have)}, got {entry.dtypes}"
     if not set(platforms_of(kernel)) & set(descriptor.platforms):
         yield f"platforms: wanted some of {', '.join(platforms_of(kernel))}, got {descriptor.platforms}"

@@ -345,7 +345,7 @@ class Dispatcher:
 
     def _build_later(self, judged: Iterable[Candidate], facts: Facts) -> None:
         """Have built, behind what runs meanwhile, what this call would choose if it were built; never in a capture."""
-        unbuilt = [each.kernel for each in judged if legality.only_unbuilt(each)]
+        unbuilt = [each.kernel for each in judged if each.kernel.jit and legality.only_unbuilt(each)]
         if unbuilt and not facts["capturing"]:
             from layerzero import _assembly
 

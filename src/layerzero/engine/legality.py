@@ -135,7 +135,7 @@ def trust_reasons(
         hint = f"Another version of its library clears it, or `layerzero vet --kernel {kernel.id} --again`"
         wanted = "a kernel that passed vetting"
         reasons.append(Reason(ReasonCode.UNHEALTHY, "vetting on this machine", wanted, judgement, hint))
-    elif verdict is not Verdict.PASSED and kernel.needs_proof(facts):  # a lock is no proof
+    elif verdict is not Verdict.PASSED and kernel.proved_first and kernel.needs_proof(facts):  # a lock is no proof
         hint = f"`layerzero vet {facts.operation.name} --kernel {kernel.id} --param ...` proves it, and lz.tune does"
         wanted, got = "proved to be the same", "a form of its own, without a proof"
         reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, wanted, got, hint))

@@ -128,7 +128,7 @@ def _plain_error(error: BaseException) -> Exception:
 
 
 class PlainWays:
-    """What was chosen for a function, by the keys that it makes (:class:`layerzero.core.operation.Ways`)."""
+    """What was chosen for a function, by the keys that it makes (:class:`layerzero.core.plain.Ways`)."""
 
     def __init__(self, dispatcher: PlainDispatcher) -> None:
         self.dispatcher = dispatcher

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from layerzero import backends
+from layerzero._assembly import descriptors_in_force
 from layerzero.core import forking
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
@@ -315,11 +316,5 @@ class Registry:
         return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
 
 
-def _descriptors_in_force() -> None:
-    from layerzero._assembly import descriptors_in_force  # of a module: asking the package costs three times as much
-
-    descriptors_in_force()
-
-
-REGISTRY = Registry(before_use=_descriptors_in_force)
+REGISTRY = Registry(before_use=descriptors_in_force)
 """The registry of this process."""

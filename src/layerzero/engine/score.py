@@ -140,7 +140,9 @@ def _named(facts: Facts, policy: Policy) -> _Named:
 
 def _policy_terms(kernel: Kernel, named: _Named) -> list[Term]:
     prefer, avoid = named
-    terms = []
+    terms: list[Term] = []
+    if not prefer and not avoid:  # as it is mostly
+        return terms
     if any(names_kernel(pattern, kernel) for pattern in prefer):
         terms.append(Term("prefer", PREFER_POINTS))
     if any(names_kernel(pattern, kernel) for pattern in avoid):

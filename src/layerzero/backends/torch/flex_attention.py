@@ -249,7 +249,7 @@ def _slopes_of_a_batch(facts: Facts) -> Reason | None:
 
 def _build_key(facts: Facts) -> Hashable:
     """A build on the CPU serves a class of batches and lengths, at exact heads and widths."""
-    return call_class(facts), *(facts[name] for name in _EXACT)
+    return call_class(facts), *map(facts.__getitem__, _EXACT)
 
 
 def _exact_build_key(facts: Facts) -> Hashable:

@@ -143,7 +143,11 @@ A note lists the artefacts of a class, each with the largest row length that it 
 
 def cache_folder() -> Path:
     """Where the artefacts lie, in Inductor's cache, as torch 2.13 names it; asked without importing Inductor."""
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return _folder_in(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+
+
+@functools.cache  # asked at each miss; torch, too, keeps the folder that it names by the user
+def _folder_in(named: str | None) -> Path:
     if named is None:
         try:
             user = getpass.getuser()
@@ -154,7 +158,8 @@ def cache_folder() -> Path:
     return Path(named).absolute() / "layerzero"
 
 
-def name_of(made_of: Sequence[object], *sources: str) -> str:
+@functools.lru_cache(4096)  # asked at each miss
+def name_of(made_of: tuple[object, ...], *sources: str) -> str:
     """The name of a build: another one for other versions of torch, another processor, or other code in these files."""
     here = torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256("\0".join(map(repr, (*here, *made_of))).encode())
@@ -168,11 +173,17 @@ def _content(source: str) -> bytes:
     return Path(source).read_bytes()
 
 
+@functools.lru_cache(4096)
+def _place(folder: Path, notes: str, name: str) -> str:
+    return os.fspath(folder / notes / f"{name}.json")
+
+
 def found(name: str) -> list[tuple[int, Path]]:
     """The artefacts of a build, if all of them exist; else none."""
     folder = cache_folder()
     try:
-        noted: list[tuple[int, str]] = json.loads((folder / NOTES / f"{name}.json").read_text())
+        with open(_place(folder, NOTES, name), encoding="utf-8") as file:  # noqa: PTH123  # asked at each miss
+            noted: list[tuple[int, str]] = json.load(file)
         parts = [(int(top), folder / Path(file).name) for top, file in noted]
     except (OSError, ValueError, TypeError):  # none, or a damaged one: it is built anew
         return []

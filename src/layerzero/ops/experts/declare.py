@@ -131,8 +131,8 @@ def _sweep(*, grouped: bool) -> Callable[[str, Mapping[str, Sequence[int]]], Ite
     def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
         kind = device if device in _ROWS else "cpu"
         for groups, inputs, outputs in _MODELS[kind] if narrow.keys() <= {axis} else ():
-            for rows in narrow.get(axis, _ROWS[kind]):
-                own = rows if grouped else max(rows // groups, 1)
+            told = narrow.get(axis, _ROWS[kind])
+            for own in told if grouped else dict.fromkeys(max(rows // groups, 1) for rows in told):
                 yield _case(f"{groups}x{own}x{inputs}x{outputs}", own, groups, inputs, outputs, grouped=grouped)
 
     return sweep

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from layerzero.core import forking
+from layerzero.core.disk import make_private, write_whole
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.tokenize.identity import Identity
 
@@ -100,10 +101,8 @@ class Tokenizer:
         suffix, content = self.write()
         path = folder / f"{self.tokenizer_hash}{suffix}"
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(content)
-            part.replace(path)
+            make_private(folder)
+            write_whole(path, content)
         return os.fspath(path)
 
 
