@@ -48,7 +48,6 @@ WORDS = {
     "last": "the latest, the end of a row",
     "length": "how long something is",
     "limit": "what a kernel demands",
-    "decodes": "what a tokenizer does, told in a message",
     "m": "a letter: python -m, minutes",
     "max_blocks": "blocks of a launch grid",
     "n": "a letter: a count, a line break",
