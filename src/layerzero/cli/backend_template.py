@@ -75,6 +75,7 @@ def declaration(subject: Subject) -> str:
     """The file of a backend."""
     name, names, load = subject.name, ", ".join(each.name for each in subject.operations), _load(subject)
     torch = "import torch\n" if "torch." in load else ""
+    torch += "from torch import Tensor\n\n" if "Tensor" in load else "\n" if torch else ""
     return f'''"""{name}: what its limits follow from, what was measured (device, versions, date).
 
 Library: {name}, version and licence.
@@ -85,9 +86,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-{torch}from torch import Tensor
-
-from layerzero.core import limits as limit
+{torch}from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 

@@ -51,7 +51,8 @@ def judge(
         reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
         if kernel.id in failed:
             reasons.append(JUST_FAILED)
-        reasons += built_reasons(kernel, facts, policy, reasons)
+        if kernel.jit:
+            reasons += built_reasons(kernel, facts, policy, reasons)
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
     return split.last_resort(judged, facts, policy, lock, limit_findings)
 
@@ -152,7 +153,7 @@ def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequenc
 
     ``reasons`` are all others. What only a launch grid refuses may run in chunks, and is asked, too.
     """
-    if not kernel.jit or policy.allow_jit_compile or any(reason.code not in LAUNCH_CODES for reason in reasons):
+    if policy.allow_jit_compile or (reasons and any(reason.code not in LAUNCH_CODES for reason in reasons)):
         return []
     found: list[Reason] = []
     if not _ready(kernel, facts, found):
