@@ -275,3 +275,40 @@ def test_copies_have_memory_of_their_own(where: str) -> None:
         model.lm_head.weight.mul_(-1)
     assert torch.equal(greedy(twin, ids), expected)
     assert not torch.equal(greedy(model, ids), expected)
+
+
+def test_a_copy_of_a_cache_keeps_its_tokens_when_another_takes_the_memory(where: str) -> None:
+    model = made()
+    lz.optimize(model, graph=True)
+    cache, other = (transformers.DynamicCache(config=model.config) for _ in range(2))
+    for each in (tokens(), tokens(2, 1)):
+        stepped(model, cache, each)
+    twin, before = copy.copy(cache), cache.layers[0].keys.clone()
+    del cache
+    for each in (tokens(seed=9), tokens(2, 1, 4)):
+        stepped(model, other, each)
+    torch.testing.assert_close(twin.layers[0].keys, before)
+
+
+def test_a_batch_that_is_not_the_caches_is_stocks_error(where: str) -> None:
+    model = made()
+    report = lz.optimize(model, graph=True)
+    cache = transformers.DynamicCache(config=model.config)
+    stepped(model, cache, tokens(3))
+    with pytest.raises(RuntimeError):
+        stepped(model, cache, tokens(1, 1))
+    assert "it got 1 sequences, and a cache of 3" in state_of(report).left
+
+
+def test_memory_made_in_inference_mode_serves_outside(where: str) -> None:
+    model = made()
+    report = lz.optimize(model, graph=True)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for each in (tokens(), tokens(2, 1)):
+            model(each, past_key_values=cache, use_cache=True)
+    stepped(model, transformers.DynamicCache(config=model.config), tokens())
+    cache = transformers.DynamicCache(config=model.config)
+    for each in (tokens(), tokens(2, 1)):
+        stepped(model, cache, each)
+    assert not state_of(report).refused

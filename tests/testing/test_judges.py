@@ -213,3 +213,11 @@ def test_a_reference_and_a_fake_function_that_contradict_each_other_are_told(mon
     call = RandomCall("invented_draw", {"weights": torch.ones(4, 8)})
     with pytest.raises(ValueError, match=r"invented.draw: .*, got 1 of its reference, 0 of"):
         compare.expected(call)
+
+
+def test_where_what_is_summed_is_no_number_nothing_more_is_allowed():
+    judge = Elementwise({torch.float32: lz.Tolerance(0.01, 0.1)}, "a test", lambda of: of["terms"])
+    want = torch.ones(2, dtype=torch.float64)
+    for terms in (torch.nan, torch.inf):
+        given = Given(torch.float32, judge.basis({"terms": torch.full((2,), terms, dtype=torch.float64)}))
+        assert "2 of 2 elements too far" in judge.problem(want + 4, want, given)

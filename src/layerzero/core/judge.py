@@ -127,7 +127,8 @@ def apart(got: Tensor, want: Tensor, tolerance: Tolerance, summed: Tensor | None
     wide, truth = got.detach().to(torch.float64), want.to(torch.float64)
     if torch.allclose(wide, truth, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True):
         return ""
-    allowed = tolerance.atol + tolerance.rtol * (truth.abs() if summed is None else truth.abs() + summed)
+    terms = 0.0 if summed is None else summed.nan_to_num(0.0, 0.0, 0.0)  # of no number nothing is allowed
+    allowed = tolerance.atol + tolerance.rtol * (truth.abs() + terms)
     same = _same(wide, truth)
     excess = ((wide - truth).abs() / allowed).masked_fill(same, 0.0)
     excess = excess.masked_fill(~same & ~(wide.isfinite() & truth.isfinite()), float("inf"))

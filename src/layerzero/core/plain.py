@@ -45,6 +45,9 @@ class Ways(Protocol):
     def scoped(self) -> dict[Any, Any]:
         """The table of the settings that hold here; ``table`` where no block is open."""
 
+    def forget(self) -> None:
+        """Choose anew at the next call, because what calls name has changed."""
+
     def failed(self, key: Any, error: BaseException, arguments: Mapping[str, Any]) -> Any:
         """Answer a call whose kernel raised: another one runs where that is safe, else the error reaches the caller."""
 

@@ -147,6 +147,12 @@ class PlainWays:
             self._policy, self._base, self._scoped, self._plans = policy, {}, {}, {}
             self.table = _NONE if SCOPES.active else self._base
 
+    def forget(self) -> None:
+        """Choose anew at the next call: what calls name has changed."""
+        with self._lock:
+            self._base, self._scoped, self._plans = {}, {}, {}
+            self.table = _NONE if SCOPES.active else self._base
+
     def plans(self) -> list[tuple[Policy, Plan]]:
         """None: choices are frozen for operations of tensors."""
         return []

@@ -24,13 +24,19 @@ from layerzero.tuning.proving.child import rebuilt
 def taken_over(each: Chosen) -> Outcome:
     """Load what a child built, so that no call waits for that either."""
     if not BUILT.ready(each.kernel, each.facts):
-        return Outcome("a child process built it, but left nothing where its library would keep it; is there room?")
+        why = "a child process built it, but left nothing where its library would keep it; is there room?"
+        return Outcome(why, lasting=False)
     try:
         _beside_captures(each)
         _plan(each)
     except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
-        return Outcome(last_lines(error))
+        return Outcome(last_lines(error), lasting=not _passes(error))
     return Outcome()
+
+
+def _passes(error: Exception) -> bool:
+    """Whether another time may be different: what lacked memory or room."""
+    return isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)) and not isinstance(error, ImportError)
 
 
 def _beside_captures(each: Chosen) -> None:
@@ -57,6 +63,6 @@ def built_here(each: Chosen) -> Outcome:
                 for _ in range(2):
                     plan.run(**given)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
-        return Outcome(last_lines(error))
+        return Outcome(last_lines(error), lasting=not _passes(error))
     BUILT.add(each.kernel, each.facts)
     return Outcome()

@@ -78,6 +78,8 @@ class Memory:
         for mine, (keys, values) in zip(zip(self.keys, self.values, strict=True), tokens, strict=True):
             for place, each in zip(mine, (keys, values), strict=True):
                 first = length - each.shape[2]  # a window keeps the last tokens alone
+                place[:, :first].zero_()  # and nothing stays of the cache before: 0 times infinity is no 0
+                place[:, length:].zero_()
                 place[:, first:length].copy_(each.transpose(1, 2))
         self.held = Held(self, cache, length)
         return self.held
@@ -89,29 +91,31 @@ class Held:
     Attributes:
         memory: where.
         length: its tokens.
-        layers: its layers, as they were exchanged.
+        windows: of each layer, whether it has a window, and which.
     """
 
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
         self.memory, self.length = memory, length
         self._cache: Callable[[], Any] = weakref.ref(cache)
-        self.layers = [_held_layer(self, number, each) for number, each in enumerate(cache.layers)]
-        cache.layers[:] = self.layers
+        cache.layers[:] = [_held_layer(self, number, each) for number, each in enumerate(cache.layers)]
+        self.windows = [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
+        self._layers: list[Callable[[], Any]] = [weakref.ref(each) for each in cache.layers]  # copies share them
 
     @property
-    def lives(self) -> bool:
-        """Whether somebody has the cache."""
-        return self._cache() is not None
+    def layers(self) -> list[Any]:
+        """The layers that somebody has."""
+        return [layer for each in self._layers if (layer := each()) is not None]
 
     def is_of(self, cache: Any) -> bool:
         """Whether this is that cache, and nobody took a layer out."""
-        if cache is None or self._cache() is not cache or len(cache.layers) != len(self.layers):
+        if cache is None or self._cache() is not cache or len(cache.layers) != len(self._layers):
             return False
-        return all(mine is each and mine._held is self for mine, each in zip(self.layers, cache.layers, strict=True))
+        pairs = zip(self._layers, cache.layers, strict=True)
+        return all(mine() is each and each._held is self for mine, each in pairs)
 
     def release(self) -> None:
-        """Give every layer memory of its own."""
-        for each in self.layers if self.lives else ():
+        """Give every layer that somebody has memory of its own."""
+        for each in self.layers:
             each._release()
         self.memory.held = None
 
@@ -237,7 +241,7 @@ def step_cache(memory: Memory, held: Held, length: int) -> Any:
 
     made = DynamicCache()
     made.layers = [
-        _step_layer()(memory, held, number, length, each.is_sliding) for number, each in enumerate(held.layers)
+        _step_layer()(memory, held, number, length, sliding) for number, (sliding, _) in enumerate(held.windows)
     ]
     return made
 

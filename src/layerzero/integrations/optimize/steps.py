@@ -133,6 +133,12 @@ class Steps(State):
             return "tokens are hidden (padding), or the mask is not (B, length)"
         return ""
 
+    def other_batch(self, ids: Tensor, cache: Any) -> str:
+        """Say that ids and cache are of different numbers of sequences: the model's own code raises then."""
+        held = self._has(cache)
+        batch = cache.layers[0].keys.shape[0] if held is None else held.memory.batch
+        return "" if ids.shape[0] == batch else f"it got {ids.shape[0]} sequences, and a cache of {batch}"
+
     def _has(self, cache: Any) -> Held | None:
         """The cache as it lies in memory, where it does and has a place for one token more."""
         for each in tuple(self._memories.values()):
@@ -144,7 +150,7 @@ class Steps(State):
     def run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
         """One step; its logits, and the caller's cache with one token more."""
         cache = named["past_key_values"]
-        with self._lock:
+        with self._lock, torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
             held = self._held(cache)
             memory = held.memory
             memory.ids.copy_(ids)
@@ -243,9 +249,9 @@ def _kinds(cache: Any) -> list[tuple[bool, int | None]]:
 
 def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
     """What attention was told, for LayerZero's functions; whose keys these are says which window is meant."""
-    window, layer = named["sliding_window"], held.layers[_number(held.memory, key)]
-    if layer.is_sliding and layer.sliding_window != window:
-        wanted = f"wanted attention that is told its window of {layer.sliding_window}, got {window}"
+    window, (slides, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
+    if slides and own != window:
+        wanted = f"wanted attention that is told its window of {own}, got {window}"
         raise InvalidCallError("lz.optimize(graph=True)", [wanted])
     return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}
 
@@ -298,7 +304,7 @@ def stepping(model: Module) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or len(given) > 1 or not _is_step(ids, named):
             return stock_forward(self)(*given, **named)
         state: Steps = self.__dict__["_layerzero"]
-        why = state.refused or state.why_not(named)
+        why = state.refused or state.why_not(named) or state.other_batch(ids, named["past_key_values"])
         if not why:
             try:
                 return state.run(ids, named)

@@ -111,10 +111,15 @@ def _check_values(
     """Values on the device: those of tables and lengths, starts that follow each other, and what was promised."""
     problems = check_tables(key_cache, block_tables, context_lens, max_context_len, step, layout)
     problems += value_problems("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
-    if decodes is not None and cu_seqlens_q[: decodes + 1].tolist() != [*range(decodes + 1)]:
-        got = cu_seqlens_q[: decodes + 1].tolist()[:9]
-        problems.append(f"cu_seqlens_q: wanted one query in each of the first {decodes} sequences, got starts {got}")
-    return problems
+    return problems + ([] if decodes is None else decodes_problems(cu_seqlens_q, decodes))
+
+
+def decodes_problems(starts: Tensor, decodes: int) -> list[str]:
+    """What is wrong with the promise that the first sequences have one query each; reads starts on the host."""
+    got = starts[: decodes + 1].tolist()
+    if decodes >= len(starts) or got == [*range(decodes + 1)]:
+        return []
+    return [f"cu_seqlens_q: wanted one query in each of the first {decodes} sequences, got starts {got[:9]}"]
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:

@@ -74,9 +74,11 @@ def _operation(arguments: dict[str, Any], equal_heads: bool) -> Operation:
 def _value_problems(arguments: dict[str, Any]) -> list[str]:
     starts, step = arguments["cu_seqlens_q"], arguments["step"]
     problems = []
+    decodes, longest = arguments["decodes"], arguments["max_seqlen_q"]
     if starts.is_cpu and type(starts) is Tensor:
-        problems = value_problems("cu_seqlens_q", starts, len(arguments["query"]))
-    decodes = arguments["decodes"]
+        longest = longest if type(longest) is int else None
+        problems = value_problems("cu_seqlens_q", starts, len(arguments["query"]), longest)
+        problems += mixed.decodes_problems(starts, decodes) if type(decodes) is int else []
     if type(decodes) is int and decodes > len(starts) - 1:
         problems.append(f"decodes: wanted at most {len(starts) - 1}, as many as there are sequences, got {decodes}")
     if not isinstance(step, StepMetadata):
