@@ -153,3 +153,10 @@ def test_a_call_gets_what_the_question_says_where_a_program_has_a_kernel_of_its_
     assert chosen().kernel_id == "mine.rms_norm"
     lz.rms_norm(X, W)
     assert ran == ["mine"]
+
+
+def test_torchs_first_kernel_does_not_decode_where_it_plans_every_number_of_keys():
+    query = torch.empty(2, 1, 8, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 777, 8, 128, dtype=torch.bfloat16, device="meta")
+    report = lz.explain("attention", query, key, key, layout="BSHD", device="H200", libraries={"torch": "2.11.0"})
+    assert report.kernel_id == "torch.sdpa.flash"

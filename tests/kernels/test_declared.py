@@ -150,12 +150,9 @@ def test_kv_heads_are_repeated_for_xformers_and_not_in_strict_mode():
     assert Code.GQA_UNSUPPORTED in {reason.code for reason in report.reasons("xformers.memory_efficient")}
 
 
-GRADS = [(1, True, {Code.GRAD_UNSUPPORTED}), (1, False, set()), (2, True, set())]
-
-
-@pytest.mark.parametrize(("keys", "grad", "expected"), GRADS)
-def test_torchs_cudnn_has_no_backward_pass_for_one_query_and_one_key(keys, grad, expected):
-    shapes = ((2, 1, 8, 64), (2, keys, 8, 64), (2, keys, 8, 64))
-    tensors = [torch.empty(shape, dtype=torch.float16, device="meta", requires_grad=grad) for shape in shapes]
-    report = lz.explain("attention", *tensors, layout="BSHD", device="H100", libraries=LIBRARIES)
-    assert {reason.code for reason in report.reasons("torch.sdpa.cudnn")} == expected
+@pytest.mark.parametrize("kernel_id", ["torch.sdpa.cudnn", "cudnn.sdpa"])
+def test_cudnn_plans_every_number_of_keys_and_does_not_decode(kernel_id):
+    for queries, expected in ((1, {Code.CONSTRAINT_FAILED}), (2, set())):
+        query, key = (torch.empty(2, n, 8, 64, dtype=torch.float16, device="meta") for n in (queries, 4))
+        report = lz.explain("attention", query, key, key, False, layout="BSHD", device="H100", libraries=LIBRARIES)
+        assert {reason.code for reason in report.reasons(kernel_id)} == expected

@@ -5,7 +5,7 @@ support matrix for 9.18 (2026-11-21). ``F.scaled_dot_product_attention`` runs th
 without a log-sum-exp; here causal is aligned bottom-right (S_q <= S_k only) and a window may bound keys to the left.
 cuDNN counts a query's own position into the window, so ``left`` grows by one; a left bound needs a right one.
 A graph is bound to shapes and strides. It is built on the first call with them, in 10 ms to seconds, so a growing key
-length builds one for each length: keep keys in a cache of fixed length. The frontend's own engines, which compile with
+length builds one for each length: decoding is left to others. The frontend's own engines, which compile with
 the CuTe DSL, are taken out of a graph's plans: cuDNN's are what was measured. The workspace is allocated for each call,
 and a handle belongs to a thread, so calls of several streams do not share memory.
 Library: nvidia-cudnn-frontend 1.32 (MIT) on cuDNN 9.10 or newer.
@@ -26,6 +26,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import NotDecoding
 
 CUDNN = Backend(
     name="cudnn",
@@ -218,6 +219,7 @@ KERNELS = (
                 "head_dim > 128 on sm 9, or 192 beside a value_dim of 128 on sm 10",
                 _wide_heads,
             ),
+            NotDecoding(),
             limit.Custom("causal or window: seq_q <= seq_k", _alignment),
             limit.Custom("window: (left, 0), seq_q > 1", _window),
             limit.positive("scale"),  # the maximum is taken before scaling

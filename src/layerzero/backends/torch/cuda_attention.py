@@ -29,7 +29,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.limits import LseWithoutGradient, SameHeads, SdpaEnabled, SquareCausal
+from layerzero.ops.attention.limits import LseWithoutGradient, NotDecoding, SameHeads, SdpaEnabled, SquareCausal
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 
 
@@ -141,13 +141,6 @@ def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device or with gradients", widest)
 
 
-def _cudnn_single_pair(facts: Facts) -> Reason | None:
-    """The backward pass of cuDNN: "s_q = s_kv = 1 is not supported" (torch 2.11.0+cu130, H200, 2026-11-22)."""
-    if not facts["requires_grad"] or (facts.size("seq_q"), facts.size("seq_k")) != (1, 1):
-        return None
-    return Reason(ReasonCode.GRAD_UNSUPPORTED, "seq_k", "more than one key a query, with gradients", 1)
-
-
 def _efficient_dropout(facts: Facts) -> Reason | None:
     """Its operator refuses to split a batch where there is dropout: one seed serves one launch."""
     most = facts.device.max_grid[2] if facts.device.max_grid else None
@@ -197,8 +190,8 @@ KERNELS = (
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _cudnn_wide_heads),
             limit.Custom("query: no expanded axis", _cudnn_expanded),
-            limit.Custom("with gradients: more than one query or key", _cudnn_single_pair),
             SquareCausal(),
+            NotDecoding(),
             SdpaEnabled("cudnn"),
             _DENSE,
             _SCALE,

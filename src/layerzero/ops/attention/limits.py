@@ -9,7 +9,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
 from layerzero.core.limit_conditions import same_sizes
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
+from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 
 
 def grouped(facts: Facts) -> Reason:
@@ -53,6 +53,27 @@ class SquareCausal(Limit):
 
     def describe(self) -> str:
         return "causal: seq_q == seq_k"
+
+
+@dataclass(frozen=True, slots=True)
+class NotDecoding(Limit):
+    """More than one query, for libraries that make a plan for each number of keys: decoding meets each number once.
+
+    On an H200 a plan of cuDNN took 47 to 63 ms, and attention with it 66 us (24 lengths from 2048 on, 32 heads of 128,
+    torch 2.11, cuDNN 9.19, 2026-11-22); torch's flash kernel took 61 us the first time.
+    """
+
+    def check(self, facts: Facts) -> Findings:
+        if facts.size("seq_q") > 1:
+            return NOTHING
+        why = "more than one (a plan for each number of keys takes it some 50 ms)"
+        return violated(ReasonCode.CONSTRAINT_FAILED, "seq_q", why, 1)
+
+    def facts_named(self) -> tuple[str, ...]:
+        return ("seq_q",)
+
+    def describe(self) -> str:
+        return "seq_q > 1 (plans each number of keys)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +131,14 @@ def _square_causal(limit: SquareCausal, call: SizedCall) -> Iterable[Condition] 
     return same_sizes("seq_q", "seq_k", call) if call.facts.get("causal") is True else ()
 
 
+@conditions.register
+def _not_decoding(limit: NotDecoding, call: SizedCall) -> Iterable[Condition] | None:
+    return ((WITHIN, (call.size("seq_q"),), (2, 2**62)),) if call.varies("seq_q") else ()
+
+
 KINDS: dict[str, type[Limit]] = {
     "lse_without_gradient": LseWithoutGradient,
+    "not_decoding": NotDecoding,
     "same_heads": SameHeads,
     "sdpa_enabled": SdpaEnabled,
     "square_causal": SquareCausal,
