@@ -130,6 +130,7 @@ __all__ = [
     "add_logit_bias",
     "add_residual_",
     "add_rms_norm",
+    "add_rms_norm_",
     "alibi_bias",
     "alibi_slopes",
     "append_paged_kv",
@@ -280,6 +281,17 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
         overlaps itself in memory, or that shares memory with the input.
     Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
+    """
+
+def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> None:
+    """Add the input to the residual in place, and write the sum, normalised by its root mean square, over the input.
+
+    Shapes: input and residual (*, D), the same; weight (D,)
+    Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for an input or residual that needs
+        gradients as a leaf, that overlaps itself in memory, or that shares memory with the other or with the weight.
+    Source: arXiv:1910.07467; vLLM's fused_add_rms_norm.
     """
 
 def alibi_bias(

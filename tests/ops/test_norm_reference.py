@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+import layerzero as lz
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops.norm import declare as norm
@@ -112,3 +114,24 @@ def test_shapes_alone_are_the_real_shapes(operation, dtype):
             fake = fake_call(Routed(operation, each))
             real = reference_call(Routed(operation, each))
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype) == (x.shape, dtype)
+
+
+def test_the_norm_in_place_is_that_of_two_results_written_over_input_and_residual():
+    x, residual, w = torch.randn(3, 4, 16), torch.randn(3, 4, 16), torch.randn(16)
+    total = residual.clone()
+    wanted = lz.add_rms_norm(x, total, w, 1e-5)
+    assert lz.add_rms_norm_(x, residual, w, 1e-5) is None
+    assert torch.equal(x, wanted)
+    assert torch.equal(residual, total)
+
+
+def test_the_norm_in_place_refuses_what_it_cannot_write():
+    x, w = torch.randn(4, 16), torch.randn(16)
+    with pytest.raises(InvalidCallError, match="shares with input"):
+        lz.add_rms_norm_(x, x, w)
+    with pytest.raises(InvalidCallError, match="shares with weight"):
+        lz.add_rms_norm_(x, torch.randn(4, 16), x[0])
+    with pytest.raises(InvalidCallError, match="input: wanted memory of its own"):
+        lz.add_rms_norm_(w.expand(4, 16), x, w.clone())
+    with pytest.raises(InvalidCallError, match="leaf that requires gradients"):
+        lz.add_rms_norm_(torch.randn(4, 16, requires_grad=True), x, w)

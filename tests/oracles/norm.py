@@ -28,4 +28,5 @@ ORACLES = {
     "norm.rms": lambda c: (rms(c["input"], c["weight"], c.get("eps", 1e-6)),),
     "norm.layer": _layer,
     "norm.add_rms": _add_rms,
+    "norm.add_rms.inplace": _add_rms,
 }

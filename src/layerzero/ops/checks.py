@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -64,3 +65,23 @@ def _first(tensor: torch.Tensor) -> int:
 def _last(tensor: torch.Tensor) -> int:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) + reach
+
+
+def write_problems(arguments: Mapping[str, Any], written: tuple[str, ...], read: tuple[str, ...]) -> list[str]:
+    """What forbids writing into these tensors."""
+    problems = []
+    for name in written:
+        tensor = arguments[name]
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            problems.append(f"{name}: wanted a tensor that may be updated in place, got a leaf that requires gradients")
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if expanded and tensor.numel():
+            problems.append(f"{name}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
+        if not compiling and tensor.is_inference() and not torch.is_inference_mode_enabled():
+            problems.append(f"{name}: wanted a tensor that may be updated in place, got one made in inference mode")
+        shared = [
+            each for each in read if isinstance(arguments[each], torch.Tensor) and overlaps(tensor, arguments[each])
+        ]
+        problems += [f"{name}: wanted memory of its own, got memory that it shares with {each}" for each in shared]
+    return problems

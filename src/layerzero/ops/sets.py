@@ -23,7 +23,7 @@ SETS: Mapping[str, OperationSet] = {
     "decoder": OperationSet(
         "language models that write token after token: Llama, Qwen, Mistral, Gemma",
         (
-            *("norm.rms", "norm.add_rms", "mlp.linear", "posenc.rope", "posenc.rope.inplace"),
+            *("norm.rms", "norm.add_rms", "norm.add_rms.inplace", "mlp.linear", "posenc.rope", "posenc.rope.inplace"),
             *("attention.gqa.prefill", "attention.gqa.decode", "attention.gqa.decode.paged", "kv.append.paged"),
             *("mlp.silu_mul", "mlp.silu_mul.joined", "mlp.gelu_mul", "mlp.gelu_mul.joined", "mlp.fused.gated"),
             *("sampling.penalties", "sampling.bias", "sampling.greedy", "sampling.topk", "sampling.topp"),

@@ -5,9 +5,10 @@ always the module's, called without the operator registration around it (9 us a 
 2026-11-21). Limits follow csrc/norm.cu and include/flashinfer/norm.cuh: float16 and bfloat16 only, a dtype that is read
 off the input and never compared with the weight's; row starts are computed in 32 bits; the last stride must be 1, which
 that of a single element need not be.
-Its fused_add_rmsnorm writes the norm over its input, so it would need a copy of the input first: two launches that move
-six times the tensor. Adding and then normalising are two launches that move it five times, and they normalise the sum
-as it was rounded. Its layernorm wants float32 weights beside bfloat16 data, which norm.layer does not have.
+Its fused_add_rmsnorm writes the norm over its input: norm.add_rms.inplace. For norm.add_rms it would need a copy of the
+input first: two launches that move six times the tensor. Adding and then normalising are two launches that move it five
+times, and they normalise the sum as it was rounded. Its layernorm wants float32 weights beside bfloat16 data, which
+norm.layer does not have.
 Library: flashinfer-python 0.7.2, Apache-2.0.
 """
 
@@ -72,6 +73,18 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
+    from flashinfer.norm import get_norm_module
+
+    operator, hidden, sm = get_norm_module().fused_add_rmsnorm, facts.size("hidden"), facts.device.sm
+    overlap = sm is not None and sm >= (9, 0)
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:  # noqa: A002
+        operator(input.view(-1, hidden), residual.view(-1, hidden), weight, eps, overlap)
+
+    return run
+
+
 _LIMITS = (
     limit.platform("cuda"),
     limit.arch(min=(8, 0)),
@@ -103,6 +116,27 @@ KERNELS = (
         load=_load_add_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("residual", "weight"), RowsAligned(("residual", "weight"))),
+        deterministic=True,
+        graph_safe=True,
+        jit=True,
+        build_key=_module,
+        prebuilt=_prebuilt,
+        device_guard=True,
+        priority=85,
+    ),
+    Kernel(
+        id="flashinfer.add_rms_norm_inplace",
+        operations=("norm.add_rms.inplace",),
+        backend=FLASHINFER,
+        load=_load_add_rms_norm_inplace,
+        accepts=("eps",),
+        limits=(
+            *_LIMITS[:2],
+            limit.dtype("bfloat16"),  # it normalises the sum before that is rounded: of float16 more than its tolerance
+            *_LIMITS[3:],
+            limit.contiguous("input", "residual", "weight"),
+            RowsAligned(("input", "residual", "weight")),
+        ),
         deterministic=True,
         graph_safe=True,
         jit=True,

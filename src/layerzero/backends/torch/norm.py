@@ -83,6 +83,16 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
+    rms_norm = _load_rms_norm(facts)
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:  # noqa: A002
+        residual.add_(input)
+        input.copy_(rms_norm(residual, weight, eps=eps))
+
+    return run
+
+
 KERNELS = (
     Kernel(
         id="torch.rms_norm",
@@ -119,6 +129,20 @@ KERNELS = (
         operations=("norm.add_rms",),
         backend=TORCH,
         load=_load_add_rms_norm,
+        accepts=("eps",),
+        limits=(limit.dtype(*_FLOATS), FINITE),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=10,
+    ),
+    Kernel(
+        id="torch.add_rms_norm_inplace",
+        operations=("norm.add_rms.inplace",),
+        backend=TORCH,
+        load=_load_add_rms_norm_inplace,
         accepts=("eps",),
         limits=(limit.dtype(*_FLOATS), FINITE),
         grad=True,

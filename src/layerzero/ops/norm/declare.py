@@ -15,7 +15,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import drawn
-from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.norm import draw, stock
 from layerzero.ops.norm.sweep import sweep
 
@@ -127,7 +127,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noq
 
 def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("rms_norm", arguments)
-    return _routed("rms_norm", RMS, arguments)
+    return routed("rms_norm", RMS, arguments)
 
 
 # norm.layer
@@ -235,7 +235,7 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
         if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
             wanted = f"{name}: wanted shape {shape} like normalized_shape, got {tuple(tensor.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
-    return _routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
+    return routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
 
 
 # norm.add_rms
@@ -309,28 +309,18 @@ def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Rou
         if residual.shape != input_.shape:
             wanted, got = tuple(input_.shape), tuple(residual.shape)
             problems.append(f"residual: wanted shape {wanted} like input, got {got}")
-        if residual.requires_grad and residual.is_leaf and torch.is_grad_enabled():
-            problems.append(
-                "residual: wanted a tensor that may be updated in place, got a leaf that requires gradients"
-            )
-        expanded = any(stride == 0 and size > 1 for size, stride in zip(residual.shape, residual.stride(), strict=True))
-        if expanded and residual.numel():
-            problems.append(
-                f"residual: wanted memory of its own, got an expanded view with strides {residual.stride()}"
-            )
-        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
-        if not compiling and residual.is_inference() and not torch.is_inference_mode_enabled():
-            problems.append("residual: wanted a tensor that may be updated in place, got one made in inference mode")
+        problems += write_problems(arguments, ("residual",), ())
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
         if problems:
             raise InvalidCallError("add_rms_norm", problems)
-    return _routed("add_rms_norm", ADD_RMS, arguments)
+    return routed("add_rms_norm", ADD_RMS, arguments)
 
 
-def _routed(
+def routed(
     function: str, operation: Operation, arguments: dict[str, Any], varies: tuple[str, ...] = ("...",)
 ) -> Routed:
+    """Check a call of any norm; its rows may be of any number."""
     problems = operation.schema.validate(**arguments)
     eps = arguments["eps"]
     if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):

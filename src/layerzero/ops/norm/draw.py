@@ -53,6 +53,17 @@ def add_rms_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments | _eps(draw)
 
 
+def add_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.add_rms_norm_``."""
+    rows, hidden = _norm_sizes(draw)
+    arguments = {
+        name: draw.laid_out(draw.normal((*rows, hidden), dtype), expand=False) for name in ("input", "residual")
+    }
+    arguments["weight"] = draw.laid_out(draw.normal((hidden,), dtype))
+    draw.poison(arguments, tuple(arguments))
+    return arguments | _eps(draw)
+
+
 def layer_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.layer_norm``."""
     rows, hidden = _norm_sizes(draw)

@@ -40,3 +40,18 @@ def add_rms_norm(
         return functional.rms_norm(residual, weight.shape, weight, eps)
 
     return run
+
+
+def add_rms_norm_(
+    input: torch.Tensor,  # noqa: A002
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+) -> Callable[[], None]:
+    """``residual.add_`` and ``torch.nn.functional.rms_norm``, copied over the input."""
+
+    def run() -> None:
+        residual.add_(input)
+        input.copy_(functional.rms_norm(residual, weight.shape, weight, eps))
+
+    return run

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.rope import draw
 from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE
 from layerzero.ops.rope.layout import HEADS_AXIS, resolve
@@ -170,24 +169,6 @@ def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
         return ("seq", "table") if shared else ("...", "seq", "table")
     most = (1 << int(query.shape[-3 if layout == "BSHD" else -2]).bit_length()) - 1
     return ("...", "seq") if most <= cos.shape[0] else ("...",)
-
-
-def write_problems(arguments: dict[str, Any], written: tuple[str, ...], read: tuple[str, ...]) -> list[str]:
-    """What forbids writing into these tensors."""
-    problems = []
-    for name in written:
-        tensor = arguments[name]
-        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            problems.append(f"{name}: wanted a tensor that may be updated in place, got a leaf that requires gradients")
-        expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if expanded and tensor.numel():
-            problems.append(f"{name}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
-        compiling = torch.compiler.is_compiling()  # Dynamo cannot ask what follows, and compiles outside that mode
-        if not compiling and tensor.is_inference() and not torch.is_inference_mode_enabled():
-            problems.append(f"{name}: wanted a tensor that may be updated in place, got one made in inference mode")
-        shared = [each for each in read if isinstance(arguments[each], Tensor) and overlaps(tensor, arguments[each])]
-        problems += [f"{name}: wanted memory of its own, got memory that it shares with {each}" for each in shared]
-    return problems
 
 
 def apart(left: Tensor, right: Tensor) -> bool:

@@ -10,10 +10,10 @@ from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.rope.route import apart, write_problems
+from layerzero.ops.rope.route import apart
 from layerzero.ops.rope_append import draw
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
 
