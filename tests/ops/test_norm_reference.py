@@ -121,8 +121,8 @@ def test_the_norm_in_place_is_that_of_two_results_written_over_input_and_residua
     total = residual.clone()
     wanted = lz.add_rms_norm(x, total, w, 1e-5)
     assert lz.add_rms_norm_(x, residual, w, 1e-5) is None
-    assert torch.equal(x, wanted)
-    assert torch.equal(residual, total)
+    torch.testing.assert_close(x, wanted)
+    torch.testing.assert_close(residual, total)
 
 
 def test_the_norm_in_place_refuses_what_it_cannot_write():
