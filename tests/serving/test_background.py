@@ -260,7 +260,11 @@ def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raise", "ninja: no such compiler"), ("die", "SIGSEGV"), ("keep nothing", "left nothing where its library")],
+    [
+        ("raise", "ninja: no such compiler"),
+        pytest.param("die", "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("keep nothing", "left nothing where its library", marks=pytest.mark.slow),
+    ],
 )
 def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, how, said):
     monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
@@ -272,6 +276,7 @@ def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, h
     assert said in failed.log
 
 
+@pytest.mark.slow
 def test_a_failure_is_known_to_the_next_process_until_a_version_changes(apart, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(apart / "cache"))
     monkeypatch.setenv("BACKGROUND_KERNELS_DO", "raise")
@@ -310,6 +315,7 @@ print(BUILDS.building)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_amid_a_build_ends_and_leaves_nothing_half_built(apart, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", HERE, prepend=":")
     monkeypatch.delenv("LAYERZERO_JIT")
