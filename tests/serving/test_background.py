@@ -24,8 +24,7 @@ from layerzero.serving import building, compiling, jit_status
 from layerzero.serving.building import BUILDS
 from layerzero.testing.apart import End
 from layerzero.tuning.keeping import builds
-from layerzero.tuning.proving import build_child
-from layerzero.tuning.proving import building as apart_building
+from layerzero.tuning.proving import build_apart, build_child
 
 HERE = str(Path(__file__).parent)
 CALL = torch.ones(4, 32), torch.ones(32)
@@ -386,9 +385,9 @@ def test_a_build_that_hangs_is_not_tried_again_wherever_it_hangs(monkeypatch, ki
 
     kernel = background_kernel()
     told = []
-    monkeypatch.setattr(apart_building, "run_apart", run_apart)
+    monkeypatch.setattr(build_apart, "run_apart", run_apart)
     pairs = [(kernel, lz.facts("rms_norm", *CALL))]
-    apart_building.build_apart(pairs, lambda _kernel, _facts, outcome: told.append(outcome.lasting), lambda: False)
+    build_apart.build_apart(pairs, lambda _kernel, _facts, outcome: told.append(outcome.lasting), lambda: False)
     assert told == [lasting]
 
 
