@@ -412,7 +412,9 @@ def test_most_changes_of_size_within_a_class_are_served():
                 served[function] += 1
                 assert violations(plan, second) == []
                 assert check(second) == []
-    assert all(count >= 5 for count in served.values()), served
+            if served[function] == 5:
+                break
+    assert all(count == 5 for count in served.values()), served
 
 
 # Policies: three right kernels that write down that they ran.
