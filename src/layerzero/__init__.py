@@ -9,10 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from layerzero.engine import operators as _operators
-from layerzero.ops import EXPORTS as _EXPORTS
-from layerzero.ops import FUNCTIONS as _FUNCTIONS
-from layerzero.ops import PLAIN_FUNCTIONS as _PLAIN_FUNCTIONS
+from layerzero.core.collecting import held_off as _held_off
+
+with _held_off():
+    from layerzero.engine import operators as _operators
+    from layerzero.ops import EXPORTS as _EXPORTS
+    from layerzero.ops import FUNCTIONS as _FUNCTIONS
+    from layerzero.ops import PLAIN_FUNCTIONS as _PLAIN_FUNCTIONS
+
+    _operators.register_all()  # so that torch.ops.layerzero.* exists, in torch.compile and in exported programs too
 
 __version__ = "0.1.0"
 
@@ -105,7 +110,8 @@ __all__ = sorted([*_HOME, *_FUNCTIONS, *_PLAIN_FUNCTIONS, *_MODULES, *_ALIASES, 
 
 def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
-        value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
+        with _held_off():
+            value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
     elif name in _PLAIN_FUNCTIONS:
         value = importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
     elif name in _MODULES:
@@ -124,6 +130,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-_operators.register_all()  # so that torch.ops.layerzero.* exists, in torch.compile and in exported programs too

@@ -14,6 +14,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
+from paths import IN_C
 
 pytestmark = pytest.mark.usefixtures("path", "thawed")
 
@@ -186,6 +187,7 @@ def test_a_bound_callable_keeps_to_it(norm):
     assert norm == ["first", "first", "second"]
 
 
+@IN_C
 def test_a_document_goes_to_another_process_and_back(tmp_path):
     q, x, w = torch.randn(2, 8, 4, 16), torch.randn(4, 8), torch.randn(8)
     lz.attention(q, q, q, layout="BSHD")

@@ -468,6 +468,7 @@ def test_demo_without_its_packages_says_what_to_install(monkeypatch):
 # real processes
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_a_readable_table_of_100_columns():
     result = process("explain", *shlex.split(FA3))
     assert result.returncode == 0
@@ -492,6 +493,7 @@ def test_a_wrong_variable_is_one_error_line():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_what_libraries_print_does_not_mix_with_json():
     script = """
 import ctypes, os, warnings

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_an_operation_that_nothing_knows_goes_through_every_tool():
     checks = Path(__file__).with_name("alien_checks.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)]

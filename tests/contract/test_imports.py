@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import re
 import subprocess
 import sys
@@ -35,39 +36,37 @@ def modules():
     return sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 
 
+@functools.cache
 def imported(path):
+    """The names that a file imports; each file is parsed once."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             names = [alias.name for alias in node.names]
-            yield from (
-                (f"{node.module}.{name}" if node.module == "layerzero" else node.module, node) for name in names
-            )
+            found += [f"{node.module}.{name}" if node.module == "layerzero" else node.module for name in names]
+    return found
 
 
-def optional():
+@functools.cache
+def libraries():
     """Libraries that may be absent: every one that some file imports, and every one that a backend is known by."""
-    names = {name.split(".")[0] for path in ROOT.rglob("*.py") for name, _ in imported(path)}
+    names = {name.split(".")[0] for path in ROOT.rglob("*.py") for name in imported(path)}
     names |= {kernel.backend.import_name.split(".")[0] for kernel in builtin_kernels()}
-    return sorted(names - sys.stdlib_module_names - DEPENDENCIES - {"", "layerzero"})
-
-
-BACKEND_LIBRARIES = optional()
+    return names - sys.stdlib_module_names - DEPENDENCIES - {"", "layerzero"}
 
 
 def test_the_libraries_of_backends_are_known():
     """What the next tests look for follows from the declarations."""
-    assert {"onnxruntime", "flash_attn_interface", "vllm", "transformers"} <= set(BACKEND_LIBRARIES)
-    assert not {"torch", "msgspec", "yaml"} & set(BACKEND_LIBRARIES)
+    assert {"onnxruntime", "flash_attn_interface", "vllm", "transformers"} <= libraries()
+    assert not {"torch", "msgspec", "yaml"} & libraries()
 
 
 def test_mypy_says_the_same_where_a_library_is_absent():
     (skipped,) = (each for each in PROJECT["tool"]["mypy"]["overrides"] if each.get("ignore_missing_imports"))
-    used = {
-        name for path in ROOT.rglob("*.py") for name, _ in imported(path) if name.split(".")[0] in BACKEND_LIBRARIES
-    }
+    used = {name for path in ROOT.rglob("*.py") for name in imported(path) if name.split(".")[0] in libraries()}
     missing = {
         f"{name.split('.')[0]}.*"
         for name in used
@@ -85,7 +84,7 @@ def layer(name):
 def test_imports_point_leftwards(path):
     here = path.relative_to(ROOT).parts[0]
     assert here in ORDER, f"{here} is no layer; the layers are {ORDER}"
-    for name, _ in imported(path):
+    for name in imported(path):
         there = layer(name)
         if there in ORDER:
             assert ORDER.index(there) <= ORDER.index(here), f"{path}: {here} imports {name}, which lies to its right"
@@ -93,7 +92,7 @@ def test_imports_point_leftwards(path):
 
 def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
-    assert [path.name for path in modules() if ASSEMBLY in {name for name, _ in imported(path)}] == [
+    assert [path.name for path in modules() if ASSEMBLY in imported(path)] == [
         "dispatch.py",
         "plugins.py",
         "registry.py",
@@ -107,7 +106,7 @@ def test_no_library_is_imported_at_the_top_of_a_module(path):
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        assert not {name.split(".")[0] for name in names} & set(BACKEND_LIBRARIES), f"{path}:{node.lineno}"
+        assert not {name.split(".")[0] for name in names} & libraries(), f"{path}:{node.lineno}"
 
 
 def test_importing_layerzero_loads_little_and_no_device():
@@ -128,7 +127,7 @@ lz.attention
 lz.list_kernels()
 lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8))
 added = set(sys.modules) - before
-loaded = {{name.split(".")[0] for name in added}} & set({BACKEND_LIBRARIES!r})
+loaded = {{name.split(".")[0] for name in added}} & set({sorted(libraries())!r})
 assert not loaded, ("declarations import libraries", loaded)
 heavy = {{name for name in added if name.split(".")[0] in ("torch", "sympy", "triton")}}
 assert not heavy, ("declarations import what a call does not need", heavy)

@@ -233,3 +233,16 @@ def test_a_kept_plan_keeps_no_tensor(call):
     del query
     gc.collect()
     assert watched() is None
+
+
+def test_a_question_about_another_device_has_that_devices_precision():
+    """What the processor multiplies in says nothing about a GPU, and the other way round."""
+    given = torch.randn(4, 64), torch.randn(8, 64)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        assert lz.explain("linear", *given).facts["matmul_precision"] == "medium"
+        assert lz.explain("linear", *given, device="H100").facts["matmul_precision"] == "highest"
+        assert lz.explain("linear", *given, device="cpu").facts["matmul_precision"] == "medium"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before

@@ -46,7 +46,7 @@ def fresh(script, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_the_first_choice_of_a_process_is_kept(native):
     told = fresh(
         """

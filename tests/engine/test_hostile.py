@@ -16,6 +16,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.reference import attention_reference
+from paths import IN_C
 
 pytestmark = pytest.mark.usefixtures("path")
 
@@ -45,6 +46,7 @@ def test_numpy_numbers_are_numbers():
     assert ENGINE.health.breakers() == {}
 
 
+@IN_C
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_threads_may_be_the_first_to_call(processes):
     script = """

@@ -25,6 +25,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.attention.reference import attention_reference
+from paths import IN_C
 
 native_only = pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT or "built")
 both = pytest.mark.usefixtures("path")
@@ -522,7 +523,7 @@ def register_identity():
     lz.register_backend([Kernel(id="user.identity", load=load, **declared)])
 
 
-@both
+@IN_C
 def test_hits_are_right_while_tables_are_replaced(path):
     register_identity()
     wrong, count = invalidate(200_000 if path == "native" else 40_000)
@@ -624,6 +625,7 @@ def _environment(**changes):
 # torch.compile
 
 
+@IN_C
 @both
 @pytest.mark.parametrize(
     "first",

@@ -118,6 +118,7 @@ print(lz.explain("example_doubled", torch.randn(3, 8)).operation)
 """
 
 
+@pytest.mark.slow
 def test_an_entry_point_may_bring_an_operation_and_its_function(environment):
     def said(script, **more):
         command = [sys.executable, "-c", script]

@@ -47,6 +47,7 @@ def keys(**environment):
     ).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_both_readers_make_the_same_keys():
     fast, plain = keys(), keys(LAYERZERO_NATIVE="dlpack")
     assert plain[-1] == "dlpack"

@@ -29,6 +29,7 @@ from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
 from layerzero.testing.generate import FUNCTIONS, RandomCall, case_call
+from paths import IN_C
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 
@@ -244,6 +245,7 @@ def violations(plan, call):
     return [*found, *candidate.reasons, *(["adaptations"] if candidate.adaptations != plan.adaptations else [])]
 
 
+@IN_C
 @EXAMPLES
 @given(pairs())
 def test_a_reused_plan_is_legal_for_the_call_that_reuses_it(pair):
@@ -270,6 +272,7 @@ def test_a_reused_plan_is_legal_for_the_call_that_reuses_it(pair):
         assert torch.equal(hit.nan_to_num(), miss.nan_to_num())
 
 
+@IN_C
 @EXAMPLES
 @given(st.integers(0, 100_000), st.sampled_from(sorted(FUNCTIONS)))
 def test_the_same_call_with_other_data_hits_and_is_right(number, function):
@@ -312,6 +315,7 @@ def misfits(draw):
     return first, RandomCall(second.function, arguments, second.name)
 
 
+@IN_C
 @EXAMPLES
 @given(misfits())
 def test_a_kept_plan_lets_no_mistake_pass(pair):
@@ -345,6 +349,7 @@ def readers(draw):
     )
 
 
+@IN_C
 @settings(EXAMPLES, max_examples=800)
 @given(readers())
 def test_a_plan_serves_calls_that_agree_in_what_was_read(drawn):
@@ -387,6 +392,7 @@ def test_most_changes_of_memory_are_told_apart():
         assert plan is None
 
 
+@IN_C
 def test_most_changes_of_size_within_a_class_are_served():
     """The property above is empty of size classes if they are never shared; this counts that they are."""
     served = dict.fromkeys(FUNCTIONS, 0)
@@ -406,7 +412,9 @@ def test_most_changes_of_size_within_a_class_are_served():
                 served[function] += 1
                 assert violations(plan, second) == []
                 assert check(second) == []
-    assert all(count >= 5 for count in served.values()), served
+            if served[function] == 5:
+                break
+    assert all(count == 5 for count in served.values()), served
 
 
 # Policies: three right kernels that write down that they ran.
@@ -502,6 +510,7 @@ def kernel_named(kernel_id):
     return next(kernel for kernel in lz.list_kernels("norm.rms") if kernel.id == kernel_id)
 
 
+@IN_C
 @settings(EXAMPLES, max_examples=250)
 @given(steps=st.lists(STEPS, min_size=3, max_size=15))
 def test_no_change_of_policy_is_served_by_a_stale_choice(ran, steps):

@@ -80,7 +80,7 @@ def test_a_kernel_of_other_operations_is_not_taken_along(declared):
     register(*declared)
     kernel = REGISTRY.kernel(f"reference.{NAME}")
     both = dataclasses.replace(kernel, id="mine.both", operations=(NAME, "activation.silu"))
-    ENGINE.registry._known = ENGINE.registry._known.plus(both)
+    ENGINE.registry._known = ENGINE.registry._known.plus([both])
     with pytest.raises(RegistrationError, match=r"mine\.both.*activation\.silu.*lz\.unregister_kernel first"):
         lz.unregister_operation(NAME)
     assert NAME in REGISTRY.operations()

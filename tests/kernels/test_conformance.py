@@ -189,6 +189,7 @@ def test_a_tolerance_and_its_reason_belong_together(declared):
         lz.register_kernel("norm.rms", "user.coarse", **declared)(lambda input, weight, *, eps: input)
 
 
+@pytest.mark.slow
 def test_a_kernel_of_this_process_only_is_checked_in_it_and_the_report_says_so():
     @lz.register_kernel("norm.rms", "user.zero", supported_dtypes=["float32"])
     def zero(input, weight, *, eps):
@@ -214,6 +215,7 @@ def command(line):
     return CliRunner().invoke(main, ["conformance", *line.split()], prog_name="layerzero")
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_if_a_kernel_is_wrong():
     result = command("--kernel planted.nan --module planted --calls 1 --device cpu --json")
     assert result.exit_code == 1
@@ -224,6 +226,7 @@ def test_the_command_exits_with_1_if_a_kernel_is_wrong():
     assert "planted.nan: norm.rms" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_proves_something_or_exits_with_1():
     assert command("--backend torch --kernel *.rms_norm --operation norm.* --calls 1 --device cpu").exit_code == 0
     nothing = command("--kernel flash_attn.v2 --device cpu")
@@ -242,6 +245,7 @@ def test_a_question_that_makes_no_sense_exits_with_2(line, problem):
     assert problem in result.stderr
 
 
+@pytest.mark.slow
 def test_the_documented_examples_work(capsys):
     for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "conformance.md").read_text(), re.DOTALL):
         exec(compile(example, "docs/conformance.md", "exec"), {})

@@ -71,6 +71,7 @@ def test_fuzzing_finds_a_kernel_that_raises_or_writes_into_its_arguments():
     assert ("user.writes", "input") in found
 
 
+@pytest.mark.slow
 def test_fuzzing_covers_every_function_and_every_kernel_that_can_run_here():
     calls = 30 * sum(each.weight for each in FUNCTIONS.values())  # every kernel runs on a fifth of them
     report = fuzz.run(calls, seed=0, device=DEVICE)

@@ -76,6 +76,7 @@ def test_the_settings_say_whether_a_plugin_is_imported(settings, word):
     assert refused(EntryPoint("good", "plugin_good", ENTRY_POINTS), policy) == word
 
 
+@pytest.mark.slow
 def test_a_plugin_that_policy_leaves_out_is_not_imported(site):
     site.install(good=GOOD)
     assert site().stdout.splitlines() == ["True ['good']", "[]", "{}"]
@@ -100,6 +101,7 @@ for plugins in ("none", "all", [], ["good"]):
     assert site("-c", script).stdout.split() == ["False", "True", "False", "True"]
 
 
+@pytest.mark.slow
 def test_one_that_ends_the_process_is_named_and_left_out_next_time(site):
     site.install(good=GOOD, evil=EVIL)
     assert site().returncode == 5
@@ -132,6 +134,7 @@ def test_doctor_survives_it_and_forgives_one_that_was_mended(site):
     assert site().stdout.startswith("True ['evil', 'good']")
 
 
+@pytest.mark.slow
 def test_a_child_imports_no_plugin_that_its_parent_does_not(site):
     site.install(good=GOOD, evil=EVIL)
     script = """

@@ -49,12 +49,16 @@ for name, (function, tensor) in functions.items():
 """
 
 
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vmap", "jvp", "functionalize")]
+
+
+@pytest.mark.parametrize("transform", ["grad", *MORE])
 def test_first_use_inside_a_transform_works(transform):
     run = subprocess.run([sys.executable, "-c", FIRST_USE, transform], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_first_use_inside_a_mode_leaves_the_fast_path_to_others():
     script = """
 import torch, layerzero as lz

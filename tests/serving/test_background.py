@@ -16,13 +16,15 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
-from layerzero.serving import building, jit_status
+from layerzero.serving import building, compiling, jit_status
 from layerzero.serving.building import BUILDS
+from layerzero.testing.apart import End
 from layerzero.tuning.keeping import builds
-from layerzero.tuning.proving import build_child
+from layerzero.tuning.proving import build_apart, build_child
 
 HERE = str(Path(__file__).parent)
 CALL = torch.ones(4, 32), torch.ones(32)
@@ -260,7 +262,11 @@ def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raise", "ninja: no such compiler"), ("die", "SIGSEGV"), ("keep nothing", "left nothing where its library")],
+    [
+        ("raise", "ninja: no such compiler"),
+        pytest.param("die", "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("keep nothing", "left nothing where its library", marks=pytest.mark.slow),
+    ],
 )
 def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, how, said):
     monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
@@ -272,6 +278,7 @@ def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, h
     assert said in failed.log
 
 
+@pytest.mark.slow
 def test_a_failure_is_known_to_the_next_process_until_a_version_changes(apart, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(apart / "cache"))
     monkeypatch.setenv("BACKGROUND_KERNELS_DO", "raise")
@@ -298,6 +305,102 @@ def test_a_folder_that_cannot_be_written_breaks_nothing(here, monkeypatch, tmp_p
     assert [each.log for each in lz.jit_status().failed] == ["RuntimeError: no room"]
 
 
+def without_compiler():
+    raised = RuntimeError("\n".join(["backend='inductor' raised:", *["many lines"] * 40, "Set TORCHDYNAMO_VERBOSE=1"]))
+    raised.__cause__ = FileNotFoundError(2, "No such file or directory", "/usr/bin/g++")
+    return raised
+
+
+def test_a_missing_compiler_is_named_and_told_once(here, caplog):
+    here.may.set()
+    here.error = without_compiler()
+    in_background()
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        for hidden in (32, 4096):
+            lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
+            assert BUILDS.idle.wait(LIMIT_S)
+    (told,) = [each.message for each in caplog.records if "background" in each.message]
+    assert "\n" not in told
+    assert "test.compiles is not built in the background: a C++ compiler was not found" in told
+    assert "name it in CXX" in told
+    assert [hidden for _, hidden in here.builds] == [32], "no other class would build"
+    assert [each.log for each in lz.jit_status().failed] == [
+        "a C++ compiler was not found: install one (g++), or name it in CXX"
+    ]
+
+
+def test_what_does_not_fit_beside_what_runs_is_not_built_here_either(here, monkeypatch):
+    here.may.set()
+    monkeypatch.setattr(compiling, "too_large", lambda recipe: "its tensors take more than is free")
+    in_background()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert here.builds == []
+    assert [each.log for each in lz.jit_status().failed] == ["its tensors take more than is free"]
+
+
+def test_a_device_that_does_not_answer_fails_a_build_and_not_its_process(monkeypatch):
+    def lost(recipe):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(build_child, "too_large", lost)
+    recipe = CallRecipe.of(lz.facts("rms_norm", *CALL))
+    outcome = build_child.built(ENGINE.registry.kernel("torch.rms_norm"), recipe)
+    assert outcome.log == "RuntimeError: CUDA error: device-side assert triggered"
+
+
+def test_the_end_of_the_process_is_heard_of_once_and_only_by_a_thread_that_runs(here, monkeypatch):
+    heard = []
+    monkeypatch.setattr(building.atexit, "register", lambda method: heard.append("register"))
+    monkeypatch.setattr(building.atexit, "unregister", lambda method: heard.append("unregister"))
+    with monkeypatch.context() as none_left:
+        none_left.setattr(threading.Thread, "start", no_thread)
+        in_background()
+        lz.rms_norm(*CALL)
+        lz.rms_norm(torch.ones(4, 64), torch.ones(64))
+        assert heard == []
+    here.may.set()
+    lz.rms_norm(torch.ones(4, 4096), torch.ones(4096))
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert heard == ["unregister", "register"]
+
+
+def no_thread(self):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "started", "lasting"),
+    [
+        ("hung", "", True, True),
+        ("hung", None, True, True),
+        ("hung", None, False, False),
+        ("died", "", True, True),
+        ("killed", "", True, False),
+    ],
+)
+def test_a_build_that_hangs_is_not_tried_again_wherever_it_hangs(monkeypatch, kind, step, started, lasting):
+    def run_apart(worker, tasks, *, ended, **more):
+        ended(tasks.popleft(), End(kind, step=step, started=started))
+
+    kernel = background_kernel()
+    told = []
+    monkeypatch.setattr(build_apart, "run_apart", run_apart)
+    pairs = [(kernel, lz.facts("rms_norm", *CALL))]
+    build_apart.build_apart(pairs, lambda _kernel, _facts, outcome: told.append(outcome.lasting), lambda: False)
+    assert told == [lasting]
+
+
+def background_kernel():
+    return lz.Kernel(
+        id="test.hangs",
+        operations=("norm.rms",),
+        backend=lz.Backend("test", "hangs", origin="code"),
+        load=lambda facts: None,
+        jit=True,
+    )
+
+
 _ENDS = """
 import os, sys, torch, layerzero as lz
 import background_kernels
@@ -310,6 +413,7 @@ print(BUILDS.building)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_amid_a_build_ends_and_leaves_nothing_half_built(apart, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", HERE, prepend=":")
     monkeypatch.delenv("LAYERZERO_JIT")

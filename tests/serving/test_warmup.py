@@ -57,6 +57,7 @@ def test_what_a_manifest_lists_is_built(compiled, tmp_path):
         lz.warmup("rms_norm", [(8, 64)], manifest=file)
 
 
+@pytest.mark.slow
 def test_grouped_heads_and_caches_have_calls_to_build_for():
     looked_at = []
     lz.configure(allow=["torch"])

@@ -102,6 +102,7 @@ def test_after_three_deaths_an_owner_is_asked_no_more_and_others_are():
     assert len(asked.answers("answer")) == 1
 
 
+@pytest.mark.slow
 def test_lanes_work_at_the_same_time_in_children_of_their_own():
     lanes = [task("answer", lane=lane) for lane in ("one", "two", "one", "two")]
     asked = Asker(*lanes).run(at_once=2)
@@ -194,8 +195,8 @@ run_apart("apart_worker", deque([Task(apart_worker.Job({act!r}), "", 600.0)]), f
     ("act", "sent", "code"),
     [
         ("hold", signal.SIGINT, -signal.SIGINT),
-        ("hold the lock", signal.SIGKILL, -signal.SIGKILL),
-        ("hold the lock", signal.SIGTERM, -signal.SIGTERM),
+        pytest.param("hold the lock", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("hold the lock", signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_children_end_with_their_parent(tmp_path, act, sent, code):

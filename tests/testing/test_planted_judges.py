@@ -207,6 +207,7 @@ def accepting(kernel, operation, names, **declared):
     REGISTRY.register_kernels([made])
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ignores_dropout_fails_conformance():
     @lz.register_kernel("attention.standard.prefill", "planted.it", layout="BSHD", supported_dtypes=["float32"])
     def no_dropout(query, key, value, *, causal=False, scale=None, dropout_p=0.0):

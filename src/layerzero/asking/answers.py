@@ -63,7 +63,7 @@ def explain(
     dispatcher, arguments, wanted = question(operation, args, kwargs)
     call_state = None
     if capturing or device is not None:
-        call_state = _state(arguments, policy, dispatcher, capturing)
+        call_state = _state(arguments, policy, dispatcher, capturing, machine.device if device is not None else None)
     with _quiet_layouts():
         report, _ = dispatcher.explain(
             arguments,
@@ -164,10 +164,12 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     return report if frozen is None else frozen.held(report, policy)
 
 
-def _state(arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool) -> CallState:
+def _state(
+    arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool, device: Device | None
+) -> CallState:
     from layerzero.engine.state import call_state
 
-    state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state)
+    state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
     return msgspec.structs.replace(state, capturing=capturing)
 
 

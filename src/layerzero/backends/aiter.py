@@ -18,7 +18,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 
 AITER = Backend(
     name="aiter",
@@ -58,7 +58,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if not return_lse:
             return result[0] if isinstance(result, (tuple, list)) else result
         output, lse = result[:2]
-        return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
+        return with_lse(output, lse)
 
     return flash
 

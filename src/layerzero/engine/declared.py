@@ -33,9 +33,9 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
         if not any(isinstance(each, OneOf) and each.fact == name and len(each.values) == 1 for each in kernel.limits):
             raise RegistrationError(f"{kernel.id}: implies {name!r} without a limit that pins it to one value")
     known = {fact for name in kernel.operations for fact in operations[name].facts}
-    tensors = {each.name for operation in operations.values() for each in operation.schema.inputs}
-    for fact in (fact for each in kernel.limits for fact in each.facts_named()):
-        if fact not in known | tensors:  # a tensor that another operation has is passed over: limits may be shared
+    for fact in {fact for each in kernel.limits for fact in each.facts_named()} - known:
+        # a tensor that another operation has is passed over: limits may be shared
+        if not any(each.name == fact for operation in operations.values() for each in operation.schema.inputs):
             raise RegistrationError(f"{kernel.id}: its operations have no fact {fact!r}{nearest(fact, known)}")
     _check_alignment(kernel, operations)
 

@@ -44,10 +44,17 @@ BuildIdentity = tuple[str, str, Hashable]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of it: the last lines of the error, empty if it was built; one that lasts is not tried again."""
+    """What became of it.
+
+    Attributes:
+        log: what went wrong: the program that is missing, or the last lines of the error; empty if it was built.
+        lasting: it is not tried again until a version changes.
+        lacks: the program that is missing on this machine; empty if that is not why.
+    """
 
     log: str = ""
     lasting: bool = True
+    lacks: str = ""
 
 
 class Built:

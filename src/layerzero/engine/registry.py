@@ -10,6 +10,7 @@ from typing import NamedTuple
 from layerzero import backends
 from layerzero._assembly import descriptors_in_force
 from layerzero.core import forking
+from layerzero.core.collecting import held_off
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -30,9 +31,14 @@ class _Known(NamedTuple):
     kernels: dict[str, tuple[Kernel, ...]]
     by_id: dict[str, Kernel]
 
-    def plus(self, kernel: Kernel) -> _Known:
-        rows = {name: (*self.kernels[name], kernel) for name in kernel.operations}
-        return self._replace(kernels=self.kernels | rows, by_id=self.by_id | {kernel.id: kernel})
+    def plus(self, kernels: Sequence[Kernel]) -> _Known:
+        """The same with further kernels: one copy for all of them, since each holds all that was there."""
+        rows: dict[str, list[Kernel]] = {}
+        for kernel in kernels:
+            for name in kernel.operations:
+                rows.setdefault(name, []).append(kernel)
+        more = {name: (*self.kernels[name], *row) for name, row in rows.items()}
+        return self._replace(kernels=self.kernels | more, by_id=self.by_id | {each.id: each for each in kernels})
 
     def without(self, kernel: Kernel) -> _Known:
         rows = {name: tuple(each for each in self.kernels[name] if each is not kernel) for name in kernel.operations}
@@ -106,7 +112,7 @@ class Registry:
                 raise RegistrationError(f"operation {name!r} is registered already")
             self._known = _Known(known.operations | {name: operation}, known.kernels | {name: ()}, known.by_id)
             if operation.has_fallback:
-                self._add(reference_kernel(operation))
+                self.add_all([reference_kernel(operation)])
 
     def unregister_operation(self, name: str) -> None:
         """Remove an operation and the kernels that implement it.
@@ -155,13 +161,14 @@ class Registry:
 
     def add_all(self, kernels: Sequence[Kernel]) -> None:
         """Add kernels, all or none; whoever calls holds the lock and tells it."""
-        before = self._known
-        try:
-            for kernel in kernels:
-                self._add(kernel)
-        except BaseException:
-            self._known = before
-            raise
+        added: dict[str, Kernel] = {}
+        for declared in kernels:
+            if declared.id in self._by_id or declared.id in added:
+                raise RegistrationError(f"kernel {declared.id!r} is registered already; ids are unique")
+            kernel = self.revise(declared)
+            self.check(kernel)
+            added[kernel.id] = kernel
+        self._known = self._known.plus(list(added.values()))
 
     def drop_all(self, kernels: Sequence[Kernel]) -> None:
         """Remove kernels; whoever calls holds the lock and tells it."""
@@ -183,13 +190,6 @@ class Registry:
         with self._change():
             self._known = self._known.without(self.kernel(kernel_id))
 
-    def _add(self, kernel: Kernel) -> None:
-        if kernel.id in self._by_id:
-            raise RegistrationError(f"kernel {kernel.id!r} is registered already; ids are unique")
-        kernel = self.revise(kernel)
-        self.check(kernel)
-        self._known = self._known.plus(kernel)
-
     def check(self, kernel: Kernel) -> None:
         """Raise RegistrationError if the kernel's declaration does not fit its operations."""
         fitting.check(kernel, self._known.operations)
@@ -198,8 +198,9 @@ class Registry:
         """Read the declarations of built-in backends, once; every kernel that is known without importing a plugin."""
         if not self._read:
             with self._change():
-                for kernel in () if self._read else backends.builtin_kernels():
-                    self._add(kernel)
+                if not self._read:
+                    with held_off():
+                        self.add_all(list(backends.builtin_kernels()))
                 self._read = True
         return self._by_id
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
+from layerzero.core.device import Device
 from layerzero.core.eager_state import declared
 from layerzero.core.facts import CallState
 from layerzero.engine.policy import Policy
@@ -17,9 +18,14 @@ def capturing(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def call_state(tensors: Sequence[torch.Tensor], policy: Policy, reads: frozenset[str]) -> CallState:
-    """Read what matters for a call with these tensors; ``reads`` names the function's further state."""
-    cuda = bool(tensors) and tensors[0].is_cuda
+def call_state(
+    tensors: Sequence[torch.Tensor], policy: Policy, reads: frozenset[str], device: Device | None = None
+) -> CallState:
+    """Read what matters for a call with these tensors; ``reads`` names the function's further state.
+
+    ``device`` is where the call is asked about, if that is not where its tensors lie.
+    """
+    cuda = bool(tensors) and tensors[0].is_cuda if device is None else device.torch_type == "cuda"
     return CallState(
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         deterministic=policy.deterministic or torch._C._get_deterministic_algorithms(),

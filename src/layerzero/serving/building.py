@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.threads import started
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildIdentity, Outcome, build_of
@@ -93,6 +94,8 @@ class Builds:
         self.building: tuple[str, ...] = ()
         self.built: list[tuple[str, str, float]] = []
         self.failed: list[FailedBuild] = []
+        self._lacking: dict[str, str] = {}
+        """What this machine lacks to build a kernel, by its id."""
         self.dropped, self.elsewhere = 0, False
         self.idle = threading.Event()
         self.idle.set()
@@ -104,15 +107,15 @@ class Builds:
 
     def add(self, kernels: Iterable[Kernel], facts: Facts) -> None:
         """Ask for what a call lacks, each build once; never waits."""
-        if self._epoch != ENGINE.epoch:  # something else may be wanted now
-            self._epoch = ENGINE.epoch
-            self._asked.clear()
         policy = current_policy()
         asked = [(*build_of(kernel, facts), policy) for kernel in kernels]  # another policy may want another kernel
-        lacks = tuple(each for each in asked if each not in self._asked)
-        if not lacks or self._ending.is_set():
-            return
         with self._lock:
+            if self._epoch != ENGINE.epoch:  # something else may be wanted now
+                self._epoch = ENGINE.epoch
+                self._asked.clear()
+            lacks = tuple(each for each in asked if each not in self._asked)
+            if not lacks or self._ending.is_set():
+                return
             while len(self._asked) + len(lacks) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
             self._asked.update(dict.fromkeys(lacks))
@@ -127,14 +130,12 @@ class Builds:
         self._wake.set()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._work, name="layerzero-building", daemon=True)
-        atexit.register(self.end)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter ends
-            log.debug("nothing is built in the background: %s", error)
+        self._thread = started("layerzero-building", self._work)
+        if self._thread is None:
+            log.debug("nothing is built in the background: no thread could be started")
             return
-        self._thread = thread
+        atexit.unregister(self.end)  # a forked child has its parent's
+        atexit.register(self.end)
 
     def end(self) -> None:
         """Build no more: children are ended, and nothing half-built is left where it would be found."""
@@ -181,7 +182,10 @@ class Builds:
     def _choice(self, waiting: Waiting) -> Chosen | None:
         from layerzero.serving.wanted import wanted
 
-        return wanted(waiting.facts, lambda kernel, facts: self.failures.of(kernel, facts) is not None)
+        def failed(kernel: Kernel, facts: Facts) -> bool:
+            return kernel.id in self._lacking or self.failures.of(kernel, facts) is not None
+
+        return wanted(waiting.facts, failed)
 
     def _turn(self, chosen: list[Chosen]) -> bool:
         """Wait until no other process of this host builds, or until it has built all this; False at the end."""
@@ -194,10 +198,17 @@ class Builds:
         self.elsewhere = False
         return True
 
+    def _tell_lacking(self, kernel: Kernel, outcome: Outcome) -> None:
+        """Say once what this machine lacks: no build of the kernel would end otherwise, whatever its shapes."""
+        level = logging.DEBUG if outcome.lacks in self._lacking.values() else logging.WARNING
+        self._lacking[kernel.id] = outcome.lacks
+        text = "%s is not built in the background: %s; `lz.warmup` tries again, and jit='never' asks for no build"
+        log.log(level, text, kernel.id, outcome.log)
+
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
         from layerzero.serving import compiling  # here: a call should not wait for what these import
-        from layerzero.tuning.proving.building import build_apart
+        from layerzero.tuning.proving.build_apart import build_apart
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []
@@ -239,6 +250,9 @@ class Builds:
         if outcome.log:
             failed = self.failures.add(each.kernel, each.facts, outcome.log, lasting=outcome.lasting)
             self.failed.append(failed)
+            if outcome.lacks:
+                self._tell_lacking(each.kernel, outcome)
+                return False
             until = "until a version changes" if outcome.lasting else "in this process"
             log.warning("%s\nit is not tried again %s; `lz.warmup` tries again", failed, until)
             return False

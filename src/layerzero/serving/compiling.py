@@ -17,7 +17,7 @@ from layerzero.ops import function_of
 from layerzero.serving.chosen import Chosen
 from layerzero.testing.trial import duplicate
 from layerzero.tuning.measuring.online import let_others_capture
-from layerzero.tuning.proving.build_child import last_lines
+from layerzero.tuning.proving.build_child import failed, too_large
 from layerzero.tuning.proving.child import rebuilt
 
 
@@ -30,7 +30,7 @@ def taken_over(each: Chosen) -> Outcome:
         _beside_captures(each)
         _plan(each)
     except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
-        return Outcome(last_lines(error), lasting=not _passes(error))
+        return failed(error, lasting=not _passes(error))
     return Outcome()
 
 
@@ -54,15 +54,19 @@ def _plan(each: Chosen) -> Any:
 def built_here(each: Chosen) -> Outcome:
     """Build in this thread what no other process can build for this one."""
     try:
+        recipe = CallRecipe.of(each.facts)
+        short = too_large(recipe)
+        if short:
+            return Outcome(short, lasting=False)
         _beside_captures(each)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
-            call = duplicate(rebuilt(CallRecipe.of(each.facts)))
+            call = duplicate(rebuilt(recipe))
             given = CALLS[call.function].function.bind((), call.arguments)
             plan = _plan(each)
             with first_run(plan, ENGINE.ledger):
                 for _ in range(2):
                     plan.run(**given)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
-        return Outcome(last_lines(error), lasting=not _passes(error))
+        return failed(error, lasting=not _passes(error))
     BUILT.add(each.kernel, each.facts)
     return Outcome()

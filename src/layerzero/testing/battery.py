@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted, boundaries, building, chance, execution, gradients, sharing
+from layerzero.testing import accepted, artefacts, boundaries, chance, execution, gradients, sharing
 from layerzero.testing.boundaries import Bound
 from layerzero.testing.drawn import draw, drawn_numbers, function_of
 from layerzero.testing.generate import RandomCall
@@ -135,7 +135,7 @@ class Battery:
     def _build(self, setting: Setting) -> Play:
         def play(note: Note) -> Outcome:
             try:
-                return building.built(self.kernel, setting, note)
+                return artefacts.built(self.kernel, setting, note)
             except (ImportError, OSError) as error:
                 return self._unloadable(error)
 
@@ -158,7 +158,7 @@ class Battery:
     def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
         if kernel.build_key is not None:
-            yield Check(f"build key, {dtype}", just(building.build_key, kernel, setting, base), BUILD_SECONDS)
+            yield Check(f"build key, {dtype}", just(artefacts.build_key, kernel, setting, base), BUILD_SECONDS)
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
             yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
         for layout in self.operation.layouts[1:]:

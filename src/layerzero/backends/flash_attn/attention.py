@@ -22,7 +22,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 
 _HOMEPAGE = "https://github.com/Dao-AILab/flash-attention"
 
@@ -78,7 +78,7 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
             return_attn_probs=return_lse,
         )
-        return _with_lse(*result[:2]) if return_lse else result
+        return with_lse(*result[:2]) if return_lse else result
 
     return v2
 
@@ -111,13 +111,9 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             return_attn_probs=return_lse,
         )
         output, lse = result if isinstance(result, tuple) else (result, None)
-        return _with_lse(output, lse) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return v3
-
-
-def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
 
 
 def _shifted_lse(facts: Facts) -> Reason | None:

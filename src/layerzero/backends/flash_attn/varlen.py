@@ -22,14 +22,9 @@ from layerzero.backends.torch.varlen import longest_or
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
-
-
-def _with_lse(result: Any) -> tuple[Tensor, Tensor]:
-    output, lse = result[:2]
-    return output, lse_of_hidden_rows(output.transpose(0, 1), lse)
 
 
 def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +58,7 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
             **own,
         )
         if return_lse:
-            return _with_lse(result)
+            return with_lse(*result[:2])
         return result[0] if isinstance(result, tuple) else result
 
     return run
@@ -113,7 +108,7 @@ def _load_v3_paged(facts: Facts) -> Callable[..., Any]:
             softcap=softcap or 0.0,
             return_softmax_lse=return_lse,
         )
-        return _with_lse(result) if return_lse else result
+        return with_lse(*result[:2]) if return_lse else result
 
     return run
 
@@ -146,7 +141,7 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
             return_lse=return_lse,
             **_of_v4(**scores),
         )
-        return _with_lse((output, lse)) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return run
 
@@ -199,7 +194,7 @@ def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
             return_lse=return_lse,
             **_of_v4(**scores),
         )
-        return _with_lse((output, lse)) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return run
 

@@ -34,7 +34,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 
 
 def _lengths(device_index: int, batch: int, seq_k: int) -> Tensor:
@@ -91,7 +91,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             0,
             None,
         )
-        return (output, lse_of_hidden_rows(output.transpose(1, 2), lse)) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return v3
 
@@ -132,7 +132,7 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
             False,  # rotary_interleaved
             0,  # num_splits: the library's choice
         )
-        return (output, lse_of_hidden_rows(output.transpose(1, 2), lse)) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return v2
 

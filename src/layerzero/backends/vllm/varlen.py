@@ -31,7 +31,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
@@ -103,10 +103,6 @@ def forward_of_v3() -> Forward:
     return forward
 
 
-def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return output, lse_of_hidden_rows(output.transpose(0, 1), lse)
-
-
 def _into(
     out: Tensor, forward: Forward, query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores
 ) -> Tensor:
@@ -143,7 +139,7 @@ def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
         )
         longest = longest_or(max_seqlen_q, len(query))
         output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-        return _with_lse(output, lse) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return run
 
@@ -176,14 +172,14 @@ def _load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Ca
         count = decodes or 0
         if not split or count == 0 or count == len(context_lens):
             output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-            return _with_lse(output, lse) if return_lse else output
+            return with_lse(output, lse) if return_lse else output
         output = query.new_empty((len(query), heads, value_dim))
         first = keys._replace(lens=context_lens[:count], table=block_tables[:count])
         rest = keys._replace(lens=context_lens[count:], table=block_tables[count:])
         starts = cu_seqlens_q[count:] - count
         lse = _into(output[:count], forward, query[:count], cu_seqlens_q[: count + 1], 1, first, scores)
         lse_of_rest = _into(output[count:], forward, query[count:], starts, longest, rest, scores)
-        return _with_lse(output, torch.cat((lse, lse_of_rest), 1)) if return_lse else output
+        return with_lse(output, torch.cat((lse, lse_of_rest), 1)) if return_lse else output
 
     return run
 

@@ -159,6 +159,14 @@ def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.where(output[..., 0].isnan(), torch.nan, seen)
 
 
+def with_lse(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both results of a kernel of FlashAttention, the second one mended.
+
+    Shapes: output (B, S_q, H, D_v) or (T_q, H, D_v), lse (B, H, S_q) or (H, T_q)
+    """
+    return output, lse_of_hidden_rows(output.transpose(-3, -2), lse)
+
+
 def attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool = False, **_: object
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

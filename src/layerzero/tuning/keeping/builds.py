@@ -27,8 +27,8 @@ FOLDER, LOCK = "builds-1", "building.lock"
 
 MOST_BYTES = 1 << 20
 
-_COMPILERS = ("CC", "cc"), ("CXX", "c++"), ("CUDACXX", "nvcc")
-"""Variables that name a compiler, and what is taken without them."""
+_COMPILERS = ("CC", "cc"), ("CXX", "c++"), ("CUDACXX", "nvcc"), ("", "ninja")
+"""Variables that name a compiler, and what is taken without them; ninja has none."""
 
 
 class FailedBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ import weakref
 from typing import Protocol
 
 from layerzero.core import forking
+from layerzero.core.threads import started
 
 log = logging.getLogger("layerzero")
 
@@ -57,13 +58,9 @@ class Watch:
         with self._lock:
             if self._thread is None and self._living():
                 self._stop = threading.Event()
-                thread = threading.Thread(target=self._work, args=(self._stop,), name="layerzero-watch", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no more threads, or the interpreter ends
-                    log.debug("nobody looks what other processes write but who misses: %s", error)
-                    return
-                self._thread = thread
+                self._thread = started("layerzero-watch", self._work, self._stop)
+                if self._thread is None:
+                    log.debug("nobody looks what other processes write but who misses: no thread could be started")
 
     def stop(self) -> bool:
         """Have no thread; whether there was one."""

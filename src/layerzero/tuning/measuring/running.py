@@ -39,7 +39,7 @@ from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
-from layerzero.tuning.proving.building import build_apart
+from layerzero.tuning.proving.build_apart import build_apart
 from layerzero.tuning.proving.rehearsal import is_new, rehearse
 from layerzero.tuning.proving.vetting import Vetted, vet_calls
 

@@ -25,6 +25,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
 from layerzero.tuning.proving.child import rebuilt
+from layerzero.tuning.proving.toolchain import lacking
 
 NICENESS = 10
 
@@ -71,10 +72,10 @@ def _step_back() -> None:
 
 def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
     """Run a kernel on a call like the one that is waited for; the first time compiles, the second shows it is done."""
-    short = _too_large(recipe)
-    if short:
-        return Outcome(short, lasting=False)
     try:
+        short = too_large(recipe)
+        if short:
+            return Outcome(short, lasting=False)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad(), jit.opened_files() as opened:
             call = rebuilt(recipe)
             trial = attempt(kernel, REGISTRY.operation(recipe.operation), call)
@@ -89,8 +90,16 @@ def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
                 torch.cuda.synchronize()
         jit.note(kernel, trial.facts, opened)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
-        return Outcome(last_lines(error), lasting=not out_of_memory(error) and not isinstance(error, OSError))
+        return failed(error, lasting=not out_of_memory(error) and not isinstance(error, OSError))
     return Outcome()
+
+
+def failed(error: BaseException, *, lasting: bool) -> Outcome:
+    """What became of a build that raised: the program that it lacked, in one line, or the last lines of the error."""
+    program = lacking(error)
+    if program is not None:
+        return Outcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
+    return Outcome(last_lines(error), lasting=lasting)
 
 
 def last_lines(error: BaseException) -> str:
@@ -100,7 +109,7 @@ def last_lines(error: BaseException) -> str:
     return "\n".join(text.splitlines()[-LINES:])
 
 
-def _too_large(recipe: CallRecipe) -> str:
+def too_large(recipe: CallRecipe) -> str:
     """Why a call cannot be made beside what runs on a GPU; empty where it can."""
     if recipe.device != "cuda":
         return ""

@@ -54,7 +54,8 @@ def build_apart(
     def ended(task: Task, end: End) -> None:
         if end.kind != "stopped":
             kernel, facts = task.about
-            told(kernel, facts, Outcome(str(end), lasting=end.verdict is not None))
+            hangs = end.kind == "hung" and end.started  # wherever it is stuck, the next process would wait as long
+            told(kernel, facts, Outcome(str(end), lasting=hangs or end.verdict is not None))
 
     run_apart(
         "layerzero.tuning.proving.build_child",

@@ -1,0 +1,43 @@
+"""The collector is held off while this package loads, and is afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from layerzero.core.collecting import held_off
+
+COUNTED = """
+import gc, torch
+before = gc.get_threshold()
+seen = []
+gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+import layerzero as lz
+lz.rms_norm
+lz.list_kernels()
+assert 2 not in seen, "a look through everything that torch made"
+assert gc.isenabled() and gc.get_threshold() == before
+assert gc.get_freeze_count() == 0
+"""
+
+
+def test_importing_looks_through_nothing_of_torch():
+    subprocess.run([sys.executable, "-c", COUNTED], check=True)
+
+
+def test_a_collector_that_was_off_stays_off():
+    script = "import gc, torch; gc.disable()\nimport layerzero as lz\nlz.rms_norm\nassert not gc.isenabled()"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_error_inside_leaves_it_as_it_was():
+    with pytest.raises(ImportError), held_off():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    with held_off(), held_off():
+        assert not gc.isenabled()
+    assert gc.isenabled()
