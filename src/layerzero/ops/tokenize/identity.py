@@ -217,9 +217,11 @@ _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 SEQUENCES: dict[tuple[str, ...], str] = {
     (
         r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        (
+            rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
     ): "deepseek",
 }
 """Patterns that split one after the other, each what the one before left; the same holds for all of them."""

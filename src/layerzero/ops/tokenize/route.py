@@ -17,7 +17,7 @@ from layerzero.ops.tokenize.checks import check_ids
 from layerzero.ops.tokenize.declare import DECODE, ENCODE
 from layerzero.ops.tokenize.prefixes import LEAST, TEXTS
 from layerzero.ops.tokenize.rows import Asked, finish
-from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve, when_forgotten
+from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve, when_chosen_anew
 
 _PLAIN = Asked()
 
@@ -124,7 +124,7 @@ def _encode_route(arguments: Mapping[str, Any]) -> Routed:
 
 def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
     """The public function over the engine's ways."""
-    when_forgotten(ways.forget)
+    when_chosen_anew(ways.forget)
     signature = inspect.signature(tokenize)
 
     def call(
@@ -254,7 +254,7 @@ def _decode_route(arguments: Mapping[str, Any]) -> Routed:
 
 def make_detokenize(ways: Ways) -> Callable[..., str | list[str]]:
     """The public function over the engine's ways."""
-    when_forgotten(ways.forget)
+    when_chosen_anew(ways.forget)
 
     def call(tokens: Any, tokenizer_id: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
         routed = _decode_route(
