@@ -1,4 +1,4 @@
-"""Tokenizer libraries beside each other's threads: one object for all of them, and children that were forked meanwhile."""
+"""Tokenizer libraries beside each other's threads: one object for all, and children that were forked meanwhile."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A time for sizes that are too far from all measured ones: that of the nearest measured call, by how much work there is.
+"""A time for sizes that are too far from all measured ones: that of the nearest measured call, by the work there is.
 
 Only for operations without tensors. Any of their kernels takes any size, and who is quickest hardly changes beyond what
 was measured; without a time the library that defines a tokenizer would run, 21 times slower than the quickest (20,000
