@@ -19,7 +19,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
-from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
 from layerzero.engine.cache import Key, PlanCache
@@ -39,7 +38,7 @@ from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
 
-Watcher = Callable[[Function | PlainFunction, Plan], None]
+Watcher = Callable[[Any, Plan], None]
 """Told of a call that ran: whose call it was, and what ran. It runs in the caller's thread and context."""
 
 
