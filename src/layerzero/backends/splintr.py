@@ -2,20 +2,21 @@
 
 Source: splintr-rs 0.22.0. Its WordPiece knows another version of Unicode than tokenizers 0.23 does: 37 of 5,400 texts
 of the corpus differ with MiniLM's file, so a proof refuses ``splintr.encode`` there. ``splintr.encode_known`` gives it
-texts of characters that are as old as both, and all others to the library that defines the tokenizer. 874 of the first
-196,608 characters differ, none of those in ``_OLD`` (2026-11-22).
+all text of characters that are as old as both, and words with others to the library that defines the tokenizer. 874 of
+the first 196,608 characters differ, none of those in ``_OLD`` (2026-11-22).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerzero.backends.tokenizing import encoder, formats, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.cutting import cut_of
 from layerzero.ops.tokenize.limits import TokenizerPart, own_specials
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -60,15 +61,47 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
 
 def _load_known(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     encode: Callable[[str], list[int]] = _made(tokenizer).encode_raw
-    strange = re.compile(f"[^{_OLD}]").search
+    strange, cuts = re.compile(f"[^{_OLD}]+"), cut_of(tokenizer) is not None
 
-    def one(text: str) -> list[int]:
-        if text.isascii() or strange(text) is None:
-            return encode(text)
+    def own(text: str) -> list[int]:
         ids: list[int] = oracle.encode(text, tokenizer=tokenizer, parse_special=True)
         return ids
 
+    def one(text: str) -> list[int]:
+        if text.isascii() or strange.search(text) is None:
+            return encode(text)
+        if not cuts:
+            return own(text)
+        ids: list[int] = []
+        done = 0
+        for start, end in _spans(text, strange):
+            if start > done:
+                ids += encode(text[done:start])
+            ids += own(text[start:end])
+            done = end
+        return ids + encode(text[done:]) if done < len(text) else ids
+
     return one_by_one(one) if asked["batched"] else one
+
+
+NEAR = 100
+"""Characters between strange ones that are not worth a call of their own."""
+
+
+def _spans(text: str, strange: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Where strange characters lie, in order, widened to whole words."""
+    first = last = -1
+    done = 0
+    for found in (*strange.finditer(text), None):
+        if found is not None and first >= 0 and found.start() - last <= NEAR:
+            last = found.end()
+            continue
+        if first >= done:  # else it stands in the word that ended the one before
+            end = text.find(" ", last)
+            done, start = end if end >= 0 else len(text), max(text.rfind(" ", done, first), done)
+            yield start, done
+        if found is not None:
+            first, last = found.span()
 
 
 KERNELS: tuple[Kernel, ...] = (
