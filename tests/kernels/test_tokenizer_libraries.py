@@ -1,6 +1,7 @@
 """Tokenizer libraries beside each other's threads: one object for all, and children that were forked meanwhile."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.proof import prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
 
@@ -121,6 +123,12 @@ def test_word_pieces_of_old_characters_are_exact_and_others_are_the_librarys_own
     load = lambda more: kernel.load(plain_facts(Routed(ENCODE, {**given(tokenizer, False), "items": "", **more})))
     asked = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
     assert prove_encode(lambda more: load({**more, "items": [] if more["batched"] else ""}), asked) == []
+    one, drawn = loaded(tokenizer, kernel)[0], random.Random(4)
+    known = [each for each in differential(tokenizer.specials, mixtures=300) if len(each) < 300]
+    for number in range(400):  # words that splintr knows otherwise, alone, side by side and far apart
+        parts = [drawn.choice(known) + drawn.choice((" ", "", "\n", sample(150, number))) for _ in range(6)]
+        text = "".join(parts)
+        assert one(text) == oracle.encode(text, tokenizer=tokenizer, parse_special=True), text
     report = lz.explain("tokenize", "a", tokenizer, parse_special=False)
     assert "CONSTRAINT_FAILED" in {str(each.code) for each in report.reasons("splintr.encode_known")}
     lz.forget_tokenizer()
