@@ -50,7 +50,7 @@ def word_piece() -> str:
 
 
 @functools.cache
-def pieces(kind: str) -> bytes:
+def pieces(kind: str, **options) -> bytes:
     """A SentencePiece model, ``bpe`` or ``unigram``, with byte fallback."""
     import io
 
@@ -59,9 +59,29 @@ def pieces(kind: str) -> bytes:
     lines = [line for text in _text() for line in text.splitlines() if line.strip()][:4000]
     library.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, vocab_size=700, model_type=kind, byte_fallback=True,
-        minloglevel=2,
+        minloglevel=2, **options,
     )  # fmt: skip
     return model.getvalue()
+
+
+def as_it_is(**options) -> bytes:
+    """A SentencePiece BPE that changes nothing of a text, as Mistral's and Llama's."""
+    kept = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return pieces("bpe", **kept, **options)
+
+
+@functools.cache
+def split_in_turn() -> str:
+    """A tokenizer.json of a byte-level BPE whose patterns split one after the other, as DeepSeek's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from layerzero.ops.tokenize.identity import SEQUENCES
+
+    made = tokenizers.Tokenizer.from_str(byte_level())
+    parts = tokenizers.pre_tokenizers
+    (patterns,) = SEQUENCES
+    splits = [parts.Split(tokenizers.Regex(each), "isolated") for each in patterns]
+    made.pre_tokenizer = parts.Sequence([*splits, parts.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return made.to_str()
 
 
 def encoding():

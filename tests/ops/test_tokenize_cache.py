@@ -11,8 +11,9 @@ import layerzero as lz
 import vocabularies
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.corpus import differential
+from layerzero.ops.tokenize.cutting import Cut, cut_of
 from layerzero.ops.tokenize.identity import SCHEMES
-from layerzero.ops.tokenize.prefixes import EncodedTexts, TokenizerCacheConfig, can_cut, cut_before
+from layerzero.ops.tokenize.prefixes import EncodedTexts, TokenizerCacheConfig
 from layerzero.ops.tokenize.proof import sample
 from layerzero.ops.tokenize.tokenizer import resolve
 
@@ -37,12 +38,58 @@ def test_every_known_pattern_may_be_cut_before_a_space(pattern):
     checked = 0
     for text in texts:
         for _ in range(3):
-            place = cut_before(text, drawn.randint(0, len(text)), 0)
+            place = Cut().before(text, drawn.randint(0, len(text)), 0)
             if place:
                 checked += 1
                 parts = encoding.encode_ordinary(text[:place]) + encoding.encode_ordinary(text[place:])
                 assert parts == encoding.encode_ordinary(text), (text, place)
     assert checked > 2000
+
+
+@pytest.fixture(scope="module")
+def cuttable(tmp_path_factory):
+    """A tokenizer of each kind that may be cut."""
+    folder = tmp_path_factory.mktemp("cuttable")
+    made = {
+        "turns.json": vocabularies.split_in_turn().encode(),
+        "words.json": vocabularies.word_piece().encode(),
+        "prefixed.model": vocabularies.as_it_is(),
+        "bare.model": vocabularies.as_it_is(add_dummy_prefix=False),
+    }
+    for name, content in made.items():
+        (folder / name).write_bytes(content)
+    yield {name: resolve(str(folder / name)) for name in made}
+    lz.forget_tokenizer()
+
+
+@pytest.mark.parametrize("kind", ["turns.json", "words.json", "prefixed.model", "bare.model"])
+def test_both_parts_of_a_cut_have_the_ids_of_the_whole(cuttable, kind):
+    tokenizer = cuttable[kind]
+    run, cut = run_of(tokenizer), cut_of(tokenizer)
+    assert cut == Cut(drops=kind == "prefixed.model")
+    drawn = random.Random(7)
+    checked = 0
+    for text in differential(tokenizer.specials, mixtures=1500):
+        if 1 < len(text) < 6000:
+            place = cut.before(text, drawn.randrange(len(text)), 0)
+            if place:
+                checked += 1
+                assert run(text[:place]) + run(cut.rest(text, place)) == run(text), (text, place)
+    assert checked > 1000
+
+
+@pytest.mark.parametrize("kind", ["turns.json", "words.json", "prefixed.model", "bare.model"])
+def test_beginnings_are_reused_wherever_a_cut_is_exact(cuttable, kind):
+    tokenizer = cuttable[kind]
+    cache, run = EncodedTexts(), run_of(tokenizer)
+    encode = cache.reader(tokenizer, (False, tokenizer.parses))
+    start, drawn = sample(2000, 8), random.Random(9)
+    mixed = [each for each in differential(tokenizer.specials, mixtures=200) if len(each) < 1000]
+    for tail in ("", " ", "  ", " a", *drawn.sample(mixed, 150)):
+        for text in (start + tail, f"{start} {tail}"):
+            assert encode(text, run) == run(text), tail
+    assert cache.stats(tokenizer).prefix_hits > 30
+    assert cache.stats(tokenizer).mismatches == 0
 
 
 def test_texts_that_share_a_beginning_have_the_ids_of_whole_ones(few):
@@ -80,16 +127,16 @@ def test_a_long_prompt_is_encoded_once_for_all_questions(few):
 
 def test_what_cannot_be_cut_is_kept_whole(tmp_path):
     known = vocabularies.files(tmp_path)
-    for kind in ("word_piece", "bpe", "unigram"):
+    for kind in ("bpe", "unigram"):  # their normalizer takes spaces away
         tokenizer = resolve(known[kind])
-        assert not can_cut(tokenizer)
+        assert cut_of(tokenizer) is None
         cache, run = EncodedTexts(), run_of(tokenizer)
         encode = cache.reader(tokenizer, (False, tokenizer.parses))
         text = sample(3000, 3)
         for tail in ("", "", "", " a", " b"):
             assert encode(text + tail, run) == run(text + tail)
         assert (cache.stats().hits, cache.stats().prefix_hits) == (1, 0)
-    assert can_cut(resolve(known["byte_level"]))
+    assert cut_of(resolve(known["byte_level"])) == Cut()
     lz.forget_tokenizer()
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from layerzero.asking.answers import check_operation, question
+from layerzero.asking.bind_plain import bind_plain
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
 from layerzero.core.operation import Operation
@@ -19,9 +20,10 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.engine.plain import PLAIN_CALLS
 from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.policy import Policy
-from layerzero.ops import FUNCTIONS
+from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS, plain_function_of
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
 _OF_STATE = ("gradients are asked for", "deterministic algorithms", "autocast")
@@ -226,6 +228,9 @@ def bind(
     ``guard=False`` looks at nothing: the first call is checked, every later one runs that kernel whatever it is given
     and whatever was decided since, and the caller gets the kernel's own exception.
 
+    Of functions without tensors (``lz.bind(lz.tokenize, "an example", "cl100k_base")``) a bound call passes what the
+    first parameter is. One or several must be as bound; where sizes are of another class, the function itself runs.
+
     Args:
         function_or_operation: ``lz.attention`` or its name, an operation or its name, an alias (``attention.causal``).
         args, kwargs: an example call of that function.
@@ -238,11 +243,15 @@ def bind(
         wanted = function_or_operation
     else:
         ways = {id(way): name for name, call in list(CALLS.items()) for way in (call.fast, call.python)}
+        ways |= {id(way): name for name, (_, way) in list(PLAIN_CALLS.items())}
         found = ways.get(id(function_or_operation))
         if found is None:
-            wanted = ", ".join(FUNCTIONS)
+            wanted = ", ".join([*FUNCTIONS, *PLAIN_FUNCTIONS])
             raise TypeError(f"bind: wanted a function of LayerZero ({wanted}), got {function_or_operation!r}")
         wanted = found
+    plain = plain_function_of(wanted)
+    if plain is not None:
+        return bind_plain(plain, wanted, args, kwargs, guard=guard)
     dispatcher, arguments, _ = question(wanted, args, kwargs)
     bound = Bound(CALLS[dispatcher.function.name], arguments, wanted, guard=guard)
     return bound if bound.fast is None else bound.fast

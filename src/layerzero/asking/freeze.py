@@ -17,11 +17,13 @@ from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.handle import OfKind
+from layerzero.core.operation import Routed
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, digest_of
+from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 
 FORMAT = 1
@@ -190,6 +192,9 @@ def _facts(choice: Choice) -> Facts:
     """The facts of a written call, without its tensors."""
     recipe: CallRecipe = choice.call
     operation = REGISTRY.operation(recipe.operation)
+    if operation.plain is not None:
+        arguments, sizes = operation.plain.described(recipe.params)
+        return plain_facts(Routed(operation, dict(arguments))).of_sizes(sizes, {})
     params: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in recipe.params.items()
     }

@@ -1,6 +1,8 @@
 """fastokens: byte-level BPE of tokenizer.json files and of ranks, on several threads within one long text.
 
-Source: fastokens 0.3.5.
+Source: fastokens 0.3.5. Its own worker threads share a long text; a forked child has none of them, and may wait for
+them for ever (1 of 3 runs, 200 KB of text, 2 CPU cores, 2026-11-22). So it is chosen in no forked child, and what was
+loaded before a fork gives its texts to the library that defines the tokenizer there.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ from typing import Any
 
 from layerzero.backends.tokenizing import encoder, formats, one_by_one, ranks_file
 from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
 from layerzero.core.forking import forked
 from layerzero.core.kernel import Backend
+from layerzero.core.limit_kinds import Custom
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.limits import TokenizerPart
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -44,16 +50,20 @@ def _made(tokenizer: Tokenizer, parses: bool) -> Any:
 
 
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
-    made = _made(tokenizer, asked["parse_special"])
-    encode = made.encode if asked["parse_special"] else made.encode_ordinary
+    parses = bool(asked["parse_special"])
+    made = _made(tokenizer, parses)
+    encode = made.encode if parses else made.encode_ordinary
 
     def one(text: str) -> list[int]:
-        ids: list[int] = (encode(text, add_special_tokens=False) if asked["parse_special"] else encode(text)).ids
+        if forked():
+            own: list[int] = oracle.encode(text, tokenizer=tokenizer, parse_special=parses)
+            return own
+        ids: list[int] = (encode(text, add_special_tokens=False) if parses else encode(text)).ids
         return ids
 
     if not asked["batched"]:
         return one
-    if not asked["parse_special"]:
+    if not parses:
         return one_by_one(one)
     several, alone = made.encode_batch, one_by_one(one)
 
@@ -61,6 +71,10 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
         return alone(texts) if forked() else [each.ids for each in several(texts, add_special_tokens=False)]
 
     return batch
+
+
+def _in_child(_: Facts) -> Reason | None:
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "forked", False, True) if forked() else None
 
 
 KERNELS = (
@@ -72,6 +86,7 @@ KERNELS = (
             TokenizerPart("model", ("BPE",)),
             TokenizerPart("normalizer", ("none", "NFC"), "NORMALIZER_MISMATCH"),
             limit.one_of("add_special_tokens", False),
+            Custom("not in a forked child, where its threads are missing", _in_child),
         ),
         priority=28,
     ),

@@ -1,11 +1,13 @@
 """gigatoken: byte-level BPE, and SentencePiece BPE with byte fallback, with a cache of words of its own.
 
 Source: gigatoken 0.10.0. It parses the added tokens that it was made with, always; so it is made without them where
-they are text. It stays on the calling thread in a forked child by itself.
+they are text. It stays on the calling thread in a forked child by itself. While one thread is inside of a batch, its
+object refuses every other ("Already borrowed"): they wait, since a batch runs on all cores anyway.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,15 +49,44 @@ def _made(tokenizer: Tokenizer, parses: bool) -> Any:
 
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     made = _made(tokenizer, asked["parse_special"])
+    run = made.encode_batch_list if asked["batched"] else made.backend.encode
     if asked["batched"]:
-        several: Callable[..., Any] = made.encode_batch_list
-        return several
-    encode = made.backend.encode
-    return lambda text: encode(text).tolist()
+        return _waiting(run)
+
+    def one(text: str) -> list[int]:  # as _waiting, with one call less on the way: 0.1 us
+        try:
+            ids: list[int] = run(text).tolist()
+        except RuntimeError as error:
+            if "borrowed" not in str(error):
+                raise
+            ids = patient(text)
+        return ids
+
+    patient = _waiting(lambda text: run(text).tolist())
+    return one
+
+
+PAUSE_S = 1e-4
+"""How long a thread sleeps before it asks again whether the object is free."""
+
+
+def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; while another thread is inside, the caller waits."""
+
+    def encode(items: Any) -> Any:
+        while True:
+            try:
+                return run(items)
+            except RuntimeError as error:
+                if "borrowed" not in str(error):
+                    raise
+                time.sleep(PAUSE_S)
+
+    return encode
 
 
 def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
-    decode, left_out = _made(tokenizer, parses=True).backend.decode, tokenizer.special_ids
+    decode, left_out = _waiting(_made(tokenizer, parses=True).backend.decode), tokenizer.special_ids
 
     def one(ids: list[int]) -> str:
         if asked["skip_special_tokens"]:

@@ -77,11 +77,15 @@ def one_by_one(run: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
 
 
 def encoder(backend: Backend, load: Load, *, native: str = "", offsets: bool = False, **declared: Any) -> Kernel:
-    """A kernel that encodes. ``native`` is the format that its library defines: no proof is needed for that."""
+    """A kernel that encodes. ``native`` is the format that its library defines: no proof is needed for that.
+
+    ``name`` tells several of one library apart.
+    """
     limits = declared.pop("limits", ())
     if not offsets:
         limits = (*limits, limit.one_of("return_offsets", False))
-    return _kernel("encode", "tokenize.encode", ENCODING, backend, load, native, {"limits": limits, **declared})
+    name = declared.pop("name", "encode")
+    return _kernel(name, "tokenize.encode", ENCODING, backend, load, native, {"limits": limits, **declared})
 
 
 def decoder(backend: Backend, load: Load, *, native: str = "", **declared: Any) -> Kernel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from layerzero.core.facts import Facts
     from layerzero.core.operation import Case, Operation, Routed
 
 
@@ -21,6 +22,9 @@ class Plain:
         restored: canonical arguments of one call, from the parameters of its recipe in another process.
         portable: what the recipe's parameters must be so that another process can restore the call.
         equal: whether two results are the same.
+        recipe: from the facts of a call the parameters by which another process asks about such a call.
+        case: sizes of a call like the one that such parameters describe, to measure with.
+        described: canonical arguments, without data, and sizes of the call that such parameters describe.
     """
 
     draw: Callable[[Case, Mapping[str, Any]], dict[str, Any]]
@@ -28,6 +32,9 @@ class Plain:
     restored: Callable[[Mapping[str, Any]], dict[str, Any]]
     portable: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     equal: Callable[[Any, Any], bool]
+    recipe: Callable[[Facts], Mapping[str, Any]]
+    case: Callable[[Mapping[str, Any]], Case]
+    described: Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Mapping[str, int]]]
 
 
 class Ways(Protocol):
@@ -52,6 +59,21 @@ class Ways(Protocol):
         """Answer a call whose kernel raised: another one runs where that is safe, else the error reaches the caller."""
 
 
+class PlainBinding(NamedTuple):
+    """What a public function says of calls that are bound to what one of them chose.
+
+    Attributes:
+        passed: the name of the argument that each call passes.
+        kind: of that argument, first whether it is one or several, in words, then its sizes as choices tell them apart;
+            raises InvalidCallError for what is neither.
+        finish: from what a kernel gave to what the function returns.
+    """
+
+    passed: str
+    kind: Callable[[Any], tuple[Any, ...]]
+    finish: Callable[[Any], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class PlainFunction:
     """What the user calls, of operations without tensors.
@@ -62,6 +84,7 @@ class PlainFunction:
         route: from the public arguments to an operation and canonical ones; raises InvalidCallError.
         operations: those that the route can return.
         make: the public function itself, given the engine's ways: it makes a key, finds what runs, and runs it.
+        bind: what ``lz.bind`` needs, given all public arguments of an example.
     """
 
     name: str
@@ -69,3 +92,4 @@ class PlainFunction:
     route: Callable[[Mapping[str, Any]], Routed]
     operations: tuple[Operation, ...]
     make: Callable[[Ways], Callable[..., Any]]
+    bind: Callable[[Mapping[str, Any]], PlainBinding]

@@ -38,6 +38,8 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         schema = facts.operation.schema
         params = {name: _plain(facts[name]) for name in (*schema.chosen, *schema.passed)}
+        if facts.operation.plain is not None:
+            params |= facts.operation.plain.recipe(facts)
         grad = bool(facts["requires_grad"])
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
 

@@ -38,7 +38,7 @@ from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
 
-Watcher = Callable[[Function, Plan], None]
+Watcher = Callable[[Any, Plan], None]
 """Told of a call that ran: whose call it was, and what ran. It runs in the caller's thread and context."""
 
 

@@ -21,7 +21,7 @@ from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, probe, score
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.pick import pick, require
+from layerzero.engine.pick import NO_TIMES, pick, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.told import tell_choice
@@ -54,16 +54,19 @@ class PlainDispatcher:
         engine = self.engine
         kernels = engine.registry.candidates(facts.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
-        ranked = score.rank(judged, facts, policy, engine.ledger)
+        frozen = engine.frozen
+        ranked = score.rank(judged, facts, policy, engine.ledger if frozen is None else NO_TIMES)
         lock = engine.registry.lock_for(policy, facts)
         report = pick(ranked, Routed(facts.operation, {}), facts, policy, lock)
-        return report, ranked
+        return report if frozen is None else frozen.held(report, policy), ranked
 
     def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""
         failed = set(failed)
         while True:
             report, _ = self.explain(facts, policy, failed=failed)
+            if self.engine.frozen is not None:
+                self.engine.frozen.refuse(report, policy)
             chosen = require(report)
             try:
                 run = chosen.kernel.load(facts)
@@ -71,11 +74,13 @@ class PlainDispatcher:
                 failing.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
+            plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
+            departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
+            if departed is not None:
+                failing.tell_departure(plan, departed)
             if policy.log_selections:
-                plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
                 tell_choice(plan)
-                return plan
-            return Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
+            return plan
 
     def first(self, plan: Plan, items: Any) -> Any:
         """Run a plan for the first time.
@@ -136,7 +141,7 @@ class PlainWays:
         self._policy: Policy | None = None
         self._base: Table = {}
         self._scoped: dict[Policy, Table] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, tuple[Policy, Plan]] = {}
         self.table: Table = self._base
         dispatcher.engine.caches.append(self)  # type: ignore[arg-type]  # it is told of epochs, which is all it needs
         SCOPES.watch(self._blocks)
@@ -145,24 +150,34 @@ class PlainWays:
         """Start an epoch: everything is chosen anew."""
         with self._lock:
             self._policy, self._base, self._scoped, self._plans = policy, {}, {}, {}
-            self.table = _NONE if SCOPES.active else self._base
+            self.table = self._read()
 
     def forget(self) -> None:
         """Choose anew at the next call: what calls name has changed."""
         with self._lock:
             self._base, self._scoped, self._plans = {}, {}, {}
-            self.table = _NONE if SCOPES.active else self._base
+            self.table = self._read()
 
     def plans(self) -> list[tuple[Policy, Plan]]:
-        """None: choices are frozen for operations of tensors."""
-        return []
+        """What was chosen in this epoch, each with the settings that it was chosen under."""
+        with self._lock:
+            return list(self._plans.values())
 
-    def _blocks(self, open_ones: int) -> None:
-        """While a block of settings is open, nobody reads the table without asking which settings hold."""
-        self.table = _NONE if open_ones else self._base
+    def _blocks(self, _: int) -> None:
+        self.table = self._read()
+
+    def _read(self) -> Table:
+        """The table that calls read.
+
+        While a block of settings is open, nobody reads without asking which settings hold; while somebody listens,
+        every call is chosen for, and told.
+        """
+        return _NONE if SCOPES.active or self.dispatcher.engine.watchers else self._base
 
     def scoped(self) -> Table:
-        """The table of the settings that hold here."""
+        """The table of the settings that hold here; while somebody listens, one that is gone after the call."""
+        if self.dispatcher.engine.watchers:
+            return {}
         if not SCOPES.active:
             return self._base
         policy = SCOPES.policy()
@@ -177,7 +192,8 @@ class PlainWays:
         dispatcher.engine.registry.ready()
         operation = self._operation(arguments)
         facts = plain_facts(Routed(operation, arguments))
-        plan = dispatcher.choose(facts, current_policy())
+        policy = current_policy()
+        plan = dispatcher.choose(facts, policy)
         try:
             result = dispatcher.first(plan, arguments["items"])
         except (KeyboardInterrupt, SystemExit):
@@ -185,15 +201,18 @@ class PlainWays:
         except BaseException as error:  # noqa: BLE001  # whatever a kernel raises
             plan, result = dispatcher.answer(plan, error, arguments)
         with self._lock:
-            self._plans[key] = plan
+            self._plans[key if policy is self._policy else (key, policy)] = policy, plan
+        for watcher in dispatcher.engine.watchers:
+            watcher(dispatcher.function, plan)
         return plan.run, result
 
     def failed(self, key: Any, error: BaseException, arguments: Mapping[str, Any]) -> Any:
         """Answer a call whose kernel raised."""
-        plan = self._plans.get(key)
-        if plan is None:  # an epoch began meanwhile
+        policy = current_policy()
+        known = self._plans.get(key if policy is self._policy else (key, policy))
+        if known is None:  # an epoch began meanwhile
             return self.find(key, arguments)[1]
-        return self.dispatcher.answer(plan, error, arguments)[1]
+        return self.dispatcher.answer(known[1], error, arguments)[1]
 
     def _operation(self, arguments: Mapping[str, Any]) -> Any:
         for each in self.dispatcher.function.operations:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.ops.tokenize.tokenizer import Tokenizer, forget, resolve
+from layerzero.tuning.measuring.manifest import Manifest, cases_of
 from layerzero.tuning.measuring.plain import PlainTuned, tune_plain
 
 log = logging.getLogger("layerzero")
@@ -38,8 +40,9 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def tune_tokenizer(
-    tokenizer_id: Any,
+    tokenizer_id: Any = None,
     *,
+    manifest: str | os.PathLike[str] | None = None,
     budget_s: float | None = None,
     again: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -50,11 +53,27 @@ def tune_tokenizer(
 
     Args:
         tokenizer_id: as :func:`layerzero.tokenize` takes it.
+        manifest: in its place a file that ``lz.record`` wrote: the recorded calls of every tokenizer are measured.
         budget_s: seconds after which no further case is measured; None for no limit.
         again: prove and measure what is known, too.
         progress: called with a line for each proof and each case.
-    Returns: what was found.
+    Returns: what was found. Raises: ValueError for neither or both of tokenizer and manifest, or a file that is none.
     """
+    if (tokenizer_id is None) is (manifest is None):
+        raise ValueError("tune_tokenizer: wanted a tokenizer or a manifest, got " + ("both" if manifest else "neither"))
+    if manifest is not None:
+        found = [
+            tune_plain(
+                operation.name, {"tokenizer_id": params["source"]}, budget_s=budget_s, again=again, cases=cases,
+                progress=progress,
+            )
+            for operation, params, cases in cases_of(Manifest.load(manifest))
+        ]  # fmt: skip
+        return PlainTuned(
+            tuple(each for one in found for each in one.vetted), tuple(each for one in found for each in one.contests),
+            sum(each.known for each in found), sum(each.winners_changed for each in found),
+            sum(each.seconds for each in found),
+        )  # fmt: skip
     return tune_plain("tokenize.*", {"tokenizer_id": tokenizer_id}, budget_s=budget_s, again=again, progress=progress)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerzero.core.arguments import Axis, Param, Role
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
 from layerzero.core.operation import Case, Operation, OpKind
 from layerzero.core.plain import Plain
 from layerzero.core.schema import OperationSchema
@@ -24,7 +26,7 @@ from layerzero.ops.tokenize.checks import id_problems, text_problems
 from layerzero.ops.tokenize.corpus import EDITION
 from layerzero.ops.tokenize.places import written
 from layerzero.ops.tokenize.proof import drawn, prove_decode, prove_encode
-from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
+from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash, resolve
 
 PARTS = (
     *("format", "model", "vocab_hash", "merges_hash", "model_id", "normalizer", "normalizer_id", "pretokenizer"),
@@ -71,7 +73,10 @@ def _schema(name: str, *params: Param) -> OperationSchema:
 
 
 _ALONE = (*(6, 12, 24, 50, 100, 200, 400, 800, 1500, 3000, 6000, 12_000, 25_000, 50_000, 100_000, 200_000, 800_000),)
-_SEVERAL = ((4, 100), (16, 100), (128, 100), (2000, 20), (2000, 100), (2000, 400), (16, 3000), (64, 3000))
+_SEVERAL = (
+    *((4, 100), (16, 100), (128, 100), (512, 40), (2000, 20), (2000, 100), (2000, 400), (16, 3000), (64, 3000)),
+    *((4, 1000), (256, 1000), (4, 30_000), (20_000, 100)),
+)
 
 
 def _cases(units: str, step: int) -> tuple[Case, ...]:
@@ -93,6 +98,34 @@ def _sweep(cases: Sequence[Case]) -> Callable[[str, Mapping[str, Sequence[int]]]
 
 def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**arguments, "source": written(arguments["tokenizer"])}
+
+
+def _recipe(facts: Facts) -> dict[str, Any]:
+    """Where another process finds the tokenizer, and the sizes; an object that cannot be written has no such place."""
+    try:
+        source = written(by_hash(facts["tokenizer_hash"], facts["tokenizer_id"]))
+    except InvalidCallError:
+        source = ""
+    return {"source": source, "characters": facts.size("characters"), "batch": facts.size("batch")}
+
+
+def _within(bound: int) -> int:
+    """A size amid those below a power of two."""
+    return max(bound * 3 // 4, 1)
+
+
+def _case(params: Mapping[str, Any]) -> Case:
+    several = bool(params["batched"])
+    count = _within(params["batch"]) if several else 1
+    size = max(_within(params["characters"]), count)
+    return Case(f"recorded_{count}x{size // count}", {"characters": size, "batch": count}, {"batched": several})
+
+
+def _described(params: Mapping[str, Any], flags: set[str]) -> tuple[dict[str, Any], dict[str, int]]:
+    several = bool(params["batched"])
+    given = {"batched": several, "items": [] if several else "", "source": ""}
+    sizes = {name: int(params[name]) for name in ("characters", "batch")}
+    return _restored(params, flags) | given, sizes
 
 
 def _operation(
@@ -135,6 +168,9 @@ ENCODE = _operation(
         lambda params: _restored(params, {"parse_special", "add_special_tokens"}),
         _portable,
         lambda a, b: a == b,
+        _recipe,
+        _case,
+        lambda params: _described(params, {"parse_special", "add_special_tokens", "return_offsets"}),
     ),
 )
 DECODE = _operation(
@@ -149,6 +185,9 @@ DECODE = _operation(
         lambda params: _restored(params, {"skip_special_tokens"}),
         _portable,
         lambda a, b: a == b,
+        _recipe,
+        _case,
+        lambda params: _described(params, {"skip_special_tokens"}),
     ),
 )
 

@@ -117,13 +117,13 @@ def of_ranks(ranks: Mapping[bytes, int], pattern: str, specials: Mapping[str, in
 def of_sentencepiece(model: bytes) -> Identity:
     """The identity of a SentencePiece model file: pieces, and each other part of the file as it is."""
     parts: dict[int, list[bytes]] = {}
-    for field, value in _fields(model):
+    for field, value in fields_of(model):
         parts.setdefault(field, []).append(value)
     pieces, trainer = parts.get(1, []), b"".join(parts.get(2, []))
-    kind = {1: "Unigram", 2: "BPE", 3: "WordLevel", 4: "Char"}.get(_number(trainer, 3, 1), "Unigram")
+    kind = {1: "Unigram", 2: "BPE", 3: "WordLevel", 4: "Char"}.get(number_of(trainer, 3, 1), "Unigram")
     rest = [value.hex() for field in sorted(parts) if field not in (1, 2, 3) for value in parts[field]]
     vocabulary = digest(b"".join(len(each).to_bytes(4, "little") + each for each in pieces))
-    special = [place for place, each in enumerate(pieces) if _number(each, 3, 1) != 1]
+    special = [place for place, each in enumerate(pieces) if number_of(each, 3, 1) != 1]
     normalizer = b"".join(parts.get(3, []))
     return Identity(
         "sentencepiece",
@@ -158,7 +158,7 @@ def _flags(added: Iterable[Mapping[str, Any]]) -> str:
     return "flagged" if flagged else "plain"
 
 
-def _fields(message: bytes) -> Iterable[tuple[int, bytes]]:
+def fields_of(message: bytes) -> Iterable[tuple[int, bytes]]:
     """Number and content of each field of a protobuf message; numbers as the bytes that they were written in."""
     at = 0
     while at < len(message):
@@ -183,8 +183,9 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _number(message: bytes, field: int, default: int) -> int:
-    found = [value for number, value in _fields(message) if number == field]
+def number_of(message: bytes, field: int, default: int) -> int:
+    """A number of a protobuf message, what it stands for where it is not there."""
+    found = [value for number, value in fields_of(message) if number == field]
     return _varint(found[-1], 0)[0] if found else default
 
 
@@ -209,7 +210,21 @@ SCHEMES: dict[str, str] = {
     rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_END}": "tekken",
 }
 """Split patterns that are known to the letter. In all of them no piece has a character that is no space before a space,
-and nothing looks back, or ahead over such a place: :mod:`layerzero.ops.tokenize.prefixes` cuts there."""
+and nothing looks back, or ahead over such a place: :mod:`layerzero.ops.tokenize.cutting` cuts there."""
+
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+
+SEQUENCES: dict[tuple[str, ...], str] = {
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        (
+            rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ): "deepseek",
+}
+"""Patterns that split one after the other, each what the one before left; the same holds for all of them."""
 
 
 def scheme_of(pretokenizer: Mapping[str, Any] | None) -> str:
@@ -223,8 +238,11 @@ def scheme_of(pretokenizer: Mapping[str, Any] | None) -> str:
         return ""
     if len(steps) == 1:
         return "gpt2" if last.get("use_regex", True) else ""
-    split = steps[0]
-    fits = split.get("type") == "Split" and split.get("behavior") == "Isolated" and not split.get("invert")
-    if len(steps) != 2 or not fits or last.get("use_regex", True):
+    *splits, _ = steps
+    alone = all(each.get("type") == "Split" and each.get("behavior") == "Isolated" for each in splits)
+    if not alone or any(each.get("invert") for each in splits) or last.get("use_regex", True):
         return ""
-    return SCHEMES.get((split.get("pattern") or {}).get("Regex", ""), "")
+    patterns = tuple((each.get("pattern") or {}).get("Regex", "") for each in splits)
+    # some files write the ends of lines as escapes, others as they are
+    patterns = tuple(each.replace("\r", r"\r").replace("\n", r"\n") for each in patterns)
+    return SCHEMES.get(patterns[0], "") if len(patterns) == 1 else SEQUENCES.get(patterns, "")

@@ -4,10 +4,8 @@ The key is the text itself, compared as a whole, under the whole hash of the tok
 texts never meet. A text is looked up by its first 64 characters, which costs 0.1 us; a text whose beginning was never
 seen is not hashed. What is kept never exceeds a number of bytes; what was used longest ago goes first.
 
-A beginning is reused where the tokenizer is exact about it: a byte-level BPE whose split pattern is one of
-``SCHEMES``, cut before a space that follows a character that is none. No piece of those patterns has a space behind
-another character, none of them looks back, and what is left of the cut ends in no space, which is all that they look
-ahead over. NFC does not compose over a space. Added tokens with a space, or with flags, leave no cut.
+A beginning is reused where the tokenizer is exact about it: :mod:`layerzero.ops.tokenize.cutting` says where a text may
+be cut.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.core import forking
+from layerzero.ops.tokenize.cutting import Cut, cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer, when_forgotten
 
 log = logging.getLogger("layerzero")
@@ -96,28 +95,6 @@ class _Head:
     bytes: int = 0
 
 
-def can_cut(tokenizer: Tokenizer) -> bool:
-    """Whether a text may be cut before a space that follows another character."""
-    parts = tokenizer.identity
-    spaced = any(" " in each for each in tokenizer.specials)
-    return bool(parts.scheme) and parts.normalizer in ("none", "NFC") and parts.added_tokens != "flagged" and not spaced
-
-
-def cut_before(text: str, end: int, least: int) -> int:
-    """The last place at or before ``end`` where a text may be cut; 0 where there is none from ``least`` on."""
-    while True:
-        place = text.rfind(" ", least, end + 1)
-        if place <= least:
-            return 0
-        if not text[place - 1].isspace() and text[place - 1] not in _SEPARATORS:
-            return place
-        end = place - 1
-
-
-_SEPARATORS = "\x1c\x1d\x1e\x1f\x85\u180e\u200b\ufeff"
-"""Characters that some implementations count as spaces and others do not."""
-
-
 def shared(one: str, other: str) -> int:
     """How many characters two texts begin with in common."""
     low, high = 0, min(len(one), len(other))
@@ -149,7 +126,7 @@ class EncodedTexts:
 
     def reader(self, tokenizer: Tokenizer, flags: tuple[Any, ...]) -> Callable[[str, Run], list[int]]:
         """What encodes a text of this tokenizer, with what was kept of it."""
-        space, cuts = self.namespace(tokenizer), can_cut(tokenizer) and not any(flags[:1])
+        space, cut = self.namespace(tokenizer), None if any(flags[:1]) else cut_of(tokenizer)
         stats = self._stats.setdefault(space, TokenizerCacheStats())
         heads, place = self._heads, (space, flags)
 
@@ -164,11 +141,11 @@ class EncodedTexts:
                     if len(start) == len(text):
                         stats.hits += 1
                         return self._checked(place, text, ids, (), run, stats)
-                    if cuts and text[len(start)] == " " and not start[-1].isspace():
+                    if cut is not None and cut.at(text, len(start)):
                         stats.prefix_hits += 1
-                        return self._checked(place, text, ids, run(text[len(start) :]), run, stats)
+                        return self._checked(place, text, ids, run(cut.rest(text, len(start))), run, stats)
             stats.misses += 1
-            return self._learn(place, head, text, run, cuts=cuts)
+            return self._learn(place, head, text, run, cut)
 
         return encode
 
@@ -179,20 +156,22 @@ class EncodedTexts:
             if key not in self._heads:
                 self._add(key, _Head(text, bytes=sys.getsizeof(text) + 4 * HEAD + 400))
 
-    def _learn(self, place: tuple[Any, ...], head: _Head, text: str, run: Run, *, cuts: bool) -> list[int]:
+    def _learn(self, place: tuple[Any, ...], head: _Head, text: str, run: Run, cut: Cut | None) -> list[int]:
         """Encode a text that begins like another one; keep the whole of what came twice, or what both begin with."""
         same = shared(text, head.last)
         if same == len(text) == len(head.last):
             ids = run(text)
             self._keep(place, head, text, text, tuple(ids))
             return ids
-        end = cut_before(text, same, LEAST_SHARED) if cuts and same > LEAST_SHARED else 0
-        if not end:
+        end = 0
+        if cut is not None and same > LEAST_SHARED:
+            end = cut.before(text, min(same, len(text) - 1), LEAST_SHARED)
+        if cut is None or not end:
             self._keep(place, head, text, "", ())
             return run(text)
         ids = run(text[:end])
         self._keep(place, head, text, text[:end], tuple(ids))
-        return ids + run(text[end:])
+        return ids + run(cut.rest(text, end))
 
     def _keep(self, place: tuple[Any, ...], head: _Head, text: str, start: str, ids: tuple[int, ...]) -> None:
         with self._lock:
@@ -203,21 +182,28 @@ class EncodedTexts:
             kept = sorted([*kept, (start, ids)] if start else kept, key=lambda each: -len(each[0]))
             size = sys.getsizeof(text) + 4 * HEAD + 400
             size += sum(sys.getsizeof(each) + ID_BYTES * len(of) for each, of in kept)
+            self._heads.move_to_end(key)
+            if size > self.config.max_bytes:
+                self._let_go(key)
+                return
+            self._shrink(size - head.bytes)  # before it grows: whoever looks never sees more than the bound
             self._bytes += size - head.bytes
             head.last, head.kept, head.bytes = text, kept, size
-            self._heads.move_to_end(key)
-            self._shrink()
 
     def _add(self, key: tuple[Any, ...], head: _Head) -> None:
-        self._heads[key] = head
-        self._bytes += head.bytes
-        self._shrink()
+        if head.bytes <= self.config.max_bytes:
+            self._shrink(head.bytes)
+            self._heads[key] = head
+            self._bytes += head.bytes
 
-    def _shrink(self) -> None:
-        while self._bytes > self.config.max_bytes and self._heads:
-            (place, _), gone = self._heads.popitem(last=False)
-            self._bytes -= gone.bytes
-            self._stats.setdefault(place[0], TokenizerCacheStats()).evicted += 1
+    def _shrink(self, more: int = 0) -> None:
+        """Let go of what was used longest ago, until so many bytes more fit."""
+        while self._bytes + more > self.config.max_bytes and self._heads:
+            self._let_go(next(iter(self._heads)))
+
+    def _let_go(self, key: tuple[Any, ...]) -> None:
+        self._bytes -= self._heads.pop(key).bytes
+        self._stats.setdefault(key[0][0], TokenizerCacheStats()).evicted += 1
 
     def _checked(
         self, place: tuple[Any, ...], text: str, ids: tuple[int, ...], rest: Any, run: Run, stats: TokenizerCacheStats

@@ -12,12 +12,12 @@ from typing import Any
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Routed
-from layerzero.core.plain import PlainFunction, Ways
+from layerzero.core.plain import PlainBinding, PlainFunction, Ways
 from layerzero.ops.tokenize.checks import check_ids
 from layerzero.ops.tokenize.declare import DECODE, ENCODE
 from layerzero.ops.tokenize.prefixes import LEAST, TEXTS
 from layerzero.ops.tokenize.rows import Asked, finish
-from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve, when_forgotten
+from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve, when_chosen_anew
 
 _PLAIN = Asked()
 
@@ -124,7 +124,7 @@ def _encode_route(arguments: Mapping[str, Any]) -> Routed:
 
 def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
     """The public function over the engine's ways."""
-    when_forgotten(ways.forget)
+    when_chosen_anew(ways.forget)
     signature = inspect.signature(tokenize)
 
     def call(
@@ -254,7 +254,7 @@ def _decode_route(arguments: Mapping[str, Any]) -> Routed:
 
 def make_detokenize(ways: Ways) -> Callable[..., str | list[str]]:
     """The public function over the engine's ways."""
-    when_forgotten(ways.forget)
+    when_chosen_anew(ways.forget)
 
     def call(tokens: Any, tokenizer_id: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
         routed = _decode_route(
@@ -282,7 +282,37 @@ def make_detokenize(ways: Ways) -> Callable[..., str | list[str]]:
     return _dressed(call, detokenize)
 
 
+def _bits(items: Any, several: bool) -> tuple[Any, ...]:
+    size = (sum(map(len, items)) if several else len(items)).bit_length()
+    return ("several", size, len(items).bit_length()) if several else ("one", size, 0)
+
+
+def _bind_tokenize(arguments: Mapping[str, Any]) -> PlainBinding:
+    given = dict(arguments)
+    texts, tokenizer = given.pop("texts"), resolve(given.pop("tokenizer_id"))
+    asked = Asked(**given)
+    several = _texts(texts)[1]
+    surrounds = _encode_arguments(texts, several, tokenizer, asked)[1]
+
+    def finished(raw: Any) -> dict[str, list[Any]]:
+        found = finish(raw if several else [raw], tokenizer, asked, surrounds)
+        return found if several else {name: row[0] for name, row in found.items()}
+
+    return PlainBinding("texts", lambda items: _bits(*_texts(items)), finished)
+
+
+def _bind_detokenize(arguments: Mapping[str, Any]) -> PlainBinding:
+    tokenizer = resolve(arguments["tokenizer_id"])
+
+    def kind(tokens: Any) -> tuple[Any, ...]:
+        items, several = _ids(tokens)
+        check_ids(items if several else [items], tokenizer)
+        return _bits(items, several)
+
+    return PlainBinding("tokens", kind, lambda raw: raw)
+
+
 PLAIN_FUNCTIONS = (
-    PlainFunction("tokenize", tokenize, _encode_route, (ENCODE,), make_tokenize),
-    PlainFunction("detokenize", detokenize, _decode_route, (DECODE,), make_detokenize),
+    PlainFunction("tokenize", tokenize, _encode_route, (ENCODE,), make_tokenize, _bind_tokenize),
+    PlainFunction("detokenize", detokenize, _decode_route, (DECODE,), make_detokenize, _bind_detokenize),
 )

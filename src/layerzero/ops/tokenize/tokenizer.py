@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,7 @@ _KNOWN: dict[Any, tuple[Any, Tokenizer]] = {}
 _BY_HASH: dict[str, Tokenizer] = {}
 _LOCK = forking.rlock()
 _FORGETTING: list[Callable[[], None]] = []
+_CHOICES: list[Callable[[], None]] = []
 
 
 def resolve(tokenizer_id: object) -> Tokenizer:
@@ -158,6 +160,12 @@ def when_forgotten(method: Callable[[], None]) -> None:
     _FORGETTING.append(method)
 
 
+def when_chosen_anew(method: Callable[[], None]) -> None:
+    """Call a function where what was chosen for a tokenizer no longer holds: it is forgotten, or this is a child."""
+    _CHOICES.append(method)
+    when_forgotten(method)
+
+
 def forget(tokenizer_id: object = None) -> None:
     """Read a tokenizer anew at its next call, because its file or object changed; all of them if None."""
     with _LOCK:
@@ -173,6 +181,30 @@ def forget(tokenizer_id: object = None) -> None:
                 del _KNOWN[other]
     for method in _FORGETTING:
         method()
+
+
+_WERE_SEVERAL: list[bool] = []
+
+
+def _look_for_threads() -> None:
+    _WERE_SEVERAL[:] = [threading.active_count() > 1]
+
+
+def _make_anew() -> None:
+    """In a forked child: choose anew, since some libraries cannot run there.
+
+    Another thread may have been inside of a library's form of a tokenizer, and its locks would be held for ever;
+    kitoken hangs so. Then forms are made anew, too, at their next call.
+    """
+    if any(_WERE_SEVERAL):
+        for each in known():
+            each.engines.clear()
+    for method in _CHOICES:
+        method()
+
+
+forking.around(_look_for_threads, lambda: None)
+forking.in_child(_make_anew)
 
 
 def dumped(ranks: Mapping[bytes, int], pattern: str, specials: Mapping[str, int]) -> bytes:

@@ -35,6 +35,7 @@ from layerzero.tuning.keeping.watching import WATCH
 from layerzero.tuning.measuring import machine_state
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
+from layerzero.tuning.predicting.neighbours import scaled
 from layerzero.tuning.predicting.prediction import predict
 from layerzero.tuning.predicting.prior import priors_of, problems
 from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, weighed
@@ -132,7 +133,10 @@ class TimeStore:
             if kernel_id not in adapts:
                 adapts[kernel_id] = adapted(by_id[kernel_id], facts)
             if adapts[kernel_id] == adapted_then:
-                estimate = predict(learning.decode(model), work.sizes)
+                learnt = learning.decode(model)
+                estimate = predict(learnt, work.sizes)
+                if estimate is None and facts.operation.plain is not None:
+                    estimate = scaled(learnt, work.sizes)
                 if estimate is not None:
                     confidence = worth * estimate.confidence
                     found[kernel_id] = Evidence(estimate.time_us, Provenance.PREDICTED, confidence, estimate.noise)

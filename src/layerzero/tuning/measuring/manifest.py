@@ -12,14 +12,16 @@ import os
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from layerzero.core.disk import write_whole
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import class_text
-from layerzero.core.operation import Case
+from layerzero.core.operation import Case, Operation
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.jobs import Job
@@ -95,11 +97,11 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
 
     A decode loop makes thousands of calls that differ in length by one. Of each power of two that they lie in, three
     stand for it: the smallest, the most frequent and the largest, so that all between them have measured neighbours.
-    The most frequent of every class come before the others.
+    The most frequent of every class come before the others. Calls without tensors are no jobs: see :func:`cases_of`.
     """
     classes: dict[str, list[Recorded]] = defaultdict(list)
     for recorded in manifest.calls:
-        if recorded.call.device == device:
+        if recorded.call.device == device and recorded.call.tensors:
             classes[_class_of(recorded.call)].append(recorded)
     first, bracketing = [], []
     for members in classes.values():
@@ -112,6 +114,23 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
         ends = {_elements(each.call): each for each in (by_size[0], by_size[-1])}
         bracketing += [_job(each.call, count) for size, each in ends.items() if size != _elements(most.call)]
     return [*sorted(first, key=_rank), *sorted(bracketing, key=_rank)]
+
+
+def cases_of(manifest: Manifest) -> Iterator[tuple[Operation, Mapping[str, Any], list[Case]]]:
+    """Calls without tensors: each operation, the parameters that name what was asked, and cases, frequent ones first.
+
+    Those of something that existed in the recording process only are left out: no other one finds it.
+    """
+    found: dict[tuple[str, str], tuple[Mapping[str, Any], dict[str, Case]]] = {}
+    for recorded in manifest.calls:
+        operation = REGISTRY.operation(recorded.call.operation)
+        if operation.plain is None or not recorded.call.params.get("source"):
+            continue
+        case = operation.plain.case(recorded.call.params)
+        key = operation.name, str(recorded.call.params["source"])
+        found.setdefault(key, (recorded.call.params, {}))[1].setdefault(case.name, case)
+    for (name, _), (params, cases) in found.items():
+        yield REGISTRY.operation(name), params, list(cases.values())
 
 
 def _job(call: CallRecipe, count: int) -> Job:

@@ -183,9 +183,13 @@ def tune_plain(
     again: bool = False,
     leave_out: Sequence[str] = (),
     modules: Sequence[str] = (),
+    cases: Sequence[Case] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PlainTuned:
-    """Prove what has to be proved, measure every legal kernel on the operations' cases, and remember it."""
+    """Prove what has to be proved, measure every legal kernel on the operations' cases, and remember it.
+
+    ``cases`` are others than the operations' own.
+    """
     started = time.perf_counter()
     waiting = [
         (kernel, facts)
@@ -195,10 +199,10 @@ def tune_plain(
     vetted = vet_calls(waiting, modules=modules, progress=progress) if waiting else ()
     contests, known, changed = [], 0, 0
     for operation in plain_operations(pattern):
-        for number, case in enumerate(operation.cases):
+        for case in operation.cases if cases is None else cases:
             if budget_s is not None and time.perf_counter() - started > budget_s:
                 break
-            if not again and _known(operation, number, params, leave_out):
+            if not again and _known(operation, case, params, leave_out):
                 known += 1
                 continue
             found = _contest(operation, case, params, (), leave_out)
@@ -218,9 +222,9 @@ def tune_plain(
     return PlainTuned(tuple(vetted), tuple(contests), known, changed, time.perf_counter() - started)
 
 
-def _known(operation: Operation, number: int, params: Mapping[str, Any], leave: Sequence[str]) -> bool:
+def _known(operation: Operation, case: Case, params: Mapping[str, Any], leave: Sequence[str]) -> bool:
     """Whether every kernel that may run has a time that was measured here, or there is nothing to choose."""
-    facts = facts_of_case(operation, number, params)
+    facts = facts_of_case(operation, case, params)
     function = plain_function_of(operation.name)
     assert function is not None, operation.name
     report, _ = PLAIN_CALLS[function.name][0].explain(facts, current_policy())

@@ -23,6 +23,7 @@ import layerzero
 from layerzero.core import forking
 from layerzero.core.disk import check_place
 from layerzero.core.operation import Function
+from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
@@ -48,7 +49,7 @@ class Recording:
         self._running = True
         ENGINE.watch(self._saw)
 
-    def _saw(self, _: Function, plan: Plan) -> None:
+    def _saw(self, _: Function | PlainFunction, plan: Plan) -> None:
         call = msgspec.json.encode(CallRecipe.of(plan.report.facts))
         with self._lock:
             self._counts[call] += 1

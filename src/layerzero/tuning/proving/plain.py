@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Operation, Routed
+from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
@@ -31,14 +31,14 @@ def plain_operations(pattern: str) -> list[Operation]:
     return [each for each in found if each.plain is not None]
 
 
-def facts_of_case(operation: Operation, number: int, params: Mapping[str, Any]) -> Facts:
+def facts_of_case(operation: Operation, case: Case, params: Mapping[str, Any]) -> Facts:
     """The facts of one of its cases, with the place where another process finds what they name.
 
     Raises: InvalidCallError where ``params`` do not name it.
     """
     assert operation.plain is not None
     try:
-        arguments = operation.plain.draw(operation.cases[number], params)
+        arguments = operation.plain.draw(case, params)
     except KeyError as error:
         wanted = f"params={{{error.args[0]!r}: ...}}, on the command line --param {error.args[0]}=..."
         raise InvalidCallError(operation.name, [f"wanted {wanted}, got {dict(params)}"]) from None
@@ -51,7 +51,7 @@ def pairs(
     """Kernels that are installed, take what ``params`` name, and have to prove themselves for it."""
     machine = probe.this_machine()
     for operation in plain_operations(pattern):
-        facts = facts_of_case(operation, 0, params)
+        facts = facts_of_case(operation, operation.cases[0], params)
         for kernel in REGISTRY.candidates(operation.name):
             if not kernel.needs_proof(facts) or (named and not any(names_kernel(each, kernel) for each in named)):
                 continue
