@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told, too_large
+from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.step import StepMetadata
 
 
-class PagedCache:
+class PagedCache(Bundle):
     """The pages of one layer.
 
         cache = lz.PagedCache.allocate(pages=4096, page_size=16, kv_heads=8, head_dim=128, device="cuda")
-        lz.append_paged_kv(k, v, cache.keys, cache.values, step.slot_mapping(cache.page_size), layout=cache.layout)
-        lz.paged_attention(q, cache.keys, cache.values, tables, lens, step=step, layout=cache.layout)
+        lz.append_paged_kv(k, v, cache, slot_mapping=step.slot_mapping(cache.page_size))
+        lz.paged_attention(q, cache, step=step)
+
+    Calls take it in place of ``key_cache``, or its tensors and ``layout=cache.layout``, which costs less.
 
     While it lives, calls on its memory that name another layout raise, those that were chosen before too. It costs a
     call in the one layout of all caches nothing; where there are caches of both, each call looks at its memory (1 us).
@@ -84,6 +92,34 @@ class PagedCache:
         """Heads of keys and values."""
         return int(self.keys.shape[1 + self.layout.index("H")])
 
+    def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its tensors and its layout, with tables, lengths and starts of the step where the call names none.
+
+        Raises: InvalidCallError where it stands for anything but a cache, beside the tensors of another one, or in
+            another layout (KV_CACHE_LAYOUT_MISMATCH).
+        """
+        mine = {"key_cache": self.keys, "value_cache": self.values}
+        problems = [] if parameter in mine else [f"{parameter}: wanted a tensor, got a {type(self).__name__}"]
+        for name, tensor in mine.items():
+            if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:
+                problems.append(f"{name}: wanted that of the same cache, or nothing beside it, got another")
+        if problems:
+            raise InvalidCallError(function, problems)
+        named = given.get("layout")
+        if named not in (CACHE_LAYOUTS[0], self.layout):  # the first is what a call has that names none
+            problem = f"layout: wanted {self.layout!r}, which the cache is written in, got {told(named)}"
+            raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
+        return mine | {"layout": self.layout} | of_step(given)
+
     def __repr__(self) -> str:
         shape, dtype = tuple(self.keys.shape), self.keys.dtype
         return f"PagedCache({shape[0]} pages of {self.page_size} tokens, {self.kv_heads} heads, {self.layout}, {dtype})"
+
+
+def of_step(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables, lengths and starts of the step of a call, where the call itself names none."""
+    step = given.get("step")
+    if not isinstance(step, StepMetadata):
+        return {}
+    known = {"block_tables": step.block_tables, "context_lens": step.context_lens, "cu_seqlens_q": step.cu_seqlens_q}
+    return {name: value for name, value in known.items() if given.get(name, 0) is None or given.get(name) is MISSING}

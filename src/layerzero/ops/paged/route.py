@@ -19,6 +19,7 @@ from layerzero.ops.paged.mixed import OPERATIONS as OF_TOKENS
 from layerzero.ops.paged.mixed_route import one_token_each, route_tokens
 from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
+from layerzero.ops.rope.route import apart
 
 
 def paged_attention(
@@ -170,20 +171,11 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         for new in ("key", "value", "slot_mapping"):
             if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
                 problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
-    if keys.device.type != "meta" and overlaps(keys, values) and not _side_by_side(keys, values):
+    if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
         problems.append("value_cache: wanted memory of its own, got that of key_cache")
     if problems:
         raise InvalidCallError(name, problems)
     return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
-
-
-def _side_by_side(left: Tensor, right: Tensor) -> bool:
-    """Whether two caches alternate page by page in one tensor, as views of (P, 2, N, K, D) do."""
-    if left.stride() != right.stride() or left.shape != right.shape:
-        return False
-    apart = abs(int(left.storage_offset()) - int(right.storage_offset()))
-    inner = 1 + sum((size - 1) * step for size, step in zip(left.shape[1:], left.stride()[1:], strict=True))
-    return inner <= apart and apart + inner <= left.stride(0)
 
 
 PAGED_ATTENTION = Function(
@@ -194,6 +186,7 @@ PAGED_ATTENTION = Function(
     draw=draw_attention,
     weight=4,
     state=frozenset({"sdpa"}),
+    brought=("value_cache", "block_tables", "context_lens"),
 )
 APPEND_PAGED_KV = Function(
     name="append_paged_kv",
@@ -202,6 +195,7 @@ APPEND_PAGED_KV = Function(
     operations=(APPEND_PAGED,),
     draw=draw.append_paged_kv,
     weight=1,
+    brought=("value_cache", "slot_mapping"),
     may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
 )
 FUNCTIONS = (PAGED_ATTENTION, APPEND_PAGED_KV)
