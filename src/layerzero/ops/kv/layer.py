@@ -36,6 +36,7 @@ class CacheLayer(PagedCache):
 
     def forget(self) -> None:
         """Have no memory any more."""
+        written.withdraw(self, {"keys": self.keys, "values": self.values})
         del self.keys, self.values
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,6 +83,7 @@ class SplitLayer(Bundle):
 
     def forget(self) -> None:
         """Have no memory any more."""
+        written.withdraw(self, self._planes)
         self._planes = {}
 
     def append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -146,6 +148,7 @@ class LatentLayer(Bundle):
 
     def forget(self) -> None:
         """Have no memory any more."""
+        written.withdraw(self, self._planes)
         self._planes = {}
 
     def append(self, ckv: Tensor, kpe: Tensor, slot_mapping: Tensor) -> None:
