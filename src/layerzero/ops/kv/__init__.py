@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from layerzero.ops.kv.cache import KVCache
+from layerzero.ops.kv.declare import OPERATIONS
 from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.route import FUNCTIONS
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
 
@@ -20,6 +22,3 @@ __all__ = [
 ]
 
 EXPORTS = ("CacheStep", "KVCache", "KVCacheError", "KVCacheStrategy", "StrategyChoice", "kv_cache_strategy")
-
-OPERATIONS: tuple[object, ...] = ()
-FUNCTIONS: tuple[object, ...] = ()

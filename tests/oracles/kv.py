@@ -1,0 +1,38 @@
+"""Tokens between caches: rows, slots and pages, one number after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def _append(c):
+    batch, seq = c["key"].shape[:2]
+    places = np.broadcast_to(c["positions"], (batch, seq))
+    for name in ("key", "value"):
+        for row in range(batch):
+            for token in range(seq):
+                c[f"{name}_cache"][row, places[row, token]] = c[name][row, token]
+    return c["key_cache"], c["value_cache"]
+
+
+def _gather(c):
+    size = c["key_cache"].shape[1]
+    found = []
+    for name in ("key_cache", "value_cache"):
+        cache = c[name]
+        rows = [
+            cache[slot // size, slot % size] if slot >= 0 else np.zeros(cache.shape[2:]) for slot in c["slot_mapping"]
+        ]
+        found.append(np.array(rows).reshape(len(rows), *cache.shape[2:]))
+    return tuple(found)
+
+
+def _copy(c):
+    for name in ("key_cache", "value_cache"):
+        before = c[name].copy()
+        for source, target in zip(c["from_pages"], c["to_pages"], strict=True):
+            c[name][target] = before[source]
+    return c["key_cache"], c["value_cache"]
+
+
+ORACLES = {"kv.append.contiguous": _append, "kv.gather.paged": _gather, "kv.copy_blocks": _copy}
