@@ -89,8 +89,9 @@ class Virtual(Fixed):
         self.reserved_bytes = layers * pages * self._row_bytes
         self.growths = self.waited_growths = 0
         self.growth_us = 0.0
-        self.ensure(0, 1)  # torch asks the driver whose memory an address is, so that the first one must be there
-        self.waited_growths = 0
+        for layer in range(layers):  # torch asks the driver whose memory an address is: the first one must be there
+            self._range.commit(layer * pages * self._row_bytes, grain)
+        self._has[0] = grain
         flat = self._range.tensor(dtype)
         self.layers = [self._views(flat, layer) for layer in range(layers)]
 
@@ -181,15 +182,10 @@ class Virtual(Fixed):
         with self._lock:
             self._range.settle()
             for page in free:
-                keep = self._range.granularity if page == 0 else 0  # the first piece stays for torch's sake
-                for layer in range(self._count):
-                    here = keep if layer == 0 else 0
-                    if self._has[page] > here:
-                        place = (layer * self._pages + page) * self._row_bytes
-                        self._range.release(place + here, self._has[page] - here)
-                if keep and self._has[page]:
-                    for layer in range(1, self._count):
-                        self._range.commit(layer * self._pages * self._row_bytes, keep)
+                keep = self._range.granularity if page == 0 else 0  # what was there at first
+                for layer in range(self._count if self._has[page] > keep else 0):
+                    place = (layer * self._pages + page) * self._row_bytes
+                    self._range.release(place + keep, self._has[page] - keep)
                 self._has[page] = min(self._has[page], keep)
 
     def close(self) -> None:
