@@ -292,7 +292,7 @@ def test_layers_say_in_which_layout_they_are_written():
             assert all(torch.equal(*pair) for pair in zip(got, new, strict=True))
         with pytest.raises(lz.InvalidCallError, match=r"KV_CACHE_LAYOUT_MISMATCH.*converted\(\)"):
             lz.paged_attention(query, split.layer(1), step=step)
-    del step
+    del step, other
     split.close()
     cache.close()
     assert not written._LAYOUTS

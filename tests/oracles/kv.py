@@ -35,4 +35,22 @@ def _copy(c):
     return c["key_cache"], c["value_cache"]
 
 
-ORACLES = {"kv.append.contiguous": _append, "kv.gather.paged": _gather, "kv.copy_blocks": _copy}
+def _append_quantized(c):
+    """The quotients themselves: what rounds them is judged by one step."""
+    size, shape = c["key_cache"].shape[1], c["key_cache"].shape[:3]
+    for name in ("key", "value"):
+        scale, cache = np.broadcast_to(c[f"{name}_scale"], shape), c[f"{name}_cache"]
+        whole = cache.dtype == np.int8
+        for token, slot in enumerate(c["slot_mapping"]):
+            if slot >= 0:
+                quotient = c[name][token] / scale[slot // size, slot % size][:, None]
+                cache[slot // size, slot % size] = np.clip(np.rint(quotient), -127, 127) if whole else quotient
+    return c["key_cache"], c["value_cache"]
+
+
+ORACLES = {
+    "kv.append.quantized": _append_quantized,
+    "kv.append.contiguous": _append,
+    "kv.gather.paged": _gather,
+    "kv.copy_blocks": _copy,
+}

@@ -23,6 +23,7 @@ MODULES = (
     "paged",
     "paged_tokens",
     "qkv",
+    "quantized",
     "rope",
     "rope_append",
     "sampling",

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.kv.declare import quantized
 from layerzero.ops.rope_append.reference import write_rows
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -49,6 +51,34 @@ def _load_copy(facts: Facts) -> Callable[..., None]:
     return copy
 
 
+def _load_quantized(facts: Facts) -> Callable[..., None]:
+    on_cpu = facts.device.platform == "cpu"
+
+    def append(
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        page_size, there = key_cache.shape[1], slot_mapping >= 0
+        source = torch.arange(len(there), device=there.device)
+        if on_cpu:  # here a value costs nothing to read
+            source = source[there]
+        else:  # a token without a slot repeats the first that has one
+            source = torch.where(there, source, there.long().argmax())
+        slots = slot_mapping[source].clamp(min=0)
+        page, offset = slots // page_size, slots % page_size
+        for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+            factor = (scale[page, offset] if scale.ndim == 3 else scale).unsqueeze(-1)
+            codes, held = quantized(new[source], factor, cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+            held[page, offset] = codes if on_cpu else torch.where(there.any(), codes, held[page, offset])
+
+    return append
+
+
 def _kernel(name: str, operation: str, load: Callable[[Facts], Callable[..., Any]]) -> Kernel:
     return Kernel(
         id=f"torch.{name}",
@@ -68,4 +98,5 @@ KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", _load_append),
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
     _kernel("copy_pages", "kv.copy_blocks", _load_copy),
+    _kernel("append_codes", "kv.append.quantized", _load_quantized),
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING, INDEX
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
@@ -23,10 +23,8 @@ from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.kv import cases
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
+from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.rope_append.reference import write_rows
-
-QUANTIZED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})
-"""What a cache may hold in place of floating numbers, with scales."""
 
 _INT64 = frozenset({torch.int64})
 _EXACT = dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0))
@@ -236,17 +234,6 @@ COPY_BLOCKS = Operation(
 
 # kv.append.quantized
 
-SCALES = tuple(
-    TensorSchema(
-        name,
-        dtype_constraint=frozenset({torch.float32}),
-        same_dtype=False,
-        broadcast=("pages", "page_size", "kv_heads"),
-    )
-    for name in ("key_scale", "value_scale")
-)
-"""Of a cache of narrower elements: one number, one a head, or one a token and head."""
-
 
 def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even."""
@@ -278,7 +265,7 @@ def append_quantized_reference(
     shape = key_cache.shape[:3]
     for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
         factor = scale.expand(shape)[page, offset].unsqueeze(-1)
-        cache.view(torch.uint8)[page, offset] = quantized(new[there], factor, cache.dtype).view(torch.uint8)
+        cache[page, offset] = quantized(new[there], factor, cache.dtype)
 
 
 def _check_quantized(layout: str = "NHD", **arguments: Any) -> list[str]:
@@ -310,6 +297,12 @@ APPEND_QUANTIZED = Operation(
     reference=append_quantized_reference,
     fake=_nothing,
     cases=cases.SLOTS,
+    derive=lambda arguments, _: {
+        "cache_dtype": dtype_name(arguments["key_cache"].dtype),
+        "scale_axes": arguments["key_scale"].ndim,
+    },
+    derived=("cache_dtype", "scale_axes"),
+    derived_from={"cache_dtype": (), "scale_axes": ()},
     judge=_ONE_STEP,
     check_values=_check_quantized,
     guard=written.guard,
@@ -318,4 +311,4 @@ APPEND_QUANTIZED = Operation(
     sweep=cases.slots_sweep,
 )
 
-OPERATIONS = (APPEND, GATHER, COPY_BLOCKS)
+OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)

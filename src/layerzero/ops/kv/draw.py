@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.draw import quantize
 
 _HEAD_DIMS = (1, 7, 16, 64, 128)
 
@@ -68,3 +69,15 @@ def copy_kv_blocks(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     targets = torch.randperm(pages, generator=draw.data)[:copies].to(draw.device)
     named = {"from_pages": draw.laid_out(sources, expand=False), "to_pages": draw.laid_out(targets, expand=False)}
     return arguments | named
+
+
+def append_quantized_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_quantized_kv``: some quotients lie beyond the range."""
+    pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
+    arguments, heads = _caches(draw, (pages, page_size), dtype)
+    tokens = min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), pages * page_size)
+    slots = torch.randperm(pages * page_size, generator=draw.data)[:tokens]
+    if draw.chance(0.3):
+        slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
+    made = {**_new(draw, (tokens,), heads, dtype), **quantize(draw, arguments)}
+    return made | {"slot_mapping": draw.laid_out(slots.to(draw.device), expand=False)}

@@ -10,9 +10,10 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense, overlaps
 from layerzero.ops.kv import draw
-from layerzero.ops.kv.declare import APPEND, COPY_BLOCKS, GATHER
+from layerzero.ops.kv.declare import APPEND, APPEND_QUANTIZED, COPY_BLOCKS, GATHER
 from layerzero.ops.paged import written
 from layerzero.ops.paged.problems import layout_problems, shape_problems
+from layerzero.ops.paged.quantized import scale_problems
 from layerzero.ops.rope.route import apart, write_problems
 
 _CACHES = ("key_cache", "value_cache")
@@ -72,6 +73,35 @@ def copy_kv_blocks(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
+def append_quantized_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens, divided by scales, into a paged cache of float8 or int8, in place.
+
+    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,); scales (), (K,) or
+        (P, N, K), whatever the layout.
+    Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32;
+        slot_mapping int64, on the same device.
+    Args:
+        slot_mapping: as of ``lz.append_paged_kv``.
+        key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
+            become its largest number; those of int8 are rounded to even, from -127 to 127.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
+        in debug mode for slots beyond the cache, too.
+    Source: reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
 def _checked(name: str, arguments: dict[str, Any], operation: Operation, new: int, varies: tuple[str, ...]) -> Routed:
     """What all of them ask: tensors of the right ranks, one layout, sizes that fit, memory that may be written."""
     check_dense(name, arguments)
@@ -118,6 +148,15 @@ def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed
     return _checked("copy_kv_blocks", arguments, COPY_BLOCKS, 0, ("copies", "pages"))
 
 
+def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    name = "append_quantized_kv"
+    routed = _checked(name, arguments, APPEND_QUANTIZED, 3, ("tokens",))
+    problems = scale_problems(arguments, arguments["layout"])
+    if problems:
+        raise InvalidCallError(name, problems)
+    return routed
+
+
 _SHARED = frozenset({frozenset(_CACHES)})
 
 FUNCTIONS = (
@@ -149,5 +188,15 @@ FUNCTIONS = (
         weight=1,
         may_share_storage=_SHARED,
         brought=("value_cache", "from_pages", "to_pages"),
+    ),
+    Function(
+        name="append_quantized_kv",
+        signature=append_quantized_kv,
+        route=_route_quantized,
+        operations=(APPEND_QUANTIZED,),
+        draw=draw.append_quantized_kv,
+        weight=1,
+        may_share_storage=_SHARED,
+        brought=("value_cache", "slot_mapping", "key_scale", "value_scale"),
     ),
 )
