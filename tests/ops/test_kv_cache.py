@@ -243,7 +243,7 @@ def test_mistakes_are_told(call, message):
         ({"layers": 0}, "layers: wanted a number of at least 1, got 0"),
         ({"kv_heads": None}, "kv_heads: wanted a number of at least 1, got None"),
         ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM, got 'DNH'"),
-        ({"dtype": torch.int8}, "dtype: wanted float32, float64, float16 or bfloat16, got torch.int8"),
+        ({"dtype": torch.bool}, "dtype: wanted float32, .* got torch.bool"),
         ({"latent": (512, 64)}, "latent: wanted no kv_heads, head_dim and value_dim beside it"),
         ({"pages": None}, "max_sequences and max_length: wanted both for a contiguous cache"),
         ({"strategy": "virtual"}, "pages: wanted None for a virtual cache"),
@@ -510,3 +510,61 @@ def test_rows_serve_contiguous_kernels():
             with pytest.raises(lz.KVCacheError, match="rows that follow each other"):
                 cache.rows([names[2], names[0]], 0)
             cache.close()
+
+
+# caches of float8 and int8
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("scales", ["tensor", "head", "token"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
+    cache = lz.KVCache(2, 2, 32, pages=6, page_size=16, layout=layout, dtype=dtype, scales=scales)
+    cache.allocate("a")
+    cache.allocate("b")
+    layer = cache.layer(1)
+    query, key, value = drawn(25)
+    key[:, 1] *= 3  # a head of larger numbers
+    with cache.writing(["a", "b"], [20, 5]) as step:
+        if scales == "token":
+            layer.fit_scales(key, value, step.slots)
+        else:
+            layer.key_scale.fill_(0.09)
+            layer.value_scale.fill_(0.04)
+        lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+        got = lz.paged_attention(query, layer, step=step)
+        with pytest.raises(lz.InvalidCallError, match=r"key_cache: wanted dtype .* got (float8|int8)"):
+            lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+        with pytest.raises(lz.InvalidCallError, match="key_scale: wanted a float32 tensor with a quantized cache"):
+            lz.paged_attention(
+                query, layer.keys, layer.values, step.block_tables, step.context_lens, cu_seqlens_q=step.cu_seqlens_q,
+                layout=layout,
+            )  # fmt: skip
+    want = torch.cat([plain(query[:20], key[:20], value[:20]), plain(query[20:], key[20:], value[20:])])
+    rounding = {torch.float8_e4m3fn: 0.2, torch.float8_e5m2: 0.4, torch.int8: 0.15}[dtype]
+    assert (got - want).abs().mean() < rounding / 4
+    with cache.writing(["a", "b"]) as step:
+        query, key, value = drawn(2)
+        if scales == "token":
+            layer.fit_scales(key, value, step.slots)
+        lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+        tokens = lz.paged_attention(query, layer, step=lz.StepMetadata(
+            step.block_tables, step.context_lens, cu_seqlens_q=torch.arange(3, dtype=torch.int32)
+        ))  # fmt: skip
+        torch.testing.assert_close(lz.paged_attention(query.unsqueeze(1), layer, step=step)[:, 0], tokens)
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.int8}, "scales: wanted tensor, head, token with heads in NHD or HND .*, got None"),
+        ({"dtype": torch.int8, "scales": "row"}, "scales: wanted .* got 'row'"),
+        ({"scales": "head"}, "scales: wanted None for a cache of torch.float32, got 'head'"),
+        ({"dtype": torch.int8, "scales": "head", "layout": "VLLM"}, "scales: wanted .*"),
+        ({"dtype": torch.int32}, "dtype: wanted float32, .* or int8, got torch.int32"),
+    ],
+)
+def test_scales_go_with_codes(change, message):
+    with pytest.raises(lz.InvalidCallError, match=message):
+        lz.KVCache(**{"layers": 1, "kv_heads": 2, "head_dim": 8, "pages": 4, "dtype": torch.float32} | change)

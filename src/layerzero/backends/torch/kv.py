@@ -64,11 +64,9 @@ def _load_quantized(facts: Facts) -> Callable[..., None]:
         value_scale: Tensor,
     ) -> None:
         page_size, there = key_cache.shape[1], slot_mapping >= 0
-        source = torch.arange(len(there), device=there.device)
-        if on_cpu:  # here a value costs nothing to read
-            source = source[there]
-        else:  # a token without a slot repeats the first that has one
-            source = torch.where(there, source, there.long().argmax())
+        every = torch.arange(len(there), device=there.device)
+        # on a CPU a value costs nothing to read; elsewhere a token without a slot repeats the first that has one
+        source = every[there] if on_cpu else torch.where(there, every, there.long().argmax())
         slots = slot_mapping[source].clamp(min=0)
         page, offset = slots // page_size, slots % page_size
         for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):

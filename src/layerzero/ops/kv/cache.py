@@ -43,6 +43,8 @@ class KVCache(CachedSequences):
         device: where it lies; the CPU if None.
         strategy: one of :class:`layerzero.KVCacheStrategy`, whatever the facts say; chosen by them if None.
         captured: whether steps are replayed as CUDA graphs; a fact for the choice.
+        scales: of a cache of float8 or int8, one for the ``tensor`` (1 until somebody sets it), for a ``head``, or for
+            each ``token`` and head, which :meth:`layerzero.ops.kv.layer.CacheLayer.fit_scales` sets.
         limit_bytes: the most memory that a virtual cache takes.
     Attributes:
         choice: the strategy, and why.

@@ -34,8 +34,8 @@ SLOTS = (
     _paged("llama3_8b_s2048", ("tokens", 2048), 1024, 8, 128),
 )
 COPIES = (
-    _paged("small", ("copies", 3), 8, 2, 64),
-    _paged("llama3_8b_16", ("copies", 16), 1024, 8, 128),
+    _paged("small", ("copied_pages", 3), 8, 2, 64),
+    _paged("llama3_8b_16", ("copied_pages", 16), 1024, 8, 128),
 )
 
 
@@ -50,7 +50,7 @@ def positions(
 
 def pages(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Tensor]:
     """Pages that are read, and others that are written."""
-    count, copies = case.sizes["pages"], case.sizes["copies"]
+    count, copies = case.sizes["pages"], case.sizes["copied_pages"]
     order = torch.randperm(count, generator=generator)
     return {"from_pages": order[:copies].to(device), "to_pages": order[-copies:].flip(0).to(device)}
 
@@ -85,4 +85,4 @@ def copies_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[C
     for kv_heads, head_dim in _SHAPES if not narrow else ():
         for copies in (1, 64):
             name = f"{copies} pages ({kv_heads}/{head_dim})"
-            yield _paged(name, ("copies", copies), 8192 if device == "cuda" else 256, kv_heads, head_dim)
+            yield _paged(name, ("copied_pages", copies), 8192 if device == "cuda" else 256, kv_heads, head_dim)

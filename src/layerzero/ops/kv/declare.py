@@ -212,11 +212,11 @@ COPY_BLOCKS = Operation(
         operation="kv.copy_blocks",
         inputs=(
             *_caches(("pages", "page_size"), mutated=True),
-            TensorSchema("from_pages", ("copies",), _INT64, same_dtype=False, indexes=("pages",)),
-            TensorSchema("to_pages", ("copies",), _INT64, same_dtype=False, indexes=("pages",), distinct=True),
+            TensorSchema("from_pages", ("copied_pages",), _INT64, same_dtype=False, indexes=("pages",)),
+            TensorSchema("to_pages", ("copied_pages",), _INT64, same_dtype=False, indexes=("pages",), distinct=True),
         ),
         outputs=(),
-        axes=(Axis("copies", scales=True, live=True), Axis("page_size", scales=True), _PAGES, *_HEADS),
+        axes=(Axis("copied_pages", scales=True, live=True), Axis("page_size", scales=True), _PAGES, *_HEADS),
         layouts=CACHE_LAYOUTS,
     ),
     summary="Copy pages of a cache into other pages",
@@ -228,7 +228,7 @@ COPY_BLOCKS = Operation(
     check_values=_check_pages,
     guard=written.guard,
     examples=cases.pages,
-    work=_moved("copies", "page_size"),
+    work=_moved("copied_pages", "page_size"),
     sweep=cases.copies_sweep,
 )
 

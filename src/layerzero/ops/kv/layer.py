@@ -29,15 +29,32 @@ class CacheLayer(PagedCache):
 
     def __init__(self, owner: KVCache, number: int, planes: Mapping[str, Tensor], layout: str) -> None:
         self._owner, self.number = weakref.ref(owner), number
-        super().__init__(planes["keys"], planes["values"], layout)
+        scales = {name: planes.get(name) for name in ("key_scale", "value_scale")}
+        super().__init__(planes["keys"], planes["values"], layout, **scales)
 
     def __getattr__(self, name: str) -> Any:  # asked for what a closed cache has no more
-        raise KVCacheError(_FREED) if name in ("keys", "values") else AttributeError(name)
+        raise KVCacheError(_FREED) if name in ("keys", "values", "key_scale", "value_scale") else AttributeError(name)
 
     def forget(self) -> None:
         """Have no memory any more."""
         written.withdraw(self, {"keys": self.keys, "values": self.values})
-        del self.keys, self.values
+        del self.keys, self.values, self.key_scale, self.value_scale
+
+    def fit_scales(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Give each slot the scales that its new token needs, so that the largest number of a head is the largest code.
+
+        Shapes: key (T, K, D), value (T, K, D_v), slot_mapping (T,). Raises: KVCacheError without scales a token.
+        """
+        pairs = (self.key_scale, key), (self.value_scale, value)
+        there = slot_mapping >= 0
+        slots, size = slot_mapping[there], self.page_size
+        for scale, new in pairs:
+            if scale is None or scale.ndim != 3:
+                raise KVCacheError("wanted a cache with scales='token', got one without; set its scales by yourself")
+            dtype = self.keys.dtype
+            most = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
+            largest = new[there].float().abs().amax(-1)
+            scale[slots // size, slots % size] = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors, layout and step; see :meth:`layerzero.ops.paged.cache.PagedCache.arguments_of`."""

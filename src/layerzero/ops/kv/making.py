@@ -8,8 +8,12 @@ import torch
 
 from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
-from layerzero.ops.kv.planes import LAYOUTS, Plane, heads_planes, latent_planes
+from layerzero.ops.kv.planes import LAYOUTS, Plane, heads_planes, latent_planes, scale_planes
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
+from layerzero.ops.paged.quantized import QUANTIZED
+
+SCALES = ("tensor", "head", "token")
+"""What a scale of a cache of float8 or int8 is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ def asked(
     device: torch.device | str | None,
     strategy: KVCacheStrategy | str | None,
     captured: bool,
+    scales: str | None,
 ) -> Making:
     """Check what a cache is asked to be, and choose its strategy.
 
@@ -64,8 +69,15 @@ def asked(
     if layout not in LAYOUTS or (latent is not None and layout != LAYOUTS[0]):
         wanted = " or ".join(LAYOUTS if latent is None else LAYOUTS[:1])
         problems.append(f"layout: wanted {wanted}, got {told(layout)}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        problems.append(f"dtype: wanted float32, float64, float16 or bfloat16, got {told(dtype)}")
+    narrow = dtype in QUANTIZED
+    if not isinstance(dtype, torch.dtype) or not (narrow or (dtype.is_floating_point and dtype.itemsize > 1)):
+        wanted = "float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
+        problems.append(f"dtype: wanted {wanted}, got {told(dtype)}")
+    elif narrow and (scales not in SCALES or latent is not None or layout == "VLLM"):
+        wanted = f"{', '.join(SCALES)} with heads in NHD or HND for a cache of {dtype}"
+        problems.append(f"scales: wanted {wanted}, got {told(scales)}")
+    elif not narrow and scales is not None:
+        problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
     if problems:
         raise InvalidCallError("KVCache", problems)
     where = torch.device("cpu" if device is None else device)
@@ -101,6 +113,11 @@ def asked(
         assert head_dim is not None
         assert value_dim is not None
         planes = heads_planes(layout, page_size, kv_heads, (head_dim, value_dim), dtype)
+        if scales == "token":
+            if choice.strategy is KVCacheStrategy.VIRTUAL:
+                problem = "scales: wanted 'tensor' or 'head' for a virtual cache, all of one dtype, got 'token'"
+                raise InvalidCallError("KVCache", [problem])
+            planes += scale_planes(page_size, kv_heads)
     return Making(planes, layers, pages, page_size, layout, where, choice)
 
 

@@ -56,3 +56,8 @@ def heads_planes(
 def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Plane, ...]:
     """What multi-head latent attention keeps of a token: the compressed keys and values, and the rotated part."""
     return tuple(Plane(name, (page_size, dim), 1, dtype) for name, dim in zip(("ckv", "kpe"), dims, strict=True))
+
+
+def scale_planes(page_size: int, kv_heads: int) -> tuple[Plane, ...]:
+    """A scale for each token and head, tokens first whatever the layout."""
+    return tuple(Plane(name, (page_size, kv_heads), 1, torch.float32) for name in ("key_scale", "value_scale"))

@@ -145,7 +145,7 @@ def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Rout
 
 
 def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _checked("copy_kv_blocks", arguments, COPY_BLOCKS, 0, ("copies", "pages"))
+    return _checked("copy_kv_blocks", arguments, COPY_BLOCKS, 0, ("copied_pages", "pages"))
 
 
 def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:

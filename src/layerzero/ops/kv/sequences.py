@@ -59,15 +59,16 @@ class CachedSequences:
         strategy: KVCacheStrategy | str | None = None,
         captured: bool = False,
         limit_bytes: int | None = None,
+        scales: str | None = None,
     ) -> None:
         self._closed = True  # until it is made
         made = asked(
             *(layers, kv_heads, head_dim, value_dim, latent, pages, page_size, max_sequences, max_length),
-            *(layout, dtype, device, strategy, captured),
+            *(layout, dtype, device, strategy, captured, scales),
         )
         self.choice, self.layout, self.dtype = made.choice, "MLA" if latent is not None else layout, dtype
         self.pages, self.page_size, self.device = made.pages, made.page_size, made.device
-        self._planes = made.planes
+        self._planes, self._scales = made.planes, scales
         sizes = made.planes, made.layers, made.pages, made.device
         if made.choice.strategy is KVCacheStrategy.VIRTUAL:
             self._storage: Fixed = Virtual(*sizes, limit_bytes)
@@ -81,7 +82,11 @@ class CachedSequences:
         self._closed = False
 
     def _layer(self, number: int) -> Any:
-        planes = self._storage.layers[number]
+        planes = dict(self._storage.layers[number])
+        if self._scales in ("tensor", "head"):
+            heads = self._planes[0].inner[-2 if self.layout == "NHD" else 0]
+            shape = () if self._scales == "tensor" else (heads,)
+            planes |= {name: torch.ones(shape, device=self.device) for name in ("key_scale", "value_scale")}
         if self.layout == "MLA":
             return LatentLayer(self, planes)
         return SplitLayer(planes) if self.layout == "VLLM" else CacheLayer(self, number, planes, self.layout)

@@ -14,6 +14,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
 from layerzero.ops.paged.step import StepMetadata
 
 
@@ -32,18 +33,28 @@ class PagedCache(Bundle):
     Attributes:
         keys, values: (P, N, K, D) and (P, N, K, D_v) in ``NHD``; (P, K, N, D) and (P, K, N, D_v) in ``HND``.
         layout: ``NHD`` or ``HND``, the order of tokens and heads in a page.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of; see
+            ``lz.paged_attention``. None for others.
     Raises: InvalidCallError for tensors that are no cache together, and for memory that another one says is written
         otherwise (KV_CACHE_LAYOUT_MISMATCH).
     """
 
-    __slots__ = ("__weakref__", "keys", "layout", "values")
+    __slots__ = ("__weakref__", "key_scale", "keys", "layout", "value_scale", "values")
 
-    def __init__(self, keys: Tensor, values: Tensor, layout: str = "NHD") -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        layout: str = "NHD",
+        *,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> None:
         problems = []
         if layout not in CACHE_LAYOUTS:
             problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
         for name, tensor in (("keys", keys), ("values", values)):
-            if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
+            if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not _is_number(tensor.dtype):
                 got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 problems.append(f"{name}: wanted a floating tensor of pages, tokens, heads and head dim, got {got}")
         if not problems and (keys.shape[:3] != values.shape[:3] or keys.device != values.device):
@@ -51,7 +62,13 @@ class PagedCache(Bundle):
             problems.append(f"values: wanted {wanted}, got {tuple(values.shape[:3])} on {values.device}")
         if problems:
             raise InvalidCallError("PagedCache", problems)
+        if not problems and (keys.dtype in QUANTIZED or key_scale is not None or value_scale is not None):
+            given = {"key_cache": keys, "value_cache": values, "key_scale": key_scale, "value_scale": value_scale}
+            problems += scale_problems(given, layout)
+        if problems:
+            raise InvalidCallError("PagedCache", problems)
         self.keys, self.values, self.layout = keys, values, layout
+        self.key_scale, self.value_scale = key_scale, value_scale
         written.declare(self, {"keys": keys, "values": values}, layout)
 
     @classmethod
@@ -103,6 +120,11 @@ class PagedCache(Bundle):
         for name, tensor in mine.items():
             if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:
                 problems.append(f"{name}: wanted that of the same cache, or nothing beside it, got another")
+        for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            if name in given and scale is not None:
+                if given[name] is not None and given[name] is not MISSING and given[name] is not scale:
+                    problems.append(f"{name}: wanted that of the cache, or nothing beside it, got another")
+                mine[name] = scale
         if problems:
             raise InvalidCallError(function, problems)
         named = given.get("layout")
@@ -114,6 +136,10 @@ class PagedCache(Bundle):
     def __repr__(self) -> str:
         shape, dtype = tuple(self.keys.shape), self.keys.dtype
         return f"PagedCache({shape[0]} pages of {self.page_size} tokens, {self.kv_heads} heads, {self.layout}, {dtype})"
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype in QUANTIZED
 
 
 def of_step(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,8 @@ def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
 def dequantized(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that a cache in NHD stands for, in a wider dtype."""
     factor = scale.unsqueeze(-1) if scale.ndim else scale  # behind the heads comes their width
-    return (
-        (cache.to(torch.float32) * factor).to(dtype) if dtype != torch.float64 else cache.to(dtype) * factor.to(dtype)
-    )
+    wide = torch.promote_types(dtype, torch.float32)
+    return (cache.to(wide) * factor.to(wide)).to(dtype)
 
 
 def _reference(attend: Callable[..., Any], tensors: int) -> Callable[..., Any]:
