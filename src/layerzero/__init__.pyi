@@ -61,6 +61,7 @@ from layerzero.integrations.tokenizers import tune_tokenizer
 from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
+from layerzero.ops.kv import CacheStep, KVCache, KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.ragged import RaggedMetadata
@@ -77,6 +78,7 @@ from layerzero.tuning.proving.vetting import vet
 __all__ = [
     "Axis",
     "Backend",
+    "CacheStep",
     "Case",
     "CudaGraphUnsafeError",
     "DescriptorError",
@@ -90,6 +92,9 @@ __all__ = [
     "Handle",
     "InvalidCallError",
     "JitStatus",
+    "KVCache",
+    "KVCacheError",
+    "KVCacheStrategy",
     "Kernel",
     "KernelExecutionError",
     "KernelSpec",
@@ -121,6 +126,7 @@ __all__ = [
     "SelectionReport",
     "SizeCodes",
     "StepMetadata",
+    "StrategyChoice",
     "StreamingDetokenizer",
     "TensorSchema",
     "TokenizerCacheConfig",
@@ -133,7 +139,9 @@ __all__ = [
     "add_rms_norm_",
     "alibi_bias",
     "alibi_slopes",
+    "append_kv",
     "append_paged_kv",
+    "append_quantized_kv",
     "apply_penalties",
     "attention",
     "avoid",
@@ -144,6 +152,7 @@ __all__ = [
     "chosen_logprobs",
     "configure",
     "confirm_suspects",
+    "copy_kv_blocks",
     "descriptor",
     "deterministic",
     "detokenize",
@@ -155,6 +164,7 @@ __all__ = [
     "forget_tokenizer",
     "freeze",
     "frozen",
+    "gather_paged_kv",
     "gelu",
     "gelu_mul",
     "greedy",
@@ -162,6 +172,7 @@ __all__ = [
     "jit_status",
     "judges",
     "kernels_from_descriptor",
+    "kv_cache_strategy",
     "layer_norm",
     "limits",
     "linear",
@@ -318,6 +329,28 @@ def alibi_bias(
     Source: arXiv:2108.12409.
     """
 
+def append_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens into the rows of a contiguous cache, in place.
+
+    Shapes: key (B, S, K, D), value (B, S, K, D_v); caches (B, L, K, D) and (B, L, K, D_v) in NHD, axes 1 and 2 swapped
+        in HND; positions (B, S), (1, S) or (S,).
+    Dtype: keys, values and caches the same floating dtype; positions int32 or int64, on the same device.
+    Args:
+        positions: where each token belongs in its sequence's row; each place of a row at most once.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
+        tokens or with each other; on a CPU and in debug mode for places beyond the cache, too.
+    Source: static caches of Transformers 5.
+    """
+
 def append_paged_kv(
     key: Tensor,
     value: Tensor,
@@ -337,6 +370,33 @@ def append_paged_kv(
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
         tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
+    Source: reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
+
+def append_quantized_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens, divided by scales, into a paged cache of float8 or int8, in place.
+
+    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,); scales (), (K,) or
+        (P, N, K), whatever the layout.
+    Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32;
+        slot_mapping int64, on the same device.
+    Args:
+        slot_mapping: as of ``lz.append_paged_kv``.
+        key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
+            become its largest number; those of int8 are rounded to even, from -127 to 127.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
+        in debug mode for slots beyond the cache, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -555,6 +615,27 @@ def chosen_logprobs(
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
     """
 
+def copy_kv_blocks(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    from_pages: Tensor,
+    to_pages: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Copy pages of a cache into other pages, in place, as if all were read before any is written.
+
+    Shapes: caches as in ``lz.paged_attention``; from_pages and to_pages (M,).
+    Dtype: both caches the same floating dtype; pages int64, on the same device.
+    Args:
+        from_pages: what is read.
+        to_pages: where each of them goes, each page at most once.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
+        in debug mode for pages beyond the cache, too.
+    Source: copy_blocks of vLLM, arXiv:2309.06180.
+    """
+
 def detokenize(
     tokens: list[int] | list[list[int]],
     tokenizer_id: Any,
@@ -592,6 +673,26 @@ def embedding(
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, and for a padding_idx that no row has.
         Without a shard ids that no row has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
     Source: shards as in Megatron-LM, arXiv:1909.08053.
+    """
+
+def gather_paged_kv(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+) -> tuple[Tensor, Tensor]:
+    """Read the keys and values of tokens out of a paged cache.
+
+    Shapes: caches as in ``lz.paged_attention``; slot_mapping (T,) → (T, K, D), (T, K, D_v).
+    Dtype: both caches the same floating dtype; slot_mapping int64, on the same device.
+    Args:
+        slot_mapping: ``page * page_size + offset`` of each token; -1 gives zeros.
+        layout: ``"NHD"`` or ``"HND"``.
+    Returns: keys and values, one token after the other.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit; on a CPU and in debug mode for slots beyond
+        the cache, too.
+    Source: gather_cache of vLLM, arXiv:2309.06180.
     """
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -738,6 +839,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -758,6 +861,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -778,6 +883,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
@@ -787,7 +894,8 @@ def paged_attention(
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
         context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
-    Dtype: query and caches the same floating dtype; tables, lengths and starts int32, on the same device.
+    Dtype: query and caches the same floating dtype, or caches of float8_e4m3fn, float8_e5m2 or int8 with scales;
+        tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
         context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
@@ -805,6 +913,8 @@ def paged_attention(
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of: float32 (), (K,) or
+            (P, N, K), whatever the layout.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no

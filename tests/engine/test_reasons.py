@@ -206,6 +206,20 @@ def read_in_another_layout():
     return {caught.value.code}
 
 
+def strategy_refused(**facts):
+    with pytest.raises(lz.KVCacheError) as caught:
+        lz.kv_cache_strategy("cuda", strategy="virtual", **facts)
+    return {caught.value.code}
+
+
+def cache_full(**sizes):
+    cache = lz.KVCache(1, 1, 64, dtype=torch.float32, **sizes)
+    cache.allocate("a")
+    with pytest.raises(lz.KVCacheError) as caught:
+        cache.writing(["a"], [4000])
+    return {caught.value.code}
+
+
 PRODUCERS = {
     C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
@@ -228,6 +242,12 @@ PRODUCERS = {
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
     C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
+    C.KV_CACHE_EXHAUSTED: lambda: cache_full(pages=2),
+    C.VIRTUAL_MEMORY_EXHAUSTED: lambda: cache_full(
+        max_sequences=1, max_length=4096, strategy="virtual", limit_bytes=2**17
+    ),
+    C.KV_STRATEGY_UNSUPPORTED: lambda: strategy_refused(layout="HND", cuda=12040),
+    C.DRIVER_VERSION_UNSUPPORTED: lambda: strategy_refused(cuda=11080),
     C.MISALIGNED: lambda: in_strict_mode(misaligned),
     C.ATTN_MASK_UNSUPPORTED: lambda: refusals(
         "flash_attn.v2",

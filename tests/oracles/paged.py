@@ -41,10 +41,25 @@ def _append(c):
     return c["key_cache"], c["value_cache"]
 
 
+def _scaled(of):
+    """The same over a cache whose numbers are multiples of scales."""
+
+    def run(c):
+        wide = dict(c)
+        for name in ("key", "value"):
+            scale = np.asarray(c[f"{name}_scale"])
+            wide[f"{name}_cache"] = c[f"{name}_cache"] * (scale[..., None] if scale.ndim else scale)
+        return of(wide)
+
+    return run
+
+
 ORACLES = {
     **dict.fromkeys((f"attention.{kind}.decode.paged" for kind in ("standard", "gqa")), decode),
     **dict.fromkeys(
         (f"attention.{kind}.{form}.paged" for kind in ("standard", "gqa") for form in ("prefill", "mixed")), _tokens
     ),
+    "attention.quantized.decode.paged": _scaled(decode),
+    "attention.quantized.prefill.paged": _scaled(_tokens),
     "kv.append.paged": _append,
 }

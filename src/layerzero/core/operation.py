@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.core.arguments import Param
+from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError
@@ -307,6 +308,7 @@ class Function:
             :mod:`layerzero.core.eager_state` has: ``sdpa`` (the caller's sdpa_kernel context), ``matmul`` (in what
             float32 is multiplied).
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
+        brought: required tensors that a call may leave out where an object that stands for another one brings them.
         parameters: the public parameters in order.
         tensors: names of the parameters that are tensors.
         mutates: names of the tensors that are written into.
@@ -323,6 +325,7 @@ class Function:
     order: tuple[str, ...] = ()
     state: frozenset[str] = frozenset()
     may_share_storage: frozenset[frozenset[str]] = frozenset()
+    brought: tuple[str, ...] = ()
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
     tensors: tuple[str, ...] = field(init=False, repr=False, compare=False)
     mutates: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -362,9 +365,13 @@ class Function:
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in. Raises: TypeError for one that does not fit."""
+        signature = inspect.signature(self.signature)
+        has_bundle = any(isinstance(value, Bundle) for value in (*args, *kwargs.values()))
         try:
-            bound = inspect.signature(self.signature).bind(*args, **kwargs)
+            bound = signature.bind_partial(*args, **kwargs) if has_bundle else signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
         bound.apply_defaults()
-        return dict(bound.arguments)
+        if not has_bundle:
+            return dict(bound.arguments)
+        return unpack(self, {name: bound.arguments.get(name, MISSING) for name in signature.parameters})

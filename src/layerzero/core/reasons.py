@@ -38,6 +38,10 @@ class ReasonCode(StrEnum):
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
     MISALIGNED = "MISALIGNED"
     KV_CACHE_LAYOUT_MISMATCH = "KV_CACHE_LAYOUT_MISMATCH"
+    KV_CACHE_EXHAUSTED = "KV_CACHE_EXHAUSTED"
+    KV_STRATEGY_UNSUPPORTED = "KV_STRATEGY_UNSUPPORTED"
+    VIRTUAL_MEMORY_EXHAUSTED = "VIRTUAL_MEMORY_EXHAUSTED"
+    DRIVER_VERSION_UNSUPPORTED = "DRIVER_VERSION_UNSUPPORTED"
     # arguments
     ATTN_MASK_UNSUPPORTED = "ATTN_MASK_UNSUPPORTED"
     ATTN_MASK_INVALID = "ATTN_MASK_INVALID"
@@ -90,6 +94,10 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
     ReasonCode.KV_CACHE_LAYOUT_MISMATCH: "{fact} is written in layout {wanted}, the call names {got}",
+    ReasonCode.KV_CACHE_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
+    ReasonCode.KV_STRATEGY_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.VIRTUAL_MEMORY_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
+    ReasonCode.DRIVER_VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.MISALIGNED: "every row of {fact} must start at a multiple of {wanted}, they start at {got}",
     ReasonCode.ATTN_MASK_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.ATTN_MASK_INVALID: "{fact} must be {wanted}, is {got}",

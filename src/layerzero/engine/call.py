@@ -14,6 +14,7 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
+from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
@@ -63,6 +64,7 @@ class Call:
     def _generate(self) -> Callable[..., Any]:
         namespace: dict[str, Any] = {
             "_PLAIN": _PLAIN,
+            "_MISSING": MISSING,
             **names_of(self.function),
             "_Tensor": torch.Tensor,
             "_cache": self.dispatcher.cache,
@@ -151,8 +153,10 @@ class Call:
         return getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
 
     def _unusual(self, *values: Any) -> Any:
-        """Run a call that makes no key: subclasses, modes, transforms, or arguments that are wrong."""
+        """Run a call that makes no key: subclasses, modes, transforms, objects, or arguments that are wrong."""
         arguments = self._arguments(values)
+        if any(isinstance(value, Bundle) or value is MISSING for value in values):
+            return self.fast(**unpack(self.function, arguments))
         tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
         if has_torch_function(tensors):
             return handle_torch_function(self.fast, tensors, **arguments)

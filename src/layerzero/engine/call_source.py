@@ -225,6 +225,7 @@ def _signature(function: Function) -> str:
             text.append("*")
             keyword_only = True
         default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+        default = default or ("=_MISSING" if parameter.name in function.brought else "")
         text.append(parameter.name + default)
     return ", ".join(text)
 

@@ -23,7 +23,8 @@ from layerzero.ops.cascade.declare import FLAT
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
-def _load_gather(facts: Facts) -> Callable[..., Any]:
+def load_gather(facts: Facts) -> Callable[..., Any]:
+    """What gathers the pages of each sequence and attends with SDPA."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     page_size, group = facts.size("page_size"), facts.size("group")
     on_gpu = facts.device.platform != "cpu"
@@ -95,7 +96,7 @@ KERNELS = (
         id="torch.paged_gather",
         operations=FLAT,
         backend=TORCH,
-        load=_load_gather,
+        load=load_gather,
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run

@@ -25,7 +25,8 @@ from layerzero.ops.paged import mixed
 from layerzero.ops.paged.gather import gathered
 
 
-def _load_cpu(facts: Facts) -> Callable[..., Any]:
+def load_cpu(facts: Facts) -> Callable[..., Any]:
+    """Sequence by sequence, each with its own pages."""
     page_size = facts.size("page_size")
 
     def run(
@@ -53,7 +54,8 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_cuda(facts: Facts) -> Callable[..., Any]:
+def load_cuda(facts: Facts) -> Callable[..., Any]:
+    """All sequences in one call, over gathered pages."""
     operator = torch.ops.aten._flash_attention_forward.default
 
     def run(
@@ -99,7 +101,7 @@ KERNELS = (
         id="torch.paged_sdpa",
         operations=mixed.ALL,
         backend=TORCH,
-        load=_load_cpu,
+        load=load_cpu,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse"),
         limits=(
@@ -117,7 +119,7 @@ KERNELS = (
         id="torch.paged_varlen",
         operations=mixed.ALL,
         backend=TORCH,
-        load=_load_cuda,
+        load=load_cuda,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
         limits=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.paged import declare, mixed
+from layerzero.ops.paged import declare, mixed, quantized
 from layerzero.ops.paged.cache import PagedCache
 from layerzero.ops.paged.declare import DECODE_PAGED
 from layerzero.ops.paged.route import FUNCTIONS
@@ -12,7 +12,7 @@ __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "PagedCache", "StepM
 
 EXPORTS = ("PagedCache", "StepMetadata")
 
-OPERATIONS = (*declare.OPERATIONS, *mixed.OPERATIONS)
+OPERATIONS = (*declare.OPERATIONS, *mixed.OPERATIONS, *quantized.OPERATIONS)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {"attention.paged": (DECODE_PAGED, {})}
 """The specification's flat name."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told, too_large
+from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
+from layerzero.ops.paged.step import StepMetadata
 
 
-class PagedCache:
+class PagedCache(Bundle):
     """The pages of one layer.
 
         cache = lz.PagedCache.allocate(pages=4096, page_size=16, kv_heads=8, head_dim=128, device="cuda")
-        lz.append_paged_kv(k, v, cache.keys, cache.values, step.slot_mapping(cache.page_size), layout=cache.layout)
-        lz.paged_attention(q, cache.keys, cache.values, tables, lens, step=step, layout=cache.layout)
+        lz.append_paged_kv(k, v, cache, slot_mapping=step.slot_mapping(cache.page_size))
+        lz.paged_attention(q, cache, step=step)
+
+    Calls take it in place of ``key_cache``, or its tensors and ``layout=cache.layout``, which costs less.
 
     While it lives, calls on its memory that name another layout raise, those that were chosen before too. It costs a
     call in the one layout of all caches nothing; where there are caches of both, each call looks at its memory (1 us).
@@ -24,18 +33,28 @@ class PagedCache:
     Attributes:
         keys, values: (P, N, K, D) and (P, N, K, D_v) in ``NHD``; (P, K, N, D) and (P, K, N, D_v) in ``HND``.
         layout: ``NHD`` or ``HND``, the order of tokens and heads in a page.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of; see
+            ``lz.paged_attention``. None for others.
     Raises: InvalidCallError for tensors that are no cache together, and for memory that another one says is written
         otherwise (KV_CACHE_LAYOUT_MISMATCH).
     """
 
-    __slots__ = ("__weakref__", "keys", "layout", "values")
+    __slots__ = ("__weakref__", "key_scale", "keys", "layout", "value_scale", "values")
 
-    def __init__(self, keys: Tensor, values: Tensor, layout: str = "NHD") -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        layout: str = "NHD",
+        *,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> None:
         problems = []
         if layout not in CACHE_LAYOUTS:
             problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
         for name, tensor in (("keys", keys), ("values", values)):
-            if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
+            if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not _is_number(tensor.dtype):
                 got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 problems.append(f"{name}: wanted a floating tensor of pages, tokens, heads and head dim, got {got}")
         if not problems and (keys.shape[:3] != values.shape[:3] or keys.device != values.device):
@@ -43,7 +62,13 @@ class PagedCache:
             problems.append(f"values: wanted {wanted}, got {tuple(values.shape[:3])} on {values.device}")
         if problems:
             raise InvalidCallError("PagedCache", problems)
+        if not problems and (keys.dtype in QUANTIZED or key_scale is not None or value_scale is not None):
+            given = {"key_cache": keys, "value_cache": values, "key_scale": key_scale, "value_scale": value_scale}
+            problems += scale_problems(given, layout)
+        if problems:
+            raise InvalidCallError("PagedCache", problems)
         self.keys, self.values, self.layout = keys, values, layout
+        self.key_scale, self.value_scale = key_scale, value_scale
         written.declare(self, {"keys": keys, "values": values}, layout)
 
     @classmethod
@@ -84,6 +109,43 @@ class PagedCache:
         """Heads of keys and values."""
         return int(self.keys.shape[1 + self.layout.index("H")])
 
+    def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its tensors and its layout, with tables, lengths and starts of the step where the call names none.
+
+        Raises: InvalidCallError where it stands for anything but a cache, beside the tensors of another one, or in
+            another layout (KV_CACHE_LAYOUT_MISMATCH).
+        """
+        mine = {"key_cache": self.keys, "value_cache": self.values}
+        problems = [] if parameter in mine else [f"{parameter}: wanted a tensor, got a {type(self).__name__}"]
+        for name, tensor in mine.items():
+            if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:
+                problems.append(f"{name}: wanted that of the same cache, or nothing beside it, got another")
+        for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            if name in given and scale is not None:
+                if given[name] is not None and given[name] is not MISSING and given[name] is not scale:
+                    problems.append(f"{name}: wanted that of the cache, or nothing beside it, got another")
+                mine[name] = scale
+        if problems:
+            raise InvalidCallError(function, problems)
+        named = given.get("layout")
+        if named not in (CACHE_LAYOUTS[0], self.layout):  # the first is what a call has that names none
+            problem = f"layout: wanted {self.layout!r}, which the cache is written in, got {told(named)}"
+            raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
+        return mine | {"layout": self.layout} | of_step(given)
+
     def __repr__(self) -> str:
         shape, dtype = tuple(self.keys.shape), self.keys.dtype
         return f"PagedCache({shape[0]} pages of {self.page_size} tokens, {self.kv_heads} heads, {self.layout}, {dtype})"
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype in QUANTIZED
+
+
+def of_step(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables, lengths and starts of the step of a call, where the call itself names none."""
+    step = given.get("step")
+    if not isinstance(step, StepMetadata):
+        return {}
+    known = {"block_tables": step.block_tables, "context_lens": step.context_lens, "cu_seqlens_q": step.cu_seqlens_q}
+    return {name: value for name, value in known.items() if given.get(name, 0) is None or given.get(name) is MISSING}

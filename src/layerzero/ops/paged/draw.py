@@ -109,6 +109,25 @@ def paged_attention(
     return arguments
 
 
+def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call with caches of float8 or int8, and scales of any shape."""
+    dtype = draw.of((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+    layout = arguments.get("layout", CACHE_LAYOUTS[0])
+    form = draw.of(("one", "head", "token"))
+    arguments.pop("decodes", None)
+    for name in ("key", "value"):
+        cache = arguments[f"{name}_cache"]
+        pages = cache if layout == CACHE_LAYOUTS[0] else cache.transpose(1, 2)
+        shape = {"one": (), "head": pages.shape[2:3], "token": pages.shape[:3]}[form]
+        scale = 0.03 + 0.03 * draw.uniform(shape, torch.float32)
+        codes = pages / (scale.unsqueeze(-1) if scale.ndim else scale)
+        codes = codes if dtype.is_floating_point else codes.nan_to_num(127.0).round().clamp(-127, 127)
+        codes = codes.to(dtype)
+        arguments[f"{name}_cache"] = codes if layout == CACHE_LAYOUTS[0] else codes.transpose(1, 2)
+        arguments[f"{name}_scale"] = scale
+    return arguments
+
+
 def append_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_paged_kv``."""
     kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))

@@ -18,6 +18,9 @@ from layerzero.ops.paged.step import StepMetadata, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
 from layerzero.ops.ragged.starts import value_problems
 
+NOT_OF_FLOATS = ("layout", "key_scale", "value_scale")
+"""What is no argument of an operation over a cache of the queries' dtype."""
+
 
 def one_token_each(arguments: dict[str, Any]) -> list[str]:
     """Arguments that mean nothing without ``cu_seqlens_q``."""
@@ -47,11 +50,11 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
     problems, uneven = head_problems(query, key_cache, layout)
     if problems:
         raise InvalidCallError(name, problems, ReasonCode.GQA_HEADS_MISMATCH if uneven else None)
-    problems = score_problems(arguments) + _value_problems(arguments)
+    problems = score_problems(arguments) + token_problems(arguments)
     if not isinstance(arguments["causal"], bool):
         problems.append(f"causal: wanted bool, got {told(arguments['causal'])}")
     operation = _operation(arguments, query.shape[1] == key_cache.shape[1 + layout.index("H")])
-    canonical = {each: value for each, value in arguments.items() if each != "layout"}
+    canonical = {each: value for each, value in arguments.items() if each not in NOT_OF_FLOATS}
     if operation.name in mixed.PREFILL_PAGED:
         del canonical["decodes"]
     window, scale = canonical["window"], canonical["scale"]
@@ -71,7 +74,8 @@ def _operation(arguments: dict[str, Any], equal_heads: bool) -> Operation:
     return mixed.STANDARD_MIXED_PAGED if equal_heads else mixed.GQA_MIXED_PAGED
 
 
-def _value_problems(arguments: dict[str, Any]) -> list[str]:
+def token_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with starts, the step and promises of several tokens a sequence."""
     starts, step = arguments["cu_seqlens_q"], arguments["step"]
     problems = []
     decodes, longest = arguments["decodes"], arguments["max_seqlen_q"]

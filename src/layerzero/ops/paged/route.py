@@ -13,12 +13,13 @@ from layerzero.core.operation import Function, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import check_dense, overlaps, score_problems
 from layerzero.ops.draw import Draw
-from layerzero.ops.paged import draw, mixed_draw, written
+from layerzero.ops.paged import draw, mixed_draw, quantized, quantized_route, written
 from layerzero.ops.paged.declare import APPEND_PAGED, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
 from layerzero.ops.paged.mixed import OPERATIONS as OF_TOKENS
-from layerzero.ops.paged.mixed_route import one_token_each, route_tokens
+from layerzero.ops.paged.mixed_route import NOT_OF_FLOATS, one_token_each, route_tokens
 from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
+from layerzero.ops.rope.route import apart
 
 
 def paged_attention(
@@ -39,6 +40,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
@@ -48,7 +51,8 @@ def paged_attention(
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
         context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
-    Dtype: query and caches the same floating dtype; tables, lengths and starts int32, on the same device.
+    Dtype: query and caches the same floating dtype, or caches of float8_e4m3fn, float8_e5m2 or int8 with scales;
+        tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
         context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
@@ -66,6 +70,8 @@ def paged_attention(
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of: float32 (), (K,) or
+            (P, N, K), whatever the layout.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
@@ -106,12 +112,15 @@ OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "decodes", "causal")
 def draw_attention(draws: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
     made = mixed_draw.paged_attention if draws.chance(0.5) else draw.paged_attention
-    return made(draws, dtype)
+    arguments = made(draws, dtype)
+    return draw.quantize(draws, arguments) if draws.chance(0.15) else arguments
 
 
 def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "paged_attention"
     check_dense(name, arguments)
+    if quantized_route.is_asked(arguments):
+        return quantized_route.route_quantized(name, arguments)
     if arguments["cu_seqlens_q"] is not None:
         return route_tokens(name, arguments)
     query, key_cache, step = arguments["query"], arguments["key_cache"], arguments["step"]
@@ -138,7 +147,7 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
         problems.append("step: wanted advance() after block_tables or context_lens changed, got a step of old values")
     equal = query.shape[2] == key_cache.shape[1 + layout.index("H")]
     operation = STANDARD_DECODE_PAGED if equal else GQA_DECODE_PAGED
-    canonical = {each: value for each, value in arguments.items() if each not in ("layout", *OF_SEVERAL)}
+    canonical = {each: value for each, value in arguments.items() if each not in (*NOT_OF_FLOATS, *OF_SEVERAL)}
     window, scale = canonical["window"], canonical["scale"]
     if not problems and window is not None:  # nothing lies to the right of the newest token
         canonical["window"] = None if window[0] < 0 else (window[0], 0)
@@ -170,30 +179,22 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         for new in ("key", "value", "slot_mapping"):
             if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
                 problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
-    if keys.device.type != "meta" and overlaps(keys, values) and not _side_by_side(keys, values):
+    if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
         problems.append("value_cache: wanted memory of its own, got that of key_cache")
     if problems:
         raise InvalidCallError(name, problems)
     return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
 
 
-def _side_by_side(left: Tensor, right: Tensor) -> bool:
-    """Whether two caches alternate page by page in one tensor, as views of (P, 2, N, K, D) do."""
-    if left.stride() != right.stride() or left.shape != right.shape:
-        return False
-    apart = abs(int(left.storage_offset()) - int(right.storage_offset()))
-    inner = 1 + sum((size - 1) * step for size, step in zip(left.shape[1:], left.stride()[1:], strict=True))
-    return inner <= apart and apart + inner <= left.stride(0)
-
-
 PAGED_ATTENTION = Function(
     name="paged_attention",
     signature=paged_attention,
     route=_route_attention,
-    operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, *OF_TOKENS),
+    operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, *OF_TOKENS, *quantized.OPERATIONS),
     draw=draw_attention,
     weight=4,
     state=frozenset({"sdpa"}),
+    brought=("value_cache", "block_tables", "context_lens"),
 )
 APPEND_PAGED_KV = Function(
     name="append_paged_kv",
@@ -202,6 +203,7 @@ APPEND_PAGED_KV = Function(
     operations=(APPEND_PAGED,),
     draw=draw.append_paged_kv,
     weight=1,
+    brought=("value_cache", "slot_mapping"),
     may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
 )
 FUNCTIONS = (PAGED_ATTENTION, APPEND_PAGED_KV)

@@ -40,6 +40,12 @@ def declare(owner: object, tensors: Mapping[str, Tensor], layout: str) -> None:
         outdated.tell()  # plans of the other layout look from now on
 
 
+def withdraw(owner: object, tensors: Mapping[str, Tensor]) -> None:
+    """Say nothing more of memory that the object gives back while it lives on."""
+    for tensor in tensors.values():
+        _forget(tensor.untyped_storage().data_ptr(), id(owner))
+
+
 def guard(function: str, layout: str | None) -> Callable[..., None] | None:
     """What refuses caches that somebody says are written in another layout; None where all say this one."""
     if layout is None or not _DECLARED - {layout}:

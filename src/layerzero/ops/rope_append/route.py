@@ -153,6 +153,7 @@ FUNCTIONS = (
         route=_route,
         operations=(ROPE_APPEND, ROPE_APPEND_PAGED),
         draw=draw.rope_append,
+        brought=("value_cache", "positions"),
         may_share_storage=frozenset({frozenset(_CACHES)}),
     ),
 )

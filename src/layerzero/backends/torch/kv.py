@@ -1,0 +1,100 @@
+"""Torch's own ways of moving tokens between caches, by index.
+
+vLLM's ``copy_blocks`` copies pages side by side, so that one which is read and written would be wrong, and its gather
+takes caches of latent attention alone.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.kv.declare import quantized
+from layerzero.ops.rope_append.reference import write_rows
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def _load_append(facts: Facts) -> Callable[..., None]:
+    return write_rows
+
+
+def _load_gather(facts: Facts) -> Callable[..., Any]:
+    on_cpu = facts.device.platform == "cpu"
+
+    def gather(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        page_size, none = key_cache.shape[1], slot_mapping < 0
+        slots = slot_mapping.clamp(min=0)
+        page, offset = slots // page_size, slots % page_size
+        keys, values = key_cache[page, offset], value_cache[page, offset]
+        if not on_cpu or bool(none.any()):  # here a value costs nothing to read
+            hidden = none.view(-1, 1, 1)
+            keys, values = keys.masked_fill_(hidden, 0.0), values.masked_fill_(hidden, 0.0)
+        return keys, values
+
+    return gather
+
+
+def _load_copy(facts: Facts) -> Callable[..., None]:
+    def copy(key_cache: Tensor, value_cache: Tensor, from_pages: Tensor, to_pages: Tensor) -> None:
+        for cache in (key_cache, value_cache):
+            cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))
+
+    return copy
+
+
+def _load_quantized(facts: Facts) -> Callable[..., None]:
+    on_cpu = facts.device.platform == "cpu"
+
+    def append(
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        page_size, there = key_cache.shape[1], slot_mapping >= 0
+        every = torch.arange(len(there), device=there.device)
+        # on a CPU a value costs nothing to read; elsewhere a token without a slot repeats the first that has one
+        source = every[there] if on_cpu else torch.where(there, every, there.long().argmax())
+        slots = slot_mapping[source].clamp(min=0)
+        page, offset = slots // page_size, slots % page_size
+        for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+            factor = (scale[page, offset] if scale.ndim == 3 else scale).unsqueeze(-1)
+            codes, held = quantized(new[source], factor, cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+            held[page, offset] = codes if on_cpu else torch.where(there.any(), codes, held[page, offset])
+
+    return append
+
+
+def _kernel(name: str, operation: str, load: Callable[[Facts], Callable[..., Any]]) -> Kernel:
+    return Kernel(
+        id=f"torch.{name}",
+        operations=(operation,),
+        backend=TORCH,
+        load=load,
+        layout="NHD",
+        limits=(limit.dtype(*_FLOATS),),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=20,
+    )
+
+
+KERNELS = (
+    _kernel("append_rows", "kv.append.contiguous", _load_append),
+    _kernel("gather_slots", "kv.gather.paged", _load_gather),
+    _kernel("copy_pages", "kv.copy_blocks", _load_copy),
+    _kernel("append_codes", "kv.append.quantized", _load_quantized),
+)

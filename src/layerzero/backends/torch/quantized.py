@@ -1,0 +1,118 @@
+"""Attention over a cache of float8 or int8 as a torch expression: the pages of a call are gathered, then multiplied.
+
+Only pages that a sequence has are read and widened; what attends then are the expressions for caches of floats.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.paged import load_gather
+from layerzero.backends.torch.paged_tokens import load_cpu, load_cuda
+from layerzero.backends.torch.varlen import FLASH, positive_beside_causal
+from layerzero.core import limits as limit
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Tolerance
+from layerzero.ops.attention.declare import TOLERANCE
+from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    page_size, single = facts.size("page_size"), facts["operation"] == DECODE.name
+    of_tokens = load_cpu if facts.device.platform == "cpu" else load_cuda
+    attend = load_gather(facts) if single else of_tokens(facts)
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *rest: Tensor,
+        **arguments: Any,
+    ) -> Any:
+        *starts, key_scale, value_scale = rest
+        first = torch.arange(block_tables.shape[1], device=query.device) * page_size
+        pages = block_tables.masked_fill(first >= context_lens.unsqueeze(1), 0).long()
+        caches = []
+        for cache, scale in ((key_cache, key_scale), (value_cache, value_scale)):
+            held = cache.view(torch.uint8)[pages.flatten()].view(cache.dtype)
+            caches.append(dequantized(held, scale[pages.flatten()] if scale.ndim == 3 else scale, query.dtype))
+        tables = torch.arange(pages.numel(), dtype=torch.int32, device=query.device).view(pages.shape)
+        return attend(query, *caches, tables, context_lens, *starts, **arguments)
+
+    return run
+
+
+def _gathered_bytes(facts: Facts) -> int:
+    """Pages of every sequence as they are, in float32, and in the queries' dtype."""
+    tokens = facts.size("batch") * facts.size("max_blocks") * facts.size("page_size")
+    width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
+    return tokens * width * (5 + 3 * facts.tensors["query"].dtype.itemsize)
+
+
+_ACCEPTS = ("causal", "scale", "window", "return_lse")
+_ROUNDED_TWICE = {name: Tolerance(2 * each.rtol, 2 * each.atol) for name, each in TOLERANCE.items()}
+_COMMON: dict[str, Any] = {
+    "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED_TWICE.items()},
+    "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
+    "backend": TORCH,
+    "load": _load,
+    "layout": "NHD",
+    "device_guard": True,
+    "workspace_bytes": _gathered_bytes,
+    "priority": 20,
+}
+_CODES = limit.last_stride_one("key_cache", "value_cache")
+
+KERNELS = (
+    Kernel(
+        id="torch.quantized_gather",
+        operations=(DECODE.name,),
+        accepts=("scale", "window"),
+        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math"), _CODES),
+        graph_safe=True,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.quantized_sdpa",
+        operations=(PREFILL.name,),
+        accepts=_ACCEPTS,
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.Custom("causal: scale > 0", positive_beside_causal),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query"),
+            _CODES,
+        ),
+        deterministic=True,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.quantized_varlen",
+        operations=(PREFILL.name,),
+        accepts=(*_ACCEPTS, "max_context_len", "max_seqlen_q"),
+        limits=(
+            *FLASH,
+            limit.last_stride_one("query"),
+            limit.aligned(16, "query"),
+            limit.contiguous("context_lens", "cu_seqlens_q"),
+            _CODES,
+        ),
+        graph_safe=True,
+        **_COMMON,
+    ),
+)

@@ -1,0 +1,24 @@
+"""A cache of keys and values that knows itself, and the strategies for its memory."""
+
+from __future__ import annotations
+
+from layerzero.ops.kv.cache import KVCache
+from layerzero.ops.kv.declare import OPERATIONS
+from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.route import FUNCTIONS
+from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
+
+__all__ = [
+    "EXPORTS",
+    "FUNCTIONS",
+    "OPERATIONS",
+    "CacheStep",
+    "KVCache",
+    "KVCacheError",
+    "KVCacheStrategy",
+    "StrategyChoice",
+    "kv_cache_strategy",
+]
+
+EXPORTS = ("CacheStep", "KVCache", "KVCacheError", "KVCacheStrategy", "StrategyChoice", "kv_cache_strategy")

@@ -1,0 +1,193 @@
+"""A cache that knows itself: its layout, its pages, its sequences, and what of its memory is used."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import told
+from layerzero.ops.kv import moving
+from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.prefix import PrefixGroup, groups_of
+from layerzero.ops.kv.sequences import CachedSequences, alone
+from layerzero.ops.kv.strategy import KVCacheStrategy
+from layerzero.ops.kv.usage import CacheUsage, longest_run
+
+
+class KVCache(CachedSequences):
+    """Keys and values of all layers, and the sequences that they belong to.
+
+        cache = lz.KVCache(32, 8, 128, pages=4096, page_size=16, device="cuda")
+        name = cache.allocate()
+        with cache.writing([name], [17]) as step:
+            for layer in cache.layers:
+                lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+                output = lz.paged_attention(query, layer, step=step)
+
+    Sequences have pages; one that is forked shares them until somebody writes. Where a sequence has a row of its own
+    (``contiguous``, ``virtual``, ``unified``) a row is a page of ``max_length`` tokens, and :meth:`rows` gives tensors
+    for contiguous kernels.
+
+    Args:
+        layers: layers of the model.
+        kv_heads, head_dim, value_dim: of a layer; ``value_dim`` is ``head_dim`` if None.
+        latent: widths of the two planes of latent attention, (512, 64), in place of heads.
+        pages, page_size: of a paged cache; the size in tokens.
+        max_sequences, max_length: of a cache of rows, or to have the pages counted.
+        layout: ``NHD`` or ``HND``; ``VLLM`` for keys split into 16 bytes, which is written, read and converted.
+        dtype: of the elements.
+        device: where it lies; the CPU if None.
+        strategy: one of :class:`layerzero.KVCacheStrategy`, whatever the facts say; chosen by them if None.
+        captured: whether steps are replayed as CUDA graphs; a fact for the choice.
+        scales: of a cache of float8 or int8, one for the ``tensor`` (1 until somebody sets it), for a ``head``, or for
+            each ``token`` and head, which :meth:`layerzero.ops.kv.layer.CacheLayer.fit_scales` sets.
+        limit_bytes: the most memory that a virtual cache takes.
+    Attributes:
+        choice: the strategy, and why.
+        layers: what calls take in place of tensors, one a layer.
+    Raises: InvalidCallError for sizes that mean nothing; KVCacheError for a strategy that cannot be had here.
+    Source: PagedAttention, arXiv:2309.06180; vAttention, arXiv:2405.04437.
+    """
+
+    # what kernels read
+
+    @alone
+    def block_tables(self, sequences: Sequence[Hashable]) -> tuple[Tensor, Tensor]:
+        """Padded block tables (B, max_blocks) and lengths (B,), int32 on the cache's device."""
+        tables, lens, _ = self.host_tables(sequences, None, None)
+        return tables.to(self.device), lens.to(self.device)
+
+    @alone
+    def ragged_tables(self, sequences: Sequence[Hashable]) -> tuple[Tensor, Tensor, Tensor]:
+        """The other form: where each table begins (B + 1,), all pages (sum,), tokens of each last page (B,); int32."""
+        entries = [self._book.entry(name) for name in sequences]
+        starts = [0, *accumulate(len(entry.pages) for entry in entries)]
+        pages = [page for entry in entries for page in entry.pages]
+        last = [(entry.length - 1) % self.page_size + 1 if entry.length else 0 for entry in entries]
+        like: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        return torch.tensor(starts, **like), torch.tensor(pages, **like), torch.tensor(last, **like)
+
+    @alone
+    def shared_prefix(self, sequences: Sequence[Hashable]) -> list[PrefixGroup]:
+        """Group sequences by the full pages that they begin with, for ``lz.cascade_attention``."""
+        entries = [self._book.entry(name) for name in sequences]
+        return groups_of(
+            sequences, [entry.pages for entry in entries], [entry.length // self.page_size for entry in entries]
+        )
+
+    @alone
+    def rows(self, sequences: Sequence[Hashable], layer: int, *, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of sequences as contiguous kernels take them, and their lengths.
+
+        Shapes: → (B, L, K, D), (B, L, K, D_v) in NHD, heads before L in HND, L the longest; (B,) int32. Views.
+        Args:
+            sequences: in the order of their rows, which must follow each other; :meth:`compact` makes them.
+            layer: its number.
+            exact: a promise that kernels load nothing more than 256 tokens behind a sequence's last. Without it a
+                virtual cache maps every row as far as the longest is.
+        Raises: KVCacheError for a paged cache, and for rows that do not follow each other.
+        """
+        if self.strategy is KVCacheStrategy.PAGED or self.layout == "MLA":
+            raise KVCacheError(f"wanted a cache of rows with heads, got a {self.strategy} one in {self.layout}")
+        entries = [self._book.entry(name) for name in sequences]
+        places = [entry.pages[0] if entry.pages else -1 for entry in entries]
+        if not places or places[0] < 0 or places != list(range(places[0], places[0] + len(places))):
+            raise KVCacheError(f"wanted sequences in rows that follow each other, got {places[:8]}; defragment() first")
+        longest = max(entry.length for entry in entries)
+        if not exact:
+            for place in places:
+                self.ensure(place, longest)
+        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32, device=self.device)
+        found = self.layers[layer]
+        axis = 1 + self.layout.index("N")
+        keys, values = (
+            each[places[0] : places[0] + len(places)].narrow(axis, 0, longest) for each in (found.keys, found.values)
+        )
+        return keys, values, lens
+
+    # memory
+
+    @alone
+    def swap_out(self, name: Hashable) -> None:
+        """Move a sequence to the host; its pages are free then, but for those that others share."""
+        self._not_written(name)
+        entry = self._book.entry(name)
+        kept = moving.to_host(self._storage.layers, self._planes, entry.pages, entry.length, self.page_size)
+        length = entry.length
+        self._book.shrink(entry, 0)
+        entry.swapped, entry.length = kept, length
+
+    @alone
+    def swap_in(self, name: Hashable) -> None:
+        """Bring a sequence back. Raises: KVCacheError without room; it stays on the host then."""
+        entry = self._book.known(name)
+        if entry.swapped is None:
+            raise KVCacheError(f"wanted a sequence on the host, got {told(name)}, which is on the device")
+        pages = self._book.take_all(-(-entry.length // self.page_size), entry.length)
+        try:
+            for number, page in enumerate(pages):
+                self.ensure(page, min(entry.length - number * self.page_size, self.page_size))
+        except BaseException:
+            for page in pages:
+                self._book.give(page)
+            raise
+        moving.from_host(self._storage.layers, self._planes, pages, entry.swapped)
+        entry.pages, entry.swapped = pages, None
+
+    @alone
+    def compact(self) -> int:
+        """Move the last used pages into the first free ones; how many moved. Steps made before are refused."""
+        return self._move(moving.to_the_front(self._book))
+
+    @alone
+    def defragment(self) -> int:
+        """Put the pages of each sequence next to each other; how many moved. Steps made before are refused."""
+        return self._move(moving.in_order(self._book))
+
+    def _move(self, places: dict[int, int]) -> int:
+        if self._step is not None:
+            raise KVCacheError("wanted no open step while pages move, got one; commit() or abort() it first")
+        held = self._book.held()
+        most = max((held[page] for page in places), default=0)
+        for page, place in places.items():  # the same tokens are copied of all of them
+            self.ensure(page, most)
+            self.ensure(place, most)
+        moving.copy_pages(self._storage.layers, self._planes, list(places.items()), most)
+        self._book.move(places)
+        self.moves += bool(places)
+        return len(places)
+
+    @alone
+    def trim(self) -> None:
+        """Give the memory of free rows back, after the device is done with them."""
+        self._storage.trim(self._book.free)
+
+    @alone
+    def usage(self) -> CacheUsage:
+        """What there is, what is used and what is wasted."""
+        book, storage = self._book, self._storage
+        tokens = sum(book.held().values())
+        of_token = sum(plane.bytes_of_token for plane in self._planes) * len(self.layers)
+        entries = book.entries.values()
+        return CacheUsage(
+            strategy=self.strategy.value,
+            pages=self.pages,
+            free_pages=book.free_count,
+            shared_pages=sum(count > 1 for count in book.users),
+            page_size=self.page_size,
+            tokens=tokens,
+            sequences=sum(entry.swapped is None for entry in entries),
+            swapped=sum(entry.swapped is not None for entry in entries),
+            largest_free_run=longest_run(book.free),
+            reserved_bytes=storage.reserved_bytes,
+            committed_bytes=storage.committed_bytes,
+            needed_bytes=tokens * of_token,
+            host_bytes=sum(moving.bytes_of(entry.swapped) for entry in entries if entry.swapped is not None),
+            growths=storage.growths,
+            waited_growths=storage.waited_growths,
+            growth_us=storage.growth_us,
+        )

@@ -1,0 +1,314 @@
+"""What is moved in and out of caches: into rows, out of slots, from pages to pages, and into narrower elements.
+
+    kv.append.contiguous   tokens into rows         kv.copy_blocks       pages into other pages
+    kv.gather.paged        the tokens of slots      kv.append.quantized  tokens into slots, divided by scales
+
+Pages and rows are (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_heads, page_size, head_dim) in HND.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, TensorSchema
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.judge import Elementwise
+from layerzero.core.operation import Operation, Tolerance, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
+from layerzero.ops.kv import cases
+from layerzero.ops.paged import written
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
+from layerzero.ops.paged.quantized import QUANTIZED, SCALES
+from layerzero.ops.rope_append.reference import write_rows
+
+_INT64 = frozenset({torch.int64})
+_EXACT = dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0))
+_HEADS = (Axis("kv_heads", scales=True, apart=True), *HEAD_DIMS)
+_PAGES = Axis("pages", live=True, works=False)
+
+
+def _caches(lead: tuple[str, ...], dtypes: frozenset[torch.dtype] = FLOATING, **more: Any) -> tuple[TensorSchema, ...]:
+    kept = {"has_layout": True, "resident": True} | more
+    return (
+        TensorSchema("key_cache", (*lead, "kv_heads", "head_dim"), dtypes, **kept),
+        TensorSchema("value_cache", (*lead, "kv_heads", "value_dim"), dtypes, **kept),
+    )
+
+
+def _new(*token: str) -> tuple[TensorSchema, ...]:
+    return (
+        TensorSchema("key", (*token, "kv_heads", "head_dim"), FLOATING),
+        TensorSchema("value", (*token, "kv_heads", "value_dim"), FLOATING),
+    )
+
+
+def _slots(*, distinct: bool) -> TensorSchema:
+    places = ("pages", "page_size")
+    return TensorSchema(
+        "slot_mapping", ("tokens",), _INT64, same_dtype=False, indexes=places, holes=True, distinct=distinct
+    )
+
+
+def _moved(*counts: str) -> Callable[[Mapping[str, Any]], Work]:
+    """Each number read and written."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        elements = facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
+        for name in counts:
+            elements *= facts[name]
+        return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
+
+    return work
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+# kv.append.contiguous
+
+
+def append_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor) -> None:
+    """Write each token's key and value into its sequence's row, at its position.
+
+    Shapes: key (B, S, K, D), value (B, S, K, D_v), key_cache (B, L, K, D), value_cache (B, L, K, D_v), positions
+    (B, S), (1, S) or (S,). Mutates both caches. Source: static caches of Transformers 5.
+    """
+    write_rows(key, value, key_cache, value_cache, positions)
+
+
+def _check_rows(positions: Tensor, key_cache: Tensor, layout: str = "NHD", **_: object) -> list[str]:
+    """Values on the device: each place of a row once, and there."""
+    length = key_cache.shape[layout.index("N") + 1]
+    problems = written.problems({"key_cache": key_cache}, layout)
+    for number, row in enumerate((positions if positions.ndim == 2 else positions.unsqueeze(0)).tolist()):
+        if len(set(row)) != len(row):
+            problems.append(f"positions: wanted each place of a sequence once, got one twice in row {number}")
+        outside = [place for place in row if not 0 <= place < length]
+        if outside:
+            problems.append(f"positions: wanted 0 to {length - 1} in row {number}, got {outside[0]}")
+    return problems[:8]
+
+
+APPEND = Operation(
+    schema=OperationSchema(
+        operation="kv.append.contiguous",
+        inputs=(
+            *_new("batch", "seq"),
+            *_caches(("batch", "length"), mutated=True),
+            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",)),
+        ),
+        outputs=(),
+        axes=(
+            Axis("batch", scales=True, live=True, apart=True),
+            Axis("seq", scales=True, live=True),
+            Axis("length", works=False),
+            *_HEADS,
+        ),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="Write new keys and values into the rows of a contiguous cache",
+    reference=append_reference,
+    fake=_nothing,
+    cases=cases.ROWS,
+    tolerance=_EXACT,
+    tolerance_reason="it only moves numbers",
+    check_values=_check_rows,
+    guard=written.guard,
+    examples=cases.positions,
+    work=_moved("batch", "seq"),
+    sweep=cases.rows_sweep,
+)
+
+# kv.gather.paged
+
+
+def gather_reference(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of slots; zeros where a slot is -1.
+
+    Shapes: key_cache (P, N, K, D), value_cache (P, N, K, D_v), slot_mapping (T,) → (T, K, D), (T, K, D_v).
+    """
+    none = (slot_mapping < 0).view(-1, 1, 1)
+    slots = slot_mapping.clamp(min=0)
+    found = []
+    for cache in (key_cache, value_cache):
+        held = cache if cache.shape[0] else cache.new_zeros((1, *cache.shape[1:]))
+        found.append(held[slots // cache.shape[1], slots % cache.shape[1]].masked_fill(none, 0.0))
+    return found[0], found[1]
+
+
+def _gather_fake(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = (cache.new_empty((len(slot_mapping), *cache.shape[2:])) for cache in (key_cache, value_cache))
+    return keys, values
+
+
+def _check_gathered(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
+    """Values on the device: every slot in the cache."""
+    capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
+    outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
+    return written.problems({"key_cache": key_cache}, layout) + [
+        f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
+        for token in outside
+    ]
+
+
+GATHER = Operation(
+    schema=OperationSchema(
+        operation="kv.gather.paged",
+        inputs=(*_caches(("pages", "page_size")), _slots(distinct=False)),
+        outputs=(
+            TensorSchema("keys_out", ("tokens", "kv_heads", "head_dim"), FLOATING),
+            TensorSchema("values_out", ("tokens", "kv_heads", "value_dim"), FLOATING),
+        ),
+        axes=(Axis("tokens", scales=True, live=True, apart=True), _PAGES, *_HEADS),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="Read the keys and values of slots of a paged cache",
+    reference=gather_reference,
+    fake=_gather_fake,
+    cases=cases.SLOTS,
+    tolerance=_EXACT,
+    tolerance_reason="it only moves numbers",
+    check_values=_check_gathered,
+    guard=written.guard,
+    work=_moved("tokens"),
+    sweep=cases.slots_sweep,
+)
+
+# kv.copy_blocks
+
+
+def copy_blocks_reference(key_cache: Tensor, value_cache: Tensor, from_pages: Tensor, to_pages: Tensor) -> None:
+    """Copy pages into others, as if all were read before any is written.
+
+    Shapes: key_cache (P, N, K, D), value_cache (P, N, K, D_v), from_pages and to_pages (M,). Mutates both caches.
+    Source: copy_blocks of vLLM, arXiv:2309.06180.
+    """
+    for cache in (key_cache, value_cache):
+        cache[to_pages] = cache[from_pages]
+
+
+def _check_pages(
+    key_cache: Tensor, from_pages: Tensor, to_pages: Tensor, layout: str = "NHD", **_: object
+) -> list[str]:
+    """Values on the device: pages of the cache, and none written twice."""
+    problems, pages = written.problems({"key_cache": key_cache}, layout), key_cache.shape[0]
+    for name, tensor in (("from_pages", from_pages), ("to_pages", to_pages)):
+        for place in ((tensor < 0) | (tensor >= pages)).nonzero().flatten().tolist()[:4]:
+            problems.append(f"{name}[{place}]: wanted a page from 0 to {pages - 1}, got {int(tensor[place])}")
+    targets = to_pages.tolist()
+    if len(set(targets)) != len(targets):
+        problems.append("to_pages: wanted each page once, got one twice")
+    return problems
+
+
+COPY_BLOCKS = Operation(
+    schema=OperationSchema(
+        operation="kv.copy_blocks",
+        inputs=(
+            *_caches(("pages", "page_size"), mutated=True),
+            TensorSchema("from_pages", ("copied_pages",), _INT64, same_dtype=False, indexes=("pages",)),
+            TensorSchema("to_pages", ("copied_pages",), _INT64, same_dtype=False, indexes=("pages",), distinct=True),
+        ),
+        outputs=(),
+        axes=(Axis("copied_pages", scales=True, live=True), Axis("page_size", scales=True), _PAGES, *_HEADS),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="Copy pages of a cache into other pages",
+    reference=copy_blocks_reference,
+    fake=_nothing,
+    cases=cases.COPIES,
+    tolerance=_EXACT,
+    tolerance_reason="it only moves numbers",
+    check_values=_check_pages,
+    guard=written.guard,
+    examples=cases.pages,
+    work=_moved("copied_pages", "page_size"),
+    sweep=cases.copies_sweep,
+)
+
+# kv.append.quantized
+
+
+def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even."""
+    wide = new.to(torch.promote_types(new.dtype, torch.float32)) / scale
+    if not dtype.is_floating_point:
+        return wide.round().clamp(-127, 127).to(dtype)
+    most = torch.finfo(dtype).max
+    return wide.clamp(-most, most).to(dtype)
+
+
+def append_quantized_reference(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+) -> None:
+    """Divide each token's key and value by the scales of its slot, and write them there; -1 writes nothing.
+
+    Shapes: key (T, K, D), value (T, K, D_v), caches (P, N, K, D) and (P, N, K, D_v), slot_mapping (T,), scales that
+    broadcast to (P, N, K). Mutates both caches. Dtype: float8_e4m3fn, float8_e5m2 (clamped to its range) or int8
+    (rounded to even, -127 to 127). Source: reshape_and_cache of vLLM 0.20 for float8.
+    """
+    there = slot_mapping >= 0
+    slots, size = slot_mapping[there], key_cache.shape[1]
+    page, offset = slots // max(size, 1), slots % max(size, 1)
+    shape = key_cache.shape[:3]
+    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+        factor = scale.expand(shape)[page, offset].unsqueeze(-1)
+        cache[page, offset] = quantized(new[there], factor, cache.dtype)
+
+
+def _check_quantized(layout: str = "NHD", **arguments: Any) -> list[str]:
+    problems = check_slots(**arguments, layout=layout)
+    for name in ("key_scale", "value_scale"):
+        if not bool((arguments[name] > 0).all()):
+            problems.append(f"{name}: wanted numbers above 0, got one that is not")
+    return problems
+
+
+_ONE_STEP = Elementwise(
+    dict.fromkeys(TOLERANCE, Tolerance(0.26, 1.0)), "one step of the cache's dtype, where a quotient lies between two"
+)
+
+APPEND_QUANTIZED = Operation(
+    schema=OperationSchema(
+        operation="kv.append.quantized",
+        inputs=(
+            *_new("tokens"),
+            *_caches(("pages", "page_size"), QUANTIZED, mutated=True, same_dtype=False),
+            _slots(distinct=True),
+            *SCALES,
+        ),
+        outputs=(),
+        axes=(Axis("tokens", scales=True, live=True, apart=True), _PAGES, *_HEADS),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="Write new keys and values, divided by scales, into the slots of a cache of float8 or int8",
+    reference=append_quantized_reference,
+    fake=_nothing,
+    cases=cases.SLOTS,
+    derive=lambda arguments, _: {
+        "cache_dtype": dtype_name(arguments["key_cache"].dtype),
+        "scale_axes": arguments["key_scale"].ndim,
+    },
+    derived=("cache_dtype", "scale_axes"),
+    derived_from={"cache_dtype": (), "scale_axes": ()},
+    judge=_ONE_STEP,
+    check_values=_check_quantized,
+    guard=written.guard,
+    examples=cases.scales,
+    work=_moved("tokens"),
+    sweep=cases.slots_sweep,
+)
+
+OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)

@@ -1,0 +1,129 @@
+"""What a cache is asked to be, checked before any memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from layerzero.core.arguments import told, too_large
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.kv.planes import LAYOUTS, Plane, heads_planes, latent_planes, scale_planes
+from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
+from layerzero.ops.paged.quantized import QUANTIZED
+
+SCALES = ("tensor", "head", "token")
+"""What a scale of a cache of float8 or int8 is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """The sizes of a cache, and how it was decided where its tokens lie."""
+
+    planes: tuple[Plane, ...]
+    layers: int
+    pages: int
+    page_size: int
+    layout: str
+    device: torch.device
+    choice: StrategyChoice
+
+
+def asked(
+    layers: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    value_dim: int | None,
+    latent: tuple[int, int] | None,
+    pages: int | None,
+    page_size: int,
+    max_sequences: int | None,
+    max_length: int | None,
+    layout: str,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    strategy: KVCacheStrategy | str | None,
+    captured: bool,
+    scales: str | None,
+) -> Making:
+    """Check what a cache is asked to be, and choose its strategy.
+
+    Raises: InvalidCallError for sizes that mean nothing; KVCacheError for a strategy that cannot be had.
+    """
+    problems = _size_problems({
+        "layers": layers,
+        "page_size": page_size,
+        **{name: size for name, size in (("pages", pages), ("max_sequences", max_sequences)) if size is not None},
+        **({} if max_length is None else {"max_length": max_length}),
+    })  # fmt: skip
+    if latent is None:
+        value_dim = head_dim if value_dim is None else value_dim
+        problems += _size_problems({"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim})
+    else:
+        if kv_heads is not None or head_dim is not None or value_dim is not None:
+            problems.append("latent: wanted no kv_heads, head_dim and value_dim beside it, got some")
+        if not isinstance(latent, (tuple, list)) or len(latent) != 2:
+            problems.append(f"latent: wanted two widths such as (512, 64) or None, got {told(latent)}")
+        else:
+            problems += _size_problems({"latent[0]": latent[0], "latent[1]": latent[1]})
+    if layout not in LAYOUTS or (latent is not None and layout != LAYOUTS[0]):
+        wanted = " or ".join(LAYOUTS if latent is None else LAYOUTS[:1])
+        problems.append(f"layout: wanted {wanted}, got {told(layout)}")
+    narrow = dtype in QUANTIZED
+    if not isinstance(dtype, torch.dtype) or not (narrow or (dtype.is_floating_point and dtype.itemsize > 1)):
+        wanted = "float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
+        problems.append(f"dtype: wanted {wanted}, got {told(dtype)}")
+    elif narrow and (scales not in SCALES or latent is not None or layout == "VLLM"):
+        wanted = f"{', '.join(SCALES)} with heads in NHD or HND for a cache of {dtype}"
+        problems.append(f"scales: wanted {wanted}, got {told(scales)}")
+    elif not narrow and scales is not None:
+        problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
+    if problems:
+        raise InvalidCallError("KVCache", problems)
+    where = torch.device("cpu" if device is None else device)
+    paged = pages is not None
+    choice = kv_cache_strategy(
+        where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
+    )
+    if choice.strategy is KVCacheStrategy.PAGED:
+        if pages is None and max_sequences is not None and max_length is not None:
+            pages = max_sequences * -(-max_length // page_size)
+        if pages is None:
+            problems.append("pages: wanted a number for a paged cache, or max_sequences and max_length, got None")
+    else:
+        if max_sequences is None or max_length is None:
+            got = f"{max_sequences} and {max_length}"
+            problems.append(f"max_sequences and max_length: wanted both for a {choice.strategy} cache, got {got}")
+        if paged:
+            problems.append(
+                f"pages: wanted None for a {choice.strategy} cache, whose sequences have a row, got {pages}"
+            )
+        pages, page_size = max_sequences, max_length or 1
+    if layout == "VLLM" and not problems:
+        assert head_dim is not None
+        if head_dim % (16 // dtype.itemsize):
+            problems.append(f"head_dim: wanted a multiple of {16 // dtype.itemsize} in VLLM, got {head_dim}")
+    if problems:
+        raise InvalidCallError("KVCache", problems)
+    assert pages is not None
+    if latent is not None:
+        planes = latent_planes(page_size, (latent[0], latent[1]), dtype)
+    else:
+        assert kv_heads is not None
+        assert head_dim is not None
+        assert value_dim is not None
+        planes = heads_planes(layout, page_size, kv_heads, (head_dim, value_dim), dtype)
+        if scales == "token":
+            if choice.strategy is KVCacheStrategy.VIRTUAL:
+                problem = "scales: wanted 'tensor' or 'head' for a virtual cache, all of one dtype, got 'token'"
+                raise InvalidCallError("KVCache", [problem])
+            planes += scale_planes(page_size, kv_heads)
+    return Making(planes, layers, pages, page_size, layout, where, choice)
+
+
+def _size_problems(sizes: dict[str, int | None]) -> list[str]:
+    return [
+        f"{name}: wanted a number of at least 1, got {told(size)}"
+        for name, size in sizes.items()
+        if type(size) is not int or size < 1 or too_large(size)
+    ]

@@ -1,0 +1,128 @@
+"""Reserved addresses of a GPU: memory is made in pieces of the driver's granularity and mapped where it is needed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.driver import Driver, driver
+from layerzero.ops.kv.errors import KVCacheError
+
+
+class _Memory:
+    """Addresses as torch takes them in; keeps what owns them alive."""
+
+    def __init__(self, owner: object, address: int, size: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _driver_for(device: torch.device) -> Driver:
+    found = driver()
+    if found is None:
+        problem = f"wanted a CUDA driver with virtual memory for {device}, got none; take another strategy"
+        raise KVCacheError(problem, ReasonCode.DRIVER_VERSION_UNSUPPORTED)
+    return found
+
+
+def _with_context(device: torch.device) -> torch.device:
+    """The device with its number, after its context was made: without one the driver knows no addresses."""
+    torch.zeros(1, device=device)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+class _Managed:
+    """Memory that CPU and GPU share, as long as a tensor of it lives."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._driver = _driver_for(device)
+        self._device = device
+        with torch.cuda.device(device):
+            self.address = self._driver.managed(size)
+        weakref.finalize(self, self._driver.free_managed, self.address)
+
+
+def managed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros in managed memory."""
+    where = _with_context(device)
+    size = math.prod(shape) * dtype.itemsize
+    owner = _Managed(where, size)
+    return torch.as_tensor(_Memory(owner, owner.address, size), device=where).view(dtype).view(shape).zero_()
+
+
+class CudaRange:
+    """See :class:`layerzero.ops.kv.ranges.AddressRange`. Calls are made with the device's context current."""
+
+    def __init__(self, device: torch.device, size: Callable[[int], int]) -> None:
+        found = self._driver = _driver_for(device)
+        self._device = _with_context(device)
+        self.granularity = found.granularity(self._device.index)
+        self.committed_bytes = 0
+        self._size = max(size(self.granularity), self.granularity)
+        self._address = found.reserve(self._size)
+        self._handles: dict[int, int] = {}
+
+    def commit(self, offset: int, size: int) -> None:
+        """Make memory piece by piece and map it. Raises: MemoryError."""
+        done = []
+        with torch.cuda.device(self._device):
+            try:
+                for place in range(offset, offset + size, self.granularity):
+                    self._piece(place)
+                    done.append(place)
+            except (MemoryError, RuntimeError):
+                for place in done:
+                    self.release(place, self.granularity)
+                raise
+
+    def _piece(self, place: int) -> None:
+        index = self._device.index
+        try:
+            handle = self._driver.create(self.granularity, index)
+        except MemoryError:
+            torch.cuda.empty_cache()  # what torch keeps for later is of no use to the driver
+            handle = self._driver.create(self.granularity, index)
+        try:
+            self._driver.map(self._address + place, self.granularity, handle, index)
+        except (MemoryError, RuntimeError):
+            self._driver.release(handle)
+            raise
+        self._handles[place] = handle
+        self.committed_bytes += self.granularity
+
+    def release(self, offset: int, size: int) -> None:
+        """Unmap and give back; nothing on the device may use it any more."""
+        with torch.cuda.device(self._device):
+            for place in range(offset, offset + size, self.granularity):
+                self._driver.unmap(self._address + place, self.granularity)
+                self._driver.release(self._handles.pop(place))
+                self.committed_bytes -= self.granularity
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """All addresses; the first must have memory, by which torch tells whose they are."""
+        memory = _Memory(self, self._address, self._size)
+        return torch.as_tensor(memory, device=self._device).view(dtype)
+
+    def close(self) -> None:
+        """Wait for the device, then give back memory and addresses."""
+        if not self._address:
+            return
+        self.settle()
+        self.release_all()
+        with torch.cuda.device(self._device):
+            self._driver.free(self._address, self._size)
+        self._address = 0
+
+    def release_all(self) -> None:
+        """Give back every piece."""
+        for place in list(self._handles):
+            self.release(place, self.granularity)

@@ -1,0 +1,312 @@
+"""The sequences of a cache, and the steps that write them: bookkeeping and memory go together or not at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from layerzero.core import forking
+from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.kv import moving
+from layerzero.ops.kv.book import Book, Growth
+from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
+from layerzero.ops.kv.making import asked
+from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.storage import Fixed, Virtual
+from layerzero.ops.kv.strategy import KVCacheStrategy
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def alone(method: _Method) -> _Method:
+    """A method that no other thread runs meanwhile, of a cache that is there."""
+
+    @functools.wraps(method)
+    def run(self: CachedSequences, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                raise KVCacheError("wanted a cache that is there, got one that was closed; make another")
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]  # the same signature
+
+
+class CachedSequences:
+    """Sequences of a cache: they begin, grow by steps, share what they begin with, and end; see :class:`KVCache`."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        value_dim: int | None = None,
+        latent: tuple[int, int] | None = None,
+        pages: int | None = None,
+        page_size: int = 16,
+        max_sequences: int | None = None,
+        max_length: int | None = None,
+        layout: str = "NHD",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        strategy: KVCacheStrategy | str | None = None,
+        captured: bool = False,
+        limit_bytes: int | None = None,
+        scales: str | None = None,
+    ) -> None:
+        self._closed = True  # until it is made
+        made = asked(
+            *(layers, kv_heads, head_dim, value_dim, latent, pages, page_size, max_sequences, max_length),
+            *(layout, dtype, device, strategy, captured, scales),
+        )
+        self.choice, self.layout, self.dtype = made.choice, "MLA" if latent is not None else layout, dtype
+        self.pages, self.page_size, self.device = made.pages, made.page_size, made.device
+        self._planes, self._scales = made.planes, scales
+        sizes = made.planes, made.layers, made.pages, made.device
+        if made.choice.strategy is KVCacheStrategy.VIRTUAL:
+            self._storage: Fixed = Virtual(*sizes, limit_bytes)
+        else:
+            self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
+        self._book = Book(made.pages, made.page_size)
+        self._lock = forking.rlock()
+        self._step: CacheStep | None = None
+        self.moves = 0
+        self.layers = [self._layer(number) for number in range(made.layers)]
+        self._closed = False
+
+    def _layer(self, number: int) -> Any:
+        planes = dict(self._storage.layers[number])
+        if self._scales in ("tensor", "head"):
+            heads = self._planes[0].inner[-2 if self.layout == "NHD" else 0]
+            shape = () if self._scales == "tensor" else (heads,)
+            planes |= {name: torch.ones(shape, device=self.device) for name in ("key_scale", "value_scale")}
+        if self.layout == "MLA":
+            return LatentLayer(self, planes)
+        return SplitLayer(planes) if self.layout == "VLLM" else CacheLayer(self, number, planes, self.layout)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.layers)} layers, {self.pages} pages of {self.page_size} tokens, {self.layout}, {self.dtype}"
+        return f"KVCache({self.strategy}, {sizes}, {self.device}{', closed' if self._closed else ''})"
+
+    def __len__(self) -> int:
+        return len(self._book.entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(tuple(self._book.entries))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._book.entries
+
+    @property
+    def strategy(self) -> KVCacheStrategy:
+        """Where the tokens of a sequence lie."""
+        return self.choice.strategy
+
+    def layer(self, number: int) -> Any:
+        """One layer, to be passed in place of a cache's tensors."""
+        return self.layers[number]
+
+    # sequences
+
+    @alone
+    def allocate(self, name: Hashable | None = None) -> Hashable:
+        """Begin an empty sequence; its name, a number if none is given. Raises: KVCacheError for one that is taken."""
+        return self._book.add(name)
+
+    @alone
+    def length(self, name: Hashable) -> int:
+        """Tokens of a sequence."""
+        return self._book.known(name).length
+
+    @alone
+    def table(self, name: Hashable) -> list[int]:
+        """Pages of a sequence, in order."""
+        return list(self._book.entry(name).pages)
+
+    @alone
+    def free(self, name: Hashable) -> None:
+        """End a sequence. Raises: KVCacheError for one that is unknown, or that a step writes."""
+        self._not_written(name)
+        self._book.remove(name)
+
+    @alone
+    def fork(self, name: Hashable, new: Hashable | None = None, tokens: int | None = None) -> Hashable:
+        """Begin a sequence with the first ``tokens`` of another one (all if None), which it shares until one writes."""
+        self._not_written(name)
+        length = self._book.entry(name).length
+        if tokens is not None and (type(tokens) is not int or not 0 <= tokens <= length):
+            raise InvalidCallError("KVCache.fork", [f"tokens: wanted 0 to {length} or None, got {told(tokens)}"])
+        return self._book.fork(name, new, length if tokens is None else tokens)
+
+    @alone
+    def truncate(self, name: Hashable, tokens: int) -> None:
+        """Keep the first ``tokens`` of a sequence: the others were drafts that were rejected."""
+        self._not_written(name)
+        entry = self._book.entry(name)
+        if type(tokens) is not int or not 0 <= tokens <= entry.length:
+            raise InvalidCallError("KVCache.truncate", [f"tokens: wanted 0 to {entry.length}, got {told(tokens)}"])
+        self._book.shrink(entry, tokens)
+
+    def _not_written(self, name: Hashable) -> None:
+        if self._step is not None and name in self._step.sequences:
+            raise KVCacheError(f"wanted a sequence that no step writes, got {told(name)}; commit() or abort() it first")
+
+    # steps
+
+    @alone
+    def writing(
+        self,
+        sequences: Sequence[Hashable],
+        counts: int | Sequence[int] = 1,
+        *,
+        blocks: int | None = None,
+        capturable: bool = False,
+        reuse: CacheStep | None = None,
+    ) -> CacheStep:
+        """Begin a step that appends tokens: room for all of them, or an error before anything is changed.
+
+        Args:
+            sequences: their names, each once.
+            counts: new tokens of each, or one number for all; one token each makes a decode step.
+            blocks: columns of its block tables; as many as the longest needs if None. More for a step that is reused.
+            capturable: keep its buffers where they are, as :class:`layerzero.StepMetadata` does.
+            reuse: a step of the same sequences that ended: its buffers are filled anew, for graphs that are replayed.
+        Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
+            InvalidCallError for counts that are none.
+        """
+        names = tuple(sequences)
+        if self._step is not None:
+            raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
+        numbers = (counts,) * len(names) if isinstance(counts, int) else tuple(counts)
+        self._check_counts(names, numbers, blocks, reuse)
+        growths = self._grown(names, numbers)
+        try:
+            if reuse is None:
+                reuse = CacheStep(self, names, numbers, growths, blocks=blocks, capturable=capturable)
+            else:
+                reuse.begin(numbers, growths)
+        except BaseException:
+            self._book.undo(growths)
+            raise
+        self._step = reuse
+        return reuse
+
+    def _check_counts(
+        self, names: tuple[Hashable, ...], counts: tuple[int, ...], blocks: int | None, reuse: CacheStep | None
+    ) -> None:
+        problems = [
+            f"counts: wanted numbers of at least 0, got {told(each)}"
+            for each in counts
+            if type(each) is not int or each < 0
+        ][:4]
+        if len(counts) != len(names):
+            problems.append(f"counts: wanted {len(names)}, one a sequence, got {len(counts)}")
+        if len(set(names)) != len(names):
+            problems.append("sequences: wanted each once, got one twice")
+        if problems:
+            raise InvalidCallError("KVCache.writing", problems)
+        lengths = [self._book.entry(name).length + count for name, count in zip(names, counts, strict=True)]
+        if self.strategy is not KVCacheStrategy.PAGED and max(lengths, default=0) > self.page_size:
+            raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {max(lengths)}")
+        needed = max((-(-each // self.page_size) for each in lengths), default=0)
+        if reuse is not None:
+            same_form = (reuse.cu_seqlens_q is None) == all(count == 1 for count in counts)
+            if reuse.cache is not self or reuse.sequences != names or reuse.is_open or not same_form:
+                problems.append("reuse: wanted a step of these sequences and this kind that ended, got another one")
+            else:
+                blocks = reuse.block_tables.shape[1]
+        if blocks is not None and (type(blocks) is not int or blocks < needed):
+            problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}")
+        if problems:
+            raise InvalidCallError("KVCache.writing", problems)
+
+    def _grown(self, names: Sequence[Hashable], counts: Sequence[int]) -> list[Growth]:
+        """Pages and memory for new tokens; what others share is copied."""
+        growths = self._book.grow(names, counts)
+        try:
+            for growth in growths:
+                if growth.entry.length > growth.before:
+                    for number in range(growth.before // self.page_size, len(growth.entry.pages)):
+                        used = min(growth.entry.length - number * self.page_size, self.page_size)
+                        self.ensure(growth.entry.pages[number], used)
+            copies: dict[int, list[tuple[int, int]]] = {}
+            for growth in growths:
+                if growth.replaced is not None:
+                    place = growth.before // self.page_size
+                    tokens = self.page_size if self.strategy is KVCacheStrategy.PAGED else growth.before
+                    copies.setdefault(tokens, []).append((growth.replaced, growth.entry.pages[place]))
+            for tokens, pairs in copies.items():
+                moving.copy_pages(self._storage.layers, self._planes, pairs, tokens)
+        except BaseException:
+            self._book.undo(growths)
+            raise
+        return growths
+
+    def ensure(self, page: int, tokens: int) -> None:
+        """Memory for the first tokens of a page; what free rows have is given back where it is short."""
+        try:
+            self._storage.ensure(page, tokens)
+        except KVCacheError:
+            self._storage.trim(self._book.free)
+            self._storage.ensure(page, tokens)
+
+    @alone
+    def commit(self, step: CacheStep) -> None:
+        """End a step and keep its tokens."""
+        self._mine(step)
+        for growth in step.end():
+            if growth.entry.pages:
+                last = len(growth.entry.pages) - 1
+                self._storage.soon(growth.entry.pages[-1], growth.entry.length - last * self.page_size)
+        self._step = None
+
+    @alone
+    def abort(self, step: CacheStep) -> None:
+        """End a step and take its tokens back."""
+        self._mine(step)
+        self._book.undo(step.end())
+        self._step = None
+
+    def _mine(self, step: CacheStep) -> None:
+        if step is not self._step:
+            raise KVCacheError("wanted the step that is open, got another one; writing() begins one")
+
+    def check_moved(self, step: object) -> None:
+        """Refuse the step of another cache, or one from before pages moved. Raises: KVCacheError."""
+        if not isinstance(step, CacheStep):
+            return
+        if step.cache is not self:
+            raise KVCacheError("wanted a step of this cache, got one of another")
+        if step.moves != self.moves:
+            raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
+
+    def host_tables(
+        self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
+        entries = [self._book.entry(name) for name in names]
+        width = max((len(entry.pages) for entry in entries), default=0) if blocks is None else blocks
+        tables = [entry.pages + [0] * (width - len(entry.pages)) for entry in entries]
+        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
+        table = torch.tensor(tables, dtype=torch.int32).view(len(entries), width)
+        if counts is None or all(count == 1 for count in counts):
+            return table, lens, None
+        return table, lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+    def close(self) -> None:
+        """Give all memory back. Whatever is asked of the cache or its layers afterwards is an error that says so."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._step = None
+            for layer in self.layers:
+                layer.forget()
+            self._storage.close()

@@ -1,0 +1,107 @@
+"""A step that writes into a cache: its new tokens have their slots, and it is the only one until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.kv.book import Growth
+from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.paged.step import StepMetadata
+
+if TYPE_CHECKING:
+    from layerzero.ops.kv.cache import KVCache
+
+
+class CacheStep(StepMetadata):
+    """What :meth:`layerzero.KVCache.writing` gives: the step metadata of its sequences, new tokens included.
+
+        with cache.writing(names, counts) as step:
+            for layer in cache.layers:
+                lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+                output = lz.paged_attention(query, layer, step=step)
+
+    Where the block raises, the sequences are as they were before.
+
+    Attributes:
+        sequences: their names.
+        counts: new tokens of each.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        sequences: Sequence[Hashable],
+        counts: Sequence[int],
+        growths: list[Growth],
+        *,
+        blocks: int | None,
+        capturable: bool,
+    ) -> None:
+        self.cache, self.sequences, self.counts = cache, tuple(sequences), tuple(counts)
+        self._growths, self.is_open = growths, True
+        tables, lens, starts = cache.host_tables(self.sequences, self.counts, blocks)
+        host = (lens,) if starts is None else (lens, starts)
+        device = cache.device
+        self.moves = cache.moves
+        super().__init__(
+            tables.to(device, copy=True),
+            lens.to(device, copy=True),
+            cu_seqlens_q=None if starts is None else starts.to(device, copy=True),
+            host=host,
+            capturable=capturable,
+            pages=cache.pages,
+        )
+
+    @property
+    def slots(self) -> Tensor:
+        """Where the new tokens belong, (T,) int64."""
+        return self.slot_mapping(self.cache.page_size)
+
+    @property
+    def positions(self) -> Tensor:
+        """The place of each new token in its sequence, (T,) int64 on the cache's device."""
+        lens, starts = self.host
+        counts = (starts[1:] - starts[:-1]).long()
+        first = torch.repeat_interleave(lens.long() - starts[1:], counts)
+        return (first + torch.arange(int(starts[-1]))).to(self.cache.device)
+
+    def begin(self, counts: Sequence[int], growths: list[Growth]) -> None:
+        """Take the next tokens of the same sequences, in the same buffers."""
+        blocks = self.block_tables.shape[1]
+        tables, lens, starts = self.cache.host_tables(self.sequences, counts, blocks)
+        self.block_tables.copy_(tables)
+        self.context_lens.copy_(lens)
+        if starts is not None and self.cu_seqlens_q is not None:
+            self.cu_seqlens_q.copy_(starts)
+        self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True
+        self.advance(host=(lens,) if starts is None else (lens, starts))
+
+    def end(self) -> list[Growth]:
+        """Stop; what it had added. Raises: KVCacheError for one that ended before."""
+        if not self.is_open:
+            raise KVCacheError("wanted a step that is open, got one that ended; writing() begins another")
+        self.is_open = False
+        growths, self._growths = self._growths, []
+        return growths
+
+    def commit(self) -> None:
+        """Keep the new tokens."""
+        self.cache.commit(self)
+
+    def abort(self) -> None:
+        """Take the new tokens back: lengths and pages are as before."""
+        self.cache.abort(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_open:
+            self.cache.abort(self) if kind is not None else self.cache.commit(self)

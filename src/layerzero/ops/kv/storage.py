@@ -1,0 +1,196 @@
+"""Where the memory of a cache comes from: all at once, in memory that both sides share, or as it is needed."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.planes import Plane
+from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
+
+OVERREAD = 256
+"""Tokens behind a sequence's last that a kernel may load with its tile, so that they are there, too."""
+
+Layers = list[dict[str, Tensor]]
+
+
+class Fixed:
+    """Memory that is there from the beginning, of every page.
+
+    Args:
+        shared: whether CPU and GPU share it. That of a CPU always is.
+    """
+
+    def __init__(
+        self, planes: Sequence[Plane], layers: int, pages: int, device: torch.device, *, shared: bool = False
+    ) -> None:
+        make = managed_zeros if shared and device.type == "cuda" else torch.zeros
+        self.layers: Layers = [
+            {each.name: make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes}
+            for _ in range(layers)
+        ]
+        self.reserved_bytes = sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+        self.growths = self.waited_growths = 0
+        self.growth_us = 0.0
+
+    @property
+    def committed_bytes(self) -> int:
+        """All of it."""
+        return self.reserved_bytes
+
+    def ensure(self, page: int, tokens: int) -> None:
+        """Nothing to do: every page is there."""
+
+    def soon(self, page: int, tokens: int) -> None:
+        """Nothing to do."""
+
+    def trim(self, free: Iterable[int]) -> None:
+        """Nothing can be given back."""
+
+    def close(self) -> None:
+        """Give the memory back once nobody has a view of it."""
+        self.layers = []
+
+
+class Virtual(Fixed):
+    """One range of addresses for all layers and pages, whose memory comes as the tokens do.
+
+    The planes of a layer lie side by side in each token, so that a token of a layer takes one place. What a page has is
+    kept when its sequence ends, for the next one, until :meth:`trim` or until memory is short.
+
+    Args:
+        limit_bytes: the most memory that is taken; None for what the device has.
+    """
+
+    def __init__(
+        self, planes: Sequence[Plane], layers: int, pages: int, device: torch.device, limit_bytes: int | None = None
+    ) -> None:
+        dtype = planes[0].dtype
+        self._planes, self._pages = planes, pages
+        self._token_bytes = sum(each.bytes_of_token for each in planes)
+        self._length = planes[0].inner[0]
+        self._range: AddressRange
+        self._range = reserve(device, lambda grain: layers * pages * self._row(grain))
+        grain = self._range.granularity
+        self._row_bytes, self._count = self._row(grain), layers
+        self._limit = limit_bytes
+        self._has = [0] * pages
+        self._lock = threading.RLock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._coming: dict[int, Future[None]] = {}
+        self.reserved_bytes = layers * pages * self._row_bytes
+        self.growths = self.waited_growths = 0
+        self.growth_us = 0.0
+        for layer in range(layers):  # torch asks the driver whose memory an address is: the first one must be there
+            self._range.commit(layer * pages * self._row_bytes, grain)
+        self._has[0] = grain
+        flat = self._range.tensor(dtype)
+        self.layers = [self._views(flat, layer) for layer in range(layers)]
+
+    def _row(self, grain: int) -> int:
+        return -(-self._length * self._token_bytes // grain) * grain
+
+    def _views(self, flat: Tensor, layer: int) -> dict[str, Tensor]:
+        size = flat.element_size()
+        row, token = self._row_bytes // size, self._token_bytes // size
+        first, found = layer * self._pages * row, {}
+        for plane in self._planes:
+            inner = plane.inner[1:]
+            strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
+            shape = self._pages, self._length, *inner
+            found[plane.name] = flat.as_strided(shape, (row, token, *strides), first)
+            first += math.prod(inner)
+        return found
+
+    @property
+    def committed_bytes(self) -> int:
+        """What is mapped now."""
+        return self._range.committed_bytes
+
+    def has_tokens(self, page: int) -> int:
+        """Tokens that a page has memory for."""
+        return self._length if self._has[page] == self._row_bytes else self._has[page] // self._token_bytes
+
+    def ensure(self, page: int, tokens: int) -> None:
+        """Map what the first so many tokens of a page need; waits for a growth of it that is under way.
+
+        Raises: KVCacheError with VIRTUAL_MEMORY_EXHAUSTED; what was mapped for it is unmapped then.
+        """
+        coming = self._coming.pop(page, None)
+        if coming is not None and self._wanted(tokens) > self._has[page]:
+            coming.exception()  # one that failed is tried again here, where somebody hears of it
+        if self._grow(page, tokens):
+            self.waited_growths += 1
+
+    def soon(self, page: int, tokens: int) -> None:
+        """Have the next piece mapped by a thread, where the tokens come near its end."""
+        ahead = min(tokens + self._range.granularity // (2 * self._token_bytes), self._length)
+        if self._wanted(ahead) <= self._has[page] or page in self._coming:
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "layerzero-cache-growth")
+        self._coming[page] = self._worker.submit(self._ahead, page, ahead)
+
+    def _ahead(self, page: int, tokens: int) -> None:
+        self._grow(page, tokens)
+
+    def _wanted(self, tokens: int) -> int:
+        grain = self._range.granularity
+        needed = min(tokens + OVERREAD, self._length) * self._token_bytes
+        return min(-(-needed // grain) * grain, self._row_bytes)
+
+    def _grow(self, page: int, tokens: int) -> bool:
+        with self._lock:
+            wanted, had = self._wanted(tokens), self._has[page]
+            if wanted <= had:
+                return False
+            started = time.perf_counter()
+            places = [(layer * self._pages + page) * self._row_bytes for layer in range(self._count)]
+            total = (wanted - had) * self._count
+            if self._limit is not None and self.committed_bytes + total > self._limit:
+                raise self._exhausted(total, f"{self.committed_bytes} of {self._limit} bytes taken")
+            done = []
+            try:
+                for place in places:
+                    self._range.commit(place + had, wanted - had)
+                    done.append(place)
+            except MemoryError as error:
+                for place in done:
+                    self._range.release(place + had, wanted - had)
+                raise self._exhausted(total, str(error)) from error
+            self._has[page] = wanted
+            self.growths += 1
+            self.growth_us += (time.perf_counter() - started) * 1e6
+            return True
+
+    def _exhausted(self, wanted: int, got: str) -> KVCacheError:
+        problem = f"wanted {wanted} bytes more, got {got}; nothing was written: free a sequence and trim(), or swap_out"
+        return KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
+
+    def trim(self, free: Iterable[int]) -> None:
+        """Unmap what pages have that nobody uses, after the device is done with them."""
+        for page in list(self._coming):
+            self._coming.pop(page).exception()
+        with self._lock:
+            self._range.settle()
+            for page in free:
+                keep = self._range.granularity if page == 0 else 0  # what was there at first
+                for layer in range(self._count if self._has[page] > keep else 0):
+                    place = (layer * self._pages + page) * self._row_bytes
+                    self._range.release(place + keep, self._has[page] - keep)
+                self._has[page] = min(self._has[page], keep)
+
+    def close(self) -> None:
+        """Wait for the device, then give back memory and addresses. Views of it must be gone."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        self.layers = []
+        self._range.close()
