@@ -170,6 +170,7 @@ __all__ = [
     "load_descriptor",
     "lock",
     "merge_attention_states",
+    "mla_attention",
     "mlp",
     "optimize",
     "paged_attention",
@@ -674,6 +675,71 @@ def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
         neither saw one: 0 and -inf.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
     Source: online softmax, arXiv:1805.02867.
+    """
+
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: Literal[False] = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor: ...
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: Literal[True],
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: bool = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest tokens of each sequence to a paged latent cache, with absorbed projections.
+
+    Shapes: q_nope (B, S, H, C), q_pe (B, S, H, R), ckv_cache (P, N, C), kpe_cache (P, N, R), block_tables
+        (B, max_blocks), context_lens (B,) → (B, S, H, C). DeepSeek has C = 512 and R = 64.
+    Dtype: queries and cache the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        q_nope: queries times the keys' up-projection of their head, so that they meet latent vectors.
+        q_pe: the rotated part of the queries.
+        ckv_cache: latent vectors, keys and values at once.
+        kpe_cache: the rotated part of the keys, shared by all heads. Planes that are columns of one tensor
+            (P, N, C + R) have more kernels.
+        block_tables: the pages of each sequence in order; what lies beyond its last one is not read.
+        context_lens: tokens of each sequence, these included: query i of S sees the keys below ``length - S + 1 + i``.
+        scale: factor on the scores. It has no default: the width of a key before its projection was absorbed decides
+            it (192 in DeepSeek-V3), which no tensor here has.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, S), natural logarithm.
+        max_context_len: upper bound of ``context_lens`` that the caller knows.
+        step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels plan once for all layers.
+    Returns: the output, still latent, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: DeepSeek-V2, arXiv:2405.04434. Prefill with projected keys and values is ``lz.ragged_attention``.
     """
 
 def mlp(

@@ -2,5 +2,17 @@
 
 from __future__ import annotations
 
-MODULES = ("activation", "attention", "cascade", "linear", "norm", "paged", "rope", "sampling", "varlen", "verify")
+MODULES = (
+    "activation",
+    "attention",
+    "cascade",
+    "latent",
+    "linear",
+    "norm",
+    "paged",
+    "rope",
+    "sampling",
+    "varlen",
+    "verify",
+)
 """The files that declare kernels, a family each."""

@@ -14,6 +14,7 @@ MODULES = (
     "flex_attention",
     "greedy",
     "inductor",
+    "latent",
     "linear",
     "logits",
     "mlp",

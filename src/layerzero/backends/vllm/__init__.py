@@ -6,6 +6,7 @@ MODULES = (
     "activation",
     "cascade",
     "flash_attn",
+    "latent",
     "logits",
     "norm",
     "normed_rope",
