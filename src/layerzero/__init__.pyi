@@ -65,6 +65,7 @@ from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.warmup import warmup
@@ -77,6 +78,7 @@ from layerzero.tuning.proving.vetting import vet
 __all__ = [
     "Axis",
     "Backend",
+    "BlockPattern",
     "Case",
     "CudaGraphUnsafeError",
     "DescriptorError",
@@ -207,6 +209,7 @@ __all__ = [
     "silu",
     "silu_mul",
     "softmax",
+    "sparse_attention",
     "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
@@ -1403,6 +1406,66 @@ def softmax(input: Tensor, temperature: float | None = None) -> Tensor:
     Args:
         temperature: what is divided by, 1e-6 to 1e6; 1 if None.
     Raises: InvalidCallError for other dtypes. A row of -inf alone, or with NaN or +inf in it, gives NaN.
+    """
+
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    pattern: BlockPattern | None = None,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+    pattern: BlockPattern | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+    pattern: BlockPattern | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
+
+    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K, M a multiple of ``block_rows`` and N
+        of ``block_cols``; block_indptr (M / block_rows + 1,), block_indices (Z,) → (M, H, D_v).
+    Dtype: query, key and value the same floating dtype; the pattern int32, on the same device.
+    Args:
+        block_indptr: where each row's blocks begin: 0, then the end of each row. Rows may be empty.
+        block_indices: the columns of blocks that rows see, each once in a row, in any order.
+        block_rows, block_cols: queries and keys of a block.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
+        pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels that plan on the host do so once.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.
+    Source: BlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
 
 def split_qkv_norm_rope(

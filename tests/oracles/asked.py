@@ -28,6 +28,7 @@ from oracles import (
     ragged,
     rope,
     sampling,
+    sparse,
     verify,
 )
 
@@ -48,6 +49,7 @@ FAMILIES = (
     ragged,
     rope,
     sampling,
+    sparse,
     verify,
 )
 

@@ -12,6 +12,7 @@ MODULES = (
     "paged",
     "rope",
     "sampling",
+    "sparse",
     "varlen",
     "verify",
 )

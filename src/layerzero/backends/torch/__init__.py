@@ -26,6 +26,7 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "sparse",
     "varlen",
     "verify",
 )

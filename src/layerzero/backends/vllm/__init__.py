@@ -13,6 +13,7 @@ MODULES = (
     "paged",
     "rope",
     "rope_append",
+    "sparse",
     "varlen",
 )
 """The files that declare kernels, a family each."""
