@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.flashinfer import pod
 from layerzero.backends.flashinfer.cascade import _Cascade
 from layerzero.backends.flashinfer.latent import _Planned as PlannedLatent
 from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
@@ -153,3 +154,19 @@ def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeyp
     assert given[0] == ((2, 2, 3, 12), (4, PAGE, 1, 12), 8, True, None)
     known = [None if metadata is None else int(metadata) for *_, metadata in given]
     assert known == ([None, 1, None] if kind == "eager" else [None] * 3)
+
+
+def test_prefills_on_decodes_are_two_plans_of_one_wrapper(monkeypatch):
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPODWithPagedKVCacheWrapper", Wrapper, raising=False)
+    monkeypatch.setattr(pod, "workspace", lambda *_, **__: None)
+    step = step_of()
+    both = pod._Pod(step, {**ARGUMENTS, "logits_soft_cap": 0.0}, PAGE, 2)
+    wrapper = both._wrapper
+    prefill, decode = wrapper.plans[0][0][:4], wrapper.plans[0][0][4:]
+    assert prefill == [[0, 3, 5], [0, 2, 3], [1, 3, 6], [4, 4]]
+    assert decode == [[0, 1, 2], [0, 2, 3], [7, 2, 5], [1, 1]]
+    assert wrapper.plans[0][1] == {"num_qo_heads": 4, "window_left": -1, "head_dim": 64, "page_size": PAGE}
+    step.slot("pod", lambda _: both)
+    step.context_lens[0], step.cu_seqlens_q[3] = 4, 6
+    step.advance()
+    assert wrapper.plans[1][0] == [[0, 4, 5], [0, 2, 3], [1, 3, 6], [4, 4], [0, 1, 2], [0, 1, 2], [7, 5], [4, 1]]

@@ -240,7 +240,7 @@ class Operation:
 
     @property
     def looked_at(self) -> tuple[str, ...]:
-        """Parameters that choose and that ``check_values`` names, as the size of a block; passed ones it gets as well."""
+        """Parameters that choose and that ``check_values`` names, as a block's size; passed ones it gets as well."""
         if self.check_values is None:
             return ()
         named = inspect.signature(self.check_values).parameters

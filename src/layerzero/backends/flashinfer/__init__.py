@@ -10,6 +10,7 @@ MODULES = (
     "linear",
     "norm",
     "paged",
+    "pod",
     "rope",
     "sampling",
     "sparse",
