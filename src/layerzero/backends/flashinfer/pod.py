@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import batches_key
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.varlen import (
     LEFT_WINDOW,
