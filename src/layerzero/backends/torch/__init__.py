@@ -15,6 +15,7 @@ MODULES = (
     "greedy",
     "inductor",
     "latent",
+    "lengths",
     "linear",
     "logits",
     "mlp",
