@@ -178,12 +178,16 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
 
 
 def _side_by_side(left: Tensor, right: Tensor) -> bool:
-    """Whether two caches alternate page by page in one tensor, as views of (P, 2, N, K, D) do."""
+    """Whether two caches alternate in one tensor: page by page as views of (P, 2, N, K, D) do, or width by width."""
     if left.stride() != right.stride() or left.shape != right.shape:
         return False
     apart = abs(int(left.storage_offset()) - int(right.storage_offset()))
-    inner = 1 + sum((size - 1) * step for size, step in zip(left.shape[1:], left.stride()[1:], strict=True))
-    return inner <= apart and apart + inner <= left.stride(0)
+    inner = 1
+    for step, size in sorted(zip(left.stride(), left.shape, strict=True)):
+        if size > 1 and inner <= apart and apart + inner <= step:
+            return True
+        inner += (size - 1) * step
+    return False
 
 
 PAGED_ATTENTION = Function(
