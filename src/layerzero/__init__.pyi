@@ -66,6 +66,7 @@ from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.warmup import warmup
@@ -78,6 +79,7 @@ from layerzero.tuning.proving.vetting import vet
 __all__ = [
     "Axis",
     "Backend",
+    "BlockPattern",
     "CacheStep",
     "Case",
     "CudaGraphUnsafeError",
@@ -182,6 +184,7 @@ __all__ = [
     "load_descriptor",
     "lock",
     "merge_attention_states",
+    "mla_attention",
     "mlp",
     "optimize",
     "paged_attention",
@@ -218,6 +221,7 @@ __all__ = [
     "silu",
     "silu_mul",
     "softmax",
+    "sparse_attention",
     "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
@@ -787,6 +791,71 @@ def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
         neither saw one: 0 and -inf.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
     Source: online softmax, arXiv:1805.02867.
+    """
+
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: Literal[False] = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor: ...
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: Literal[True],
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    return_lse: bool = False,
+    max_context_len: int | None = None,
+    step: StepMetadata | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest tokens of each sequence to a paged latent cache, with absorbed projections.
+
+    Shapes: q_nope (B, S, H, C), q_pe (B, S, H, R), ckv_cache (P, N, C), kpe_cache (P, N, R), block_tables
+        (B, max_blocks), context_lens (B,) → (B, S, H, C). DeepSeek has C = 512 and R = 64.
+    Dtype: queries and cache the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        q_nope: queries times the keys' up-projection of their head, so that they meet latent vectors.
+        q_pe: the rotated part of the queries.
+        ckv_cache: latent vectors, keys and values at once.
+        kpe_cache: the rotated part of the keys, shared by all heads. Planes that are columns of one tensor
+            (P, N, C + R) have more kernels.
+        block_tables: the pages of each sequence in order; what lies beyond its last one is not read.
+        context_lens: tokens of each sequence, these included: query i of S sees the keys below ``length - S + 1 + i``.
+        scale: factor on the scores. It has no default: the width of a key before its projection was absorbed decides
+            it (192 in DeepSeek-V3), which no tensor here has.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, S), natural logarithm.
+        max_context_len: upper bound of ``context_lens`` that the caller knows.
+        step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels plan once for all layers.
+    Returns: the output, still latent, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: DeepSeek-V2, arXiv:2405.04434. Prefill with projected keys and values is ``lz.ragged_attention``.
     """
 
 def mlp(
@@ -1459,6 +1528,66 @@ def softmax(input: Tensor, temperature: float | None = None) -> Tensor:
     Args:
         temperature: what is divided by, 1e-6 to 1e6; 1 if None.
     Raises: InvalidCallError for other dtypes. A row of -inf alone, or with NaN or +inf in it, gives NaN.
+    """
+
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    pattern: BlockPattern | None = None,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+    pattern: BlockPattern | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indptr: Tensor,
+    block_indices: Tensor,
+    block_rows: int,
+    block_cols: int,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+    pattern: BlockPattern | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
+
+    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K, M a multiple of ``block_rows`` and N
+        of ``block_cols``; block_indptr (M / block_rows + 1,), block_indices (Z,) → (M, H, D_v).
+    Dtype: query, key and value the same floating dtype; the pattern int32, on the same device.
+    Args:
+        block_indptr: where each row's blocks begin: 0, then the end of each row. Rows may be empty.
+        block_indices: the columns of blocks that rows see, each once in a row, in any order.
+        block_rows, block_cols: queries and keys of a block.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
+        pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels that plan on the host do so once.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.
+    Source: BlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
 
 def split_qkv_norm_rope(

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.flashinfer import pod
 from layerzero.backends.flashinfer.cascade import _Cascade
+from layerzero.backends.flashinfer.latent import _Planned as PlannedLatent
 from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
 
 PAGE = 4
@@ -34,6 +36,9 @@ def flashinfer(monkeypatch):
     names = ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper")
     module = types.SimpleNamespace(**dict.fromkeys(names, Wrapper))
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    metadata = types.SimpleNamespace(csr=lambda *tensors: [each.tolist() for each in tensors])
+    latent = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper, MLAPlanMetadata=metadata)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", latent)
 
 
 def step_of(lens=(5, 1, 8, 4), starts=(0, 1, 2, 5, 7)):
@@ -93,3 +98,75 @@ def test_a_shared_prefix_is_planned_as_one_sequence_of_all_queries():
     step.advance()
     assert prefix.plans[1] == prefix.plans[0]
     assert rest.plans[1][0][3] == [2, 3]
+
+
+def test_a_latent_decode_is_planned_for_as_many_queries_of_each_sequence():
+    table = torch.tensor([[7, 2], [5, -1]], dtype=torch.int32)
+    lens = torch.tensor([5, 3], dtype=torch.int32)
+    step = lz.StepMetadata(table, lens, capturable=True)
+    planned = PlannedLatent(step, {"page_size": PAGE, "causal": True}, 3, "fa2")
+    wrapper = planned.run()
+    assert wrapper.plans[0] == (
+        [],
+        {"metadata": [[0, 3, 6], [0, 2, 3], [7, 2, 5], [5, 3]], "page_size": 4, "causal": True},
+    )
+    assert {name: len(each) for name, each in wrapper.buffers.items() if name.startswith("kv")} == {
+        "kv_indptr": 3,
+        "kv_indices": 4,
+        "kv_len_arr": 2,
+    }
+    step.slot("planned", lambda _: planned)
+    lens -= 2
+    step.advance()
+    assert wrapper.plans[1][1]["metadata"] == [[0, 3, 6], [0, 1, 2], [7, 5], [3, 1]]
+
+
+@pytest.mark.parametrize("kind", ["eager", "capturable"])
+def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeypatch, kind):
+    from layerzero.backends.vllm import latent
+
+    given = []
+
+    def dense_decode_fwd(query, cache, latent_dim, lens, table, scale, causal, metadata, splits, out):
+        given.append((tuple(query.shape), tuple(cache.shape), latent_dim, causal, metadata))
+        lse = torch.full((2, 3, 2), torch.inf)
+        return query[..., :latent_dim], lse, torch.tensor(len(given)), torch.tensor(0)
+
+    operator = types.SimpleNamespace(dense_decode_fwd=types.SimpleNamespace(default=dense_decode_fwd))
+    monkeypatch.setattr(latent, "operators", lambda *_: operator)
+    sizes = {"latent_dim": 8, "seq_q": 2, "heads": 3}
+
+    class Facts(dict):
+        def size(self, name):
+            return sizes[name]
+
+    run = latent._load_flash_mla(Facts(step=kind, capturing=False))
+    query, cache = torch.randn(2, 2, 3, 12), torch.randn(4, PAGE, 12)
+    table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    step = lz.StepMetadata(table, lens, capturable=kind == "capturable")
+    call = (*query.split((8, 4), -1), *cache.split((8, 4), -1), table, lens)
+    _, lse = run(*call, scale=0.1, return_lse=True, step=step)
+    assert (lse == -torch.inf).all()
+    run(*call, scale=0.1, step=step)
+    lens += 1
+    step.advance()
+    run(*call, scale=0.1, step=step)
+    assert given[0] == ((2, 2, 3, 12), (4, PAGE, 1, 12), 8, True, None)
+    known = [None if metadata is None else int(metadata) for *_, metadata in given]
+    assert known == ([None, 1, None] if kind == "eager" else [None] * 3)
+
+
+def test_prefills_on_decodes_are_two_plans_of_one_wrapper(monkeypatch):
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPODWithPagedKVCacheWrapper", Wrapper, raising=False)
+    monkeypatch.setattr(pod, "workspace", lambda *_, **__: None)
+    step = step_of()
+    both = pod._Pod(step, {**ARGUMENTS, "logits_soft_cap": 0.0}, PAGE, 2)
+    wrapper = both._wrapper
+    prefill, decode = wrapper.plans[0][0][:4], wrapper.plans[0][0][4:]
+    assert prefill == [[0, 3, 5], [0, 2, 3], [1, 3, 6], [4, 4]]
+    assert decode == [[0, 1, 2], [0, 2, 3], [7, 2, 5], [1, 1]]
+    assert wrapper.plans[0][1] == {"num_qo_heads": 4, "window_left": -1, "head_dim": 64, "page_size": PAGE}
+    step.slot("pod", lambda _: both)
+    step.context_lens[0], step.cu_seqlens_q[3] = 4, 6
+    step.advance()
+    assert wrapper.plans[1][0] == [[0, 4, 5], [0, 2, 3], [1, 3, 6], [4, 4], [0, 1, 2], [0, 1, 2], [7, 5], [4, 1]]

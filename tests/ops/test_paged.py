@@ -372,3 +372,17 @@ def test_the_smallest_case_of_each_operation_is_right(operation, layout):
     declared = next(each for each in lz.list_operations() if each.name == operation)
     call = case_call(declared, declared.cases[0], torch.bfloat16, layout=layout)
     assert check(call) == []
+
+
+@pytest.mark.parametrize("width_by_width", [True, False])
+def test_keys_and_values_in_one_tensor_are_written_apart_and_together_refused(width_by_width):
+    both = torch.zeros(3, 4, 2, 16) if width_by_width else torch.zeros(3, 2, 4, 2, 8)
+    caches = both.split(8, -1) if width_by_width else both.unbind(1)
+    keys, values = torch.randn(2, 5, 2, 8)
+    slots = torch.tensor([3, 11, 0, 7, 8])
+    lz.append_paged_kv(keys, values, *caches, slots)
+    for cache, new in zip(caches, (keys, values), strict=True):
+        assert torch.equal(cache.reshape(12, 2, 8)[slots], new)
+    overlapping = (caches[0], both[..., 4:12] if width_by_width else caches[0])
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own"):
+        lz.append_paged_kv(keys, values, *overlapping, slots)

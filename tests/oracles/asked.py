@@ -21,6 +21,7 @@ from oracles import (
     embedding,
     experts,
     kv,
+    latent,
     linear,
     norm,
     paged,
@@ -28,6 +29,7 @@ from oracles import (
     ragged,
     rope,
     sampling,
+    sparse,
     verify,
 )
 
@@ -41,6 +43,7 @@ FAMILIES = (
     embedding,
     experts,
     kv,
+    latent,
     linear,
     norm,
     paged,
@@ -48,6 +51,7 @@ FAMILIES = (
     ragged,
     rope,
     sampling,
+    sparse,
     verify,
 )
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.core.arguments import Param
+from layerzero.core.arguments import Param, Role
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
@@ -238,6 +238,14 @@ class Operation:
     def _judged(self) -> tuple[str, ...]:
         """What there is to judge: the results, and the tensors that are written into."""
         return (*(output.name for output in self.schema.outputs), *self.schema.mutated)
+
+    @property
+    def looked_at(self) -> tuple[str, ...]:
+        """Parameters that choose and that ``check_values`` names, as a block's size; passed ones it gets as well."""
+        if self.check_values is None:
+            return ()
+        named = inspect.signature(self.check_values).parameters
+        return tuple(each.name for each in self.schema.params if each.role is Role.CHOSEN and each.name in named)
 
     @property
     def judges(self) -> Mapping[str, Judge]:

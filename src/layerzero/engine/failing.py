@@ -104,6 +104,7 @@ def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
     if operation.check_values is None or facts["capturing"]:
         return
     named = {name: arguments[name] for name in (*facts.tensors, *operation.schema.passed) if name in arguments}
+    named |= {name: facts[name] for name in operation.looked_at}
     problems = operation.check_values(**named, layout=facts.layout)
     if problems:
         raise InvalidCallError(operation.name, problems)

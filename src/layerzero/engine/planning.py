@@ -255,7 +255,8 @@ def _checks(kernel: Kernel, facts: Facts, policy: Policy) -> list[str]:
     given = [f"{name}={name}" for name in (*facts.tensors, *facts.operation.schema.passed)]
     layout = [f"layout={facts.layout!r}"] if facts.layout else []
     if policy.debug and not facts["capturing"]:
-        checks = [f"    check_values({', '.join(given + layout)})"] if facts.operation.check_values else []
+        chosen = [f"{name}={facts[name]!r}" for name in facts.operation.looked_at]
+        checks = [f"    check_values({', '.join(given + chosen + layout)})"] if facts.operation.check_values else []
         checks += [f"    check_indices({', '.join(given)})"] if rules and not checks else []
         return ["if not capturing():", *checks] if checks else []
     if facts.device.platform != "cpu" or kernel.checks_indices or not rules:

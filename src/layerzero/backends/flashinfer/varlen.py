@@ -128,23 +128,15 @@ def pages_of(step: StepMetadata, page_size: int) -> tuple[Tensor, Tensor, Tensor
     return indptr, tables.reshape(-1)[places], (lens - (blocks - 1).clamp(min=0) * page_size).int()
 
 
-class _Split:
-    """Two plans of one mixed step: a decode of the first sequences, a prefill of the others."""
+class Parts:
+    """The two steps of which a mixed one consists: the first sequences decode, the others have several queries."""
 
-    def __init__(
-        self, step: StepMetadata, arguments: dict[str, Any], page_size: int, backend: str, decodes: int
-    ) -> None:
+    def __init__(self, step: StepMetadata, decodes: int) -> None:
         self._decodes = decodes
         self._starts = self._later(step)
-        self._steps = [
+        self.steps = [
             self._step(step, *each) for each in ((slice(decodes), None), (slice(decodes, None), self._starts))
         ]
-        decode = {
-            name: value for name, value in arguments.items() if name not in ("head_dim_qk", "head_dim_vo", "causal")
-        }
-        decode |= {"head_dim": arguments["head_dim_qk"], "page_size": page_size}
-        self.decode = Planned(self._steps[0], decode, tensor_cores=True)
-        self.prefill = PlannedPages(self._steps[1], arguments, page_size, backend)
 
     def _later(self, step: StepMetadata) -> Tensor:
         assert step.cu_seqlens_q is not None
@@ -166,14 +158,35 @@ class _Split:
         )
 
     def update(self, step: StepMetadata) -> None:
+        """Bring both up to date, as a slot of the mixed one does."""
         self._starts.copy_(self._later(step))
-        for part, host in zip(self._steps, self._host(step), strict=True):
+        for part, host in zip(self.steps, self._host(step), strict=True):
             part.advance(host=host)
-        self.decode.update(self._steps[0])
-        self.prefill.update(self._steps[1])
 
 
-def _natural(lse: Tensor) -> Tensor:
+class _Split:
+    """Two plans of one mixed step: a decode of the first sequences, a prefill of the others."""
+
+    def __init__(
+        self, step: StepMetadata, arguments: dict[str, Any], page_size: int, backend: str, decodes: int
+    ) -> None:
+        self._parts = Parts(step, decodes)
+        self.decode = Planned(self._parts.steps[0], of_decode(arguments, page_size), tensor_cores=True)
+        self.prefill = PlannedPages(self._parts.steps[1], arguments, page_size, backend)
+
+    def update(self, step: StepMetadata) -> None:
+        self._parts.update(step)
+        self.decode.update(self._parts.steps[0])
+        self.prefill.update(self._parts.steps[1])
+
+
+def of_decode(arguments: dict[str, Any], page_size: int) -> dict[str, Any]:
+    """What a plan for one query a sequence is told, of what one for several is told."""
+    kept = {name: value for name, value in arguments.items() if name not in ("head_dim_qk", "head_dim_vo", "causal")}
+    return kept | {"head_dim": arguments["head_dim_qk"], "page_size": page_size}
+
+
+def natural(lse: Tensor) -> Tensor:
     """(T, H) in base 2 to (H, T) in base e."""
     return (lse * _LN_2).t().contiguous()
 
@@ -197,22 +210,23 @@ def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
         **_: Any,
     ) -> Any:
         if step is None:
-            planned = planned_alone(_here(owner, query), RaggedMetadata(cu_seqlens_q, cu_seqlens_k), make)
+            planned = planned_alone(here(owner, query), RaggedMetadata(cu_seqlens_q, cu_seqlens_k), make)
         else:
-            _check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
+            check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
             planned = step.slot(owner, make)
         result = planned.run(query, key, value, return_lse=return_lse)
-        return (result[0], _natural(result[1])) if return_lse else result
+        return (result[0], natural(result[1])) if return_lse else result
 
     return run
 
 
-def _here(owner: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+def here(owner: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
     """Whose wrapper it is: one of each thread and stream; two must not plan into one."""
     return (owner, threading.get_ident(), torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
-def _check_belongs(belongs: bool, function: str) -> None:
+def check_belongs(belongs: bool, function: str) -> None:
+    """Raise InvalidCallError for a step of other starts."""
     if not belongs:
         raise InvalidCallError(function, ["step: wanted that of these cu_seqlens, got that of others"])
 
@@ -240,18 +254,18 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
     ) -> Any:
         caches, count = (key_cache, value_cache), decodes or 0
         if step is not None:
-            _check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
+            check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
         alone = step is None
         step = StepMetadata(block_tables, context_lens, cu_seqlens_q=cu_seqlens_q) if step is None else step
         if not split or count == 0 or count == len(context_lens):
-            planned = planned_alone(_here(owner, query), step, whole) if alone else step.slot(owner, whole)
+            planned = planned_alone(here(owner, query), step, whole) if alone else step.slot(owner, whole)
             result = planned.run(query, caches, return_lse=return_lse)
-            return (result[0], _natural(result[1])) if return_lse else result
+            return (result[0], natural(result[1])) if return_lse else result
         both = step.slot((owner, count), lambda each: _Split(each, arguments, page_size, backend, count))
         output = query.new_empty((len(query), heads, value_dim))
         parts = (both.decode, slice(count)), (both.prefill, slice(count, None))
         found = [each.run(query[rows], caches, out=output[rows], return_lse=return_lse) for each, rows in parts]
-        return (output, _natural(torch.cat([lse for _, lse in found]))) if return_lse else output
+        return (output, natural(torch.cat([lse for _, lse in found]))) if return_lse else output
 
     return run
 
@@ -279,7 +293,7 @@ _SHARED: tuple[Limit, ...] = (
     limit.positive("scale"),
     limit.Custom("capture: a capturable step", plannable),
 )
-_WINDOW = (limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),)
+LEFT_WINDOW = (limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),)
 
 
 def _stepped(facts: Facts) -> Reason | None:
@@ -321,7 +335,7 @@ def _kernel(backend: str, kind: str, priority: int) -> Kernel:
         load=load or functools.partial(_load_ragged, backend=backend),
         layout="NHD" if paged else None,
         accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
-        limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *_WINDOW, *(STEPPED if split else ())),
+        limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *LEFT_WINDOW, *(STEPPED if split else ())),
         graph_safe=True,
         jit=True,
         build_key=batches_key(backend),

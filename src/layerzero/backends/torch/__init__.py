@@ -15,6 +15,8 @@ MODULES = (
     "greedy",
     "inductor",
     "kv",
+    "latent",
+    "lengths",
     "linear",
     "logits",
     "mlp",
@@ -27,6 +29,7 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "sparse",
     "varlen",
     "verify",
 )

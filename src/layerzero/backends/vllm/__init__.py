@@ -6,12 +6,14 @@ MODULES = (
     "activation",
     "cascade",
     "flash_attn",
+    "latent",
     "logits",
     "norm",
     "normed_rope",
     "paged",
     "rope",
     "rope_append",
+    "sparse",
     "varlen",
 )
 """The files that declare kernels, a family each."""

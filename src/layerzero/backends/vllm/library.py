@@ -36,6 +36,7 @@ def _backend(summary: str) -> Backend:
 VLLM = _backend("The CUDA operators of the vLLM server")
 VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
 VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
+VLLM_FLASH_MLA = _backend("FlashMLA as vLLM ships it")
 
 
 def has_machine_code_of_v2(facts: Facts) -> bool:

@@ -158,6 +158,13 @@ def _decode(name: str, batch: int, seq_k: int, heads: int, kv: int, head_dim: in
     return Case(name, sizes | {"value_dim": head_dim})
 
 
+def _padded(name: str, batch: int, seq_q: int, seq_k: int, heads: int, kv: int, head_dim: int) -> Case:
+    """Keys of unlike lengths in rows of one: an encoder's batch, or cross attention over one."""
+    sizes = {"batch": batch, "seq_q": seq_q, "seq_k": seq_k, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
+    params: dict[str, object] = {} if seq_q == 1 else {"causal": False}
+    return Case(name, sizes | {"value_dim": head_dim}, params, ("kv_lens",))
+
+
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
     return Operation(
         schema=_schema(name),
@@ -193,12 +200,17 @@ STANDARD_PREFILL = _operation(
         _prefill("small", 2, 64, 8, 8, 64),
         _prefill("medium", 8, 1024, 16, 16, 64),
         _prefill("diffusion", 2, 4096, 24, 24, 128, causal=False),
+        _padded("encoder_lengths", 8, 128, 128, 12, 12, 64),
     ),
 )
 STANDARD_DECODE = _operation(
     "attention.standard.decode",
     "Attention of one query per sequence, equal head counts",
-    (_decode("small", 2, 128, 8, 8, 64), _decode("medium", 1, 1024, 16, 16, 64)),
+    (
+        _decode("small", 2, 128, 8, 8, 64),
+        _decode("medium", 1, 1024, 16, 16, 64),
+        _padded("cross_lengths", 8, 1, 1500, 20, 20, 64),
+    ),
 )
 GQA_PREFILL = _operation(
     "attention.gqa.prefill",

@@ -1,0 +1,167 @@
+"""FlashInfer's latent decode over pages: FlashAttention 2 and 3 templates that read both planes through two pointers.
+
+It plans on the host, from lengths there: once a step for all layers, in every call without one. A capturable step plans
+into fixed buffers. A plan is told the scale and whether a log-sum-exp is wanted, so both are in its name. Where head
+counts do not fill a tile it refuses some lengths of several causal queries, hence the limit.
+Read: mla/_batch_mla of flashinfer-python 0.7.2.post1, BatchMLAPagedAttentionWrapper.
+Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import is_built
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_alone, workspace
+from layerzero.backends.flashinfer.varlen import buffers, pages_of
+from layerzero.backends.latent import WIDTHS
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.latent.declare import NAME
+from layerzero.ops.paged.step import StepMetadata
+
+
+class _Planned:
+    """One wrapper and its plan, for the values that a step has now."""
+
+    def __init__(self, step: StepMetadata, arguments: dict[str, Any], queries: int, backend: str) -> None:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        device, (batch, _) = step.block_tables.device, step.block_tables.shape
+        pages = max(step.block_tables.numel(), 1)
+        fixed = buffers(
+            step.capturable, device, qo_indptr=batch + 1, kv_indptr=batch + 1, kv_indices=pages, kv_len_arr=batch
+        )
+        self._arguments, self._queries = arguments, queries
+        scratch = workspace(device, capturable=step.capturable)
+        self._wrapper = BatchMLAPagedAttentionWrapper(scratch, backend=backend, **fixed)
+        self.run = self._wrapper.run
+        self.update(step)
+
+    def update(self, step: StepMetadata) -> None:
+        from flashinfer.mla import MLAPlanMetadata
+
+        lens = step.host[0]
+        indptr, indices, _ = pages_of(step, self._arguments["page_size"])
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32) * self._queries
+        self._wrapper.plan(metadata=MLAPlanMetadata.csr(starts, indptr, indices, lens), **self._arguments)
+
+
+def _load(facts: Facts, backend: str) -> Callable[..., Any]:
+    dtype, queries, page_size = facts.tensors["q_nope"].dtype, facts.size("seq_q"), facts.size("page_size")
+    shape: dict[str, Any] = {
+        "num_heads": facts.size("heads"),
+        "head_dim_ckv": facts.size("latent_dim"),
+        "head_dim_kpe": facts.size("rope_dim"),
+        "page_size": page_size,
+        "causal": queries > 1,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+        "query_layout": "split",
+        "kv_cache_layout": "split",
+    }
+    name = f"flashinfer.{backend}.mla"
+
+    def run(
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        return_lse: bool = False,
+        step: StepMetadata | None = None,
+    ) -> Any:
+        arguments = shape | {"sm_scale": float(scale), "lse_mode": "basee" if return_lse else "none"}
+        owner = (name, queries, *arguments.values())
+
+        def make(each: StepMetadata) -> _Planned:
+            return _Planned(each, arguments, queries, backend)
+
+        if step is None:
+            here = owner, threading.get_ident(), torch.cuda.current_stream(q_nope.device).cuda_stream
+            planned = planned_alone(here, StepMetadata(block_tables, context_lens), make)
+        else:
+            planned = step.slot(owner, make)
+        tokens = q_nope.flatten(0, 1), q_pe.flatten(0, 1)
+        result = planned.run(
+            query=tokens, kv_cache=(ckv_cache, kpe_cache), return_lse=return_lse, return_lse_base_on_e=return_lse
+        )
+        if not return_lse:
+            return result.view(q_nope.shape)
+        return result[0].view(q_nope.shape), result[1].view(q_nope.shape[:3]).transpose(1, 2).contiguous()
+
+    return run
+
+
+_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def _built(facts: Facts, backend: str) -> bool:
+    """Whether the module is there: one for each dtype, with the widths of the limits."""
+    short = _SHORT.get(facts.tensors["q_nope"].dtype)
+    suffix = "_sm90" if backend == "fa3" else ""
+    dtypes = f"dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32"
+    widths = "head_dim_ckv_512_head_dim_kpe_64"
+    return short is not None and is_built(
+        f"batch_mla_attention_{dtypes}_{widths}_profiler_False_planabi2{suffix}", facts
+    )
+
+
+def _whole_tiles(facts: Facts) -> Reason | None:
+    """Several causal queries: a tile of 64 or 128 rows holds whole queries."""
+    heads = facts.size("heads")
+    if facts.size("seq_q") == 1 or 64 % heads == 0 or heads == 128:
+        return None
+    wanted = "1, or heads that divide 64, or 128 heads"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "seq_q", wanted, f"{facts.size('seq_q')} with {heads} heads")
+
+
+_ARCH: dict[str, tuple[Limit, ...]] = {
+    "fa2": (limit.arch(min=(8, 0)),),
+    "fa3": (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma")),
+}
+_TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
+
+
+def _kernel(backend: str, priority: int) -> Kernel:
+    return Kernel(
+        id=f"flashinfer.{backend}.mla",
+        operations=(NAME,),
+        backend=FLASHINFER,
+        load=functools.partial(_load, backend=backend),
+        accepts=("scale", "return_lse", "step"),
+        limits=(
+            limit.platform("cuda"),
+            *_ARCH[backend],
+            limit.dtype("float16", "bfloat16"),
+            *WIDTHS,
+            limit.positive("scale"),
+            limit.Custom("seq_q: 1, or heads that fill a tile", _whole_tiles),
+            limit.Custom("capture: a capturable step", plannable),
+            limit.last_stride_one(*_TENSORS),
+            limit.aligned(16, *_TENSORS),
+        ),
+        graph_safe=True,
+        jit=True,
+        build_key=lambda facts: ("mla", backend, facts.device.sm, facts["dtype"]),
+        prebuilt=functools.partial(_built, backend=backend),
+        device_guard=True,
+        workspace_bytes=lambda _: WORKSPACE_BYTES,
+        priority=priority,
+    )
+
+
+KERNELS = (_kernel("fa3", 80), _kernel("fa2", 60))

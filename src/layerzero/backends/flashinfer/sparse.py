@@ -1,0 +1,117 @@
+"""FlashInfer's block-sparse attention: keys in blocks as pages of its prefill, planned on the host.
+
+A :class:`layerzero.BlockPattern` keeps the plan; without one each call copies the pattern there and plans. Where a
+block and its group of heads fill no tile it takes the templates for decoding. Log-sum-exps come in base 2 as (M, H).
+Read: sparse.py of flashinfer-python 0.7.2.post1.
+Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_alone, workspace
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.sparse.declare import NAME
+from layerzero.ops.sparse.pattern import BlockPattern
+
+
+class _Planned:
+    """One wrapper and its plan, for the values that a pattern has now."""
+
+    def __init__(self, pattern: BlockPattern, arguments: dict[str, Any], device: torch.device) -> None:
+        from flashinfer.sparse import BlockSparseAttentionWrapper
+
+        self._arguments = arguments
+        self._wrapper = BlockSparseAttentionWrapper(workspace(device, capturable=False))
+        self.run = self._wrapper.run
+        self.update(pattern)
+
+    def update(self, pattern: BlockPattern) -> None:
+        self._wrapper.plan(*pattern.host, non_blocking=False, **self._arguments)
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    dtype = facts.tensors["query"].dtype
+    shape: dict[str, Any] = {
+        "M": facts.size("tokens"),
+        "N": facts.size("kv_tokens"),
+        "R": facts["block_rows"],
+        "C": facts["block_cols"],
+        "num_qo_heads": facts.size("heads"),
+        "num_kv_heads": facts.size("kv_heads"),
+        "head_dim": facts.size("head_dim"),
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+        "o_data_type": dtype,
+    }
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+        pattern: BlockPattern | None = None,
+    ) -> Any:
+        arguments = shape | {"sm_scale": scale}
+        owner = ("flashinfer.block_sparse", *arguments.values())
+
+        def make(each: BlockPattern) -> _Planned:
+            return _Planned(each, arguments, query.device)
+
+        if pattern is None:
+            here = owner, threading.get_ident(), torch.cuda.current_stream(query.device).cuda_stream
+            planned = planned_alone(here, BlockPattern(block_indptr, block_indices), make)
+        else:
+            planned = pattern.slot(owner, make)
+        result = planned.run(query, key, value, return_lse=return_lse)
+        return (result[0], (result[1] * math.log(2)).t().contiguous()) if return_lse else result
+
+    return run
+
+
+def _module(facts: Facts) -> Hashable:
+    """FlashInfer compiles one for each dtype and head dim, for tiles or for single queries."""
+    rows: Any = facts["block_rows"]
+    return "block_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim"), rows * facts.size("group") >= 4
+
+
+KERNELS = (
+    Kernel(
+        id="flashinfer.block_sparse",
+        operations=(NAME,),
+        backend=FLASHINFER,
+        load=_load,
+        accepts=("block_rows", "block_cols", "scale", "return_lse", "pattern"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", one_of=(64, 128, 256)),
+            limit.equal("value_dim", "head_dim"),
+            limit.positive("scale"),
+            limit.contiguous("query", "key", "value"),
+            limit.aligned(16, "query", "key", "value"),
+        ),
+        jit=True,
+        build_key=_module,
+        device_guard=True,
+        workspace_bytes=lambda _: WORKSPACE_BYTES,
+        priority=60,
+    ),
+)

@@ -1,0 +1,192 @@
+"""Latent attention in torch: pages are gathered, then all heads of a sequence are so many queries to one key head.
+
+A latent vector is the key of every head and its value, so that (S * H, C + R) times the keys is one product, and no
+key is repeated for a head. The expression adds up in float32, whatever the dtype. On a CPU torch's attention operator
+takes one sequence after the other, where the keys stand for the values, too: their rotated columns are cut off.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.latent import joined
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.varlen import Slice, attend_each
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.latent.declare import NAME
+from layerzero.ops.paged.gather import gathered
+
+
+def _keys(
+    ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor, context_lens: Tensor, max_context_len: int | None
+) -> tuple[Tensor, Tensor]:
+    """Keys (B, L, C + R) with zeros beyond each sequence, and where those are: (B, L)."""
+    planes = (cache.unsqueeze(2) for cache in (ckv_cache, kpe_cache))
+    keys = torch.cat([each.squeeze(2) for each in gathered(*planes, block_tables, context_lens, max_context_len)], -1)
+    beyond = torch.arange(keys.shape[1], device=keys.device) >= context_lens.unsqueeze(1)
+    return keys.masked_fill(beyond.unsqueeze(-1), 0.0), beyond
+
+
+def _hidden(beyond: Tensor, context_lens: Tensor, queries: int) -> Tensor:
+    """Keys that each query does not see: (B, S, 1, L), the last query at the end of its sequence."""
+    if queries == 1:
+        return beyond[:, None, None]
+    last = context_lens.unsqueeze(1) - queries + torch.arange(queries, device=beyond.device)
+    return torch.arange(beyond.shape[1], device=beyond.device) > last[:, :, None, None]
+
+
+def _load_expression(facts: Facts) -> Callable[..., Any]:
+    latent = facts.size("latent_dim")
+
+    def run(
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+    ) -> Any:
+        batch, queries, heads, _ = q_nope.shape
+        wide = torch.promote_types(q_nope.dtype, torch.float32)
+        keys, beyond = _keys(ckv_cache, kpe_cache, block_tables, context_lens, max_context_len)
+        keys = keys.to(wide)
+        query = torch.cat((q_nope, q_pe), -1).to(wide).flatten(1, 2)
+        scores = torch.bmm(query, keys.transpose(1, 2)).mul_(scale).view(batch, queries, heads, -1)
+        scores = scores.masked_fill_(_hidden(beyond, context_lens, queries), -torch.inf)
+        lse = scores.logsumexp(-1)
+        blind = (lse == -torch.inf).unsqueeze(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp_().masked_fill_(blind, 0.0)
+        output = torch.bmm(weights.flatten(1, 2), keys[..., :latent]).view(batch, queries, heads, latent)
+        output = output.to(q_nope.dtype)
+        return (output, lse.transpose(1, 2).float().contiguous()) if return_lse else output
+
+    return run
+
+
+def _load_cpu(facts: Facts) -> Callable[..., Any]:
+    page_size, latent = facts.size("page_size"), facts.size("latent_dim")
+
+    def run(
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        return_lse: bool = False,
+    ) -> Any:
+        query, cache = joined(q_nope, q_pe), (ckv_cache, kpe_cache)
+        batch, queries = query.shape[:2]
+
+        def sequences() -> Iterator[Slice]:
+            for row, length in enumerate(context_lens.tolist()):
+                pages = block_tables[row, : -(-length // page_size)]
+                keys = torch.cat([plane[pages].flatten(0, 1)[:length] for plane in cache], -1).unsqueeze(1)
+                yield query[row], keys, keys, None
+
+        found = attend_each(
+            sequences(), query.flatten(0, 1), causal=True, scale=scale, window=None, return_lse=return_lse
+        )
+        output = (found[0] if return_lse else found)[..., :latent].unflatten(0, (batch, queries)).contiguous()
+        return (output, found[1].unflatten(1, (batch, queries)).transpose(0, 1).contiguous()) if return_lse else output
+
+    return run
+
+
+def _load_cuda(facts: Facts) -> Callable[..., Any]:
+    latent = facts.size("latent_dim")
+
+    def run(
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        max_context_len: int | None = None,
+    ) -> Tensor:
+        batch, queries, heads, _ = q_nope.shape
+        keys, beyond = _keys(ckv_cache, kpe_cache, block_tables, context_lens, max_context_len)
+        hidden = _hidden(beyond, context_lens, queries)
+        query = joined(q_nope, q_pe).flatten(1, 2).unsqueeze(1)
+        mask = ~hidden.expand(-1, -1, heads, -1).flatten(1, 2).unsqueeze(1)
+        keys = keys.unsqueeze(1)
+        output = functional.scaled_dot_product_attention(query, keys, keys[..., :latent], attn_mask=mask, scale=scale)
+        output = output.view(batch, queries, heads, latent)
+        return output.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+
+    return run
+
+
+def _gathered_bytes(facts: Facts) -> int:
+    """The keys of every sequence twice, and their scores."""
+    width = facts.size("latent_dim") + facts.size("rope_dim")
+    keys = facts.size("batch") * facts.size("context_bound")
+    itemsize = facts.tensors["q_nope"].dtype.itemsize
+    return keys * (2 * width * itemsize + 8 * facts.size("heads") * facts.size("seq_q") + 4 * width)
+
+
+KERNELS = (
+    Kernel(
+        id="torch.mla_gather",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_expression,
+        accepts=("scale", "return_lse", "max_context_len"),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        graph_safe=True,
+        deterministic=True,
+        device_guard=True,
+        workspace_bytes=_gathered_bytes,
+        priority=20,
+    ),
+    Kernel(
+        id="torch.mla_sdpa_cpu",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_cpu,
+        accepts=("scale", "return_lse"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            limit.positive("scale"),
+            SdpaEnabled("flash"),
+        ),
+        deterministic=True,
+        priority=40,
+    ),
+    Kernel(
+        id="torch.mla_sdpa",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_cuda,
+        accepts=("scale", "max_context_len"),
+        limits=(
+            limit.platform("cuda"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.positive("scale"),
+            SdpaEnabled("efficient"),
+        ),
+        graph_safe=True,
+        device_guard=True,
+        workspace_bytes=_gathered_bytes,
+        priority=25,
+    ),
+)

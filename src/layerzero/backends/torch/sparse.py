@@ -1,0 +1,168 @@
+"""Block-sparse attention in torch: a mask of all pairs, a loop over rows of blocks, or rows as sequences of a batch.
+
+On a CPU each row of blocks is a call of the operator behind ``F.scaled_dot_product_attention`` with what it sees, so
+that what is hidden costs nothing; on NVIDIA the rows are sequences of torch's FlashAttention 2, their keys gathered.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.sparse.declare import NAME
+from layerzero.ops.sparse.pattern import block_mask
+
+
+def _load_masked(facts: Facts) -> Callable[..., Any]:
+    grouped = facts["group"] != 1
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        scale: float | None = None,
+    ) -> Tensor:
+        seen = block_mask(block_indptr, block_indices, len(key) // block_cols)
+        mask = seen.repeat_interleave(block_rows, 0).repeat_interleave(block_cols, 1)
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return output[0].transpose(0, 1).masked_fill(~mask.any(1)[:, None, None], 0.0)
+
+    return run
+
+
+def _load_rows(facts: Facts) -> Callable[..., Any]:
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        keys, values = (each.unflatten(0, (-1, block_cols)) for each in (key, value))
+
+        def rows() -> Iterator[Slice]:
+            for row, (first, last) in enumerate(pairwise(block_indptr.tolist())):
+                blocks = block_indices[first:last]
+                seen = (each[blocks].flatten(0, 1) for each in (keys, values))
+                yield query[row * block_rows : (row + 1) * block_rows], *seen, None
+
+        return attend_each(rows(), query, causal=False, scale=scale, window=None, return_lse=return_lse)
+
+    return run
+
+
+def _load_varlen(facts: Facts) -> Callable[..., Any]:
+    operator = torch.ops.aten._flash_attention_forward.default
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        keys, values = (
+            each.unflatten(0, (-1, block_cols))[block_indices.long()].flatten(0, 1) for each in (key, value)
+        )
+        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
+        longest = max(len(key), 1)
+        output, lse, *_ = operator(
+            *(query, keys, values, starts, block_indptr * block_cols, block_rows, longest, 0.0, False, False),
+            scale=scale,
+        )
+        return (output, lse_of_tokens(output, lse)) if return_lse else output
+
+    return run
+
+
+def _mask_bytes(facts: Facts) -> int:
+    """The mask, and scores where torch has no better way."""
+    pairs = facts.size("tokens") * facts.size("kv_tokens")
+    return pairs * (1 + facts.tensors["query"].dtype.itemsize * (1 + facts.size("heads")))
+
+
+def _gathered_bytes(facts: Facts) -> int:
+    """Keys and values of every block that is seen."""
+    block: Any = facts["block_cols"]
+    width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
+    return facts.size("nonzero_blocks") * block * width * facts.tensors["query"].dtype.itemsize
+
+
+_BLOCKS = ("block_rows", "block_cols", "scale")
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+KERNELS = (
+    Kernel(
+        id="torch.block_sparse_masked",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_masked,
+        accepts=_BLOCKS,
+        limits=(limit.dtype(*_FLOATS), limit.positive("scale")),
+        device_guard=True,
+        workspace_bytes=_mask_bytes,
+        priority=20,
+    ),
+    Kernel(
+        id="torch.block_sparse_rows",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_rows,
+        accepts=(*_BLOCKS, "return_lse"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype(*_FLOATS),
+            limit.equal("value_dim", "head_dim"),
+            limit.positive("scale"),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key", "value"),
+        ),
+        deterministic=True,
+        priority=50,
+    ),
+    Kernel(
+        id="torch.block_sparse_varlen",
+        operations=(NAME,),
+        backend=TORCH,
+        load=_load_varlen,
+        accepts=(*_BLOCKS, "return_lse"),
+        limits=(
+            *FLASH,
+            limit.last_stride_one("query", "key", "value"),
+            limit.aligned(16, "query", "key", "value"),
+            limit.contiguous("block_indptr"),
+        ),
+        graph_safe=True,
+        device_guard=True,
+        workspace_bytes=_gathered_bytes,
+        priority=40,
+    ),
+)

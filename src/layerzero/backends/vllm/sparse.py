@@ -1,0 +1,94 @@
+"""vLLM's FlashAttention 2 and 3 with block patterns: a row of blocks is a sequence, the blocks of keys are its pages.
+
+Keys of one sequence, cut into blocks, are a paged cache as they lie; the pattern becomes a block table on the device.
+Nothing is gathered, and nothing is planned on the host.
+Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.torch.varlen import lse_of_tokens
+from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, Scores, forward_of_v2, forward_of_v3
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.sparse.declare import NAME
+from layerzero.ops.sparse.pattern import block_table
+
+
+def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    forward, default = library(), float(facts.size("head_dim") ** -0.5)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        pages = [each.unflatten(0, (-1, block_cols)) for each in (key, value)]
+        table, counts = block_table(block_indptr, block_indices, len(pages[0]))
+        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
+        keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))
+        scores = Scores(default if scale is None else scale, False, (-1, -1), 0.0)
+        output, lse = forward(query, starts, block_rows, keys, scores, None)
+        return (output, lse_of_tokens(output, lse)) if return_lse else output
+
+    return run
+
+
+def _blocks_of_16(facts: Facts) -> Reason | None:
+    """Pages of version 2, and tiles of version 3 worth their launch."""
+    size: Any = facts["block_cols"]
+    if size % 16 == 0:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "block_cols", "a multiple of 16", size)
+
+
+def _kernel(own: Own, version: int, priority: int) -> Kernel:
+    variant = functools.partial(variant_of_blocks, version=version)
+    return Kernel(
+        id=f"vllm.flash_attn.v{version}.block_sparse",
+        operations=(NAME,),
+        backend=own.backend,
+        load=functools.partial(_load, library=forward_of_v3 if version == 3 else forward_of_v2),
+        accepts=("block_rows", "block_cols", "scale", "return_lse"),
+        limits=(
+            *(each for each in own.limits if "page_size" not in each.facts_named()),
+            limit.platform("cuda"),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("head_dim", max=256, multiple=8),
+            limit.positive("scale"),
+            limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
+            limit.last_stride_one("query", "key", "value"),
+            limit.aligned(16, "query", "key", "value"),
+            limit.contiguous("block_indptr"),
+        ),
+        graph_safe=True,
+        jit=own.build_key is not None,
+        build_key=None if own.build_key is None else variant,
+        prebuilt=own.prebuilt,
+        device_guard=True,
+        priority=priority,
+    )
+
+
+def variant_of_blocks(facts: Facts, version: int) -> tuple[object, ...]:
+    """Which instantiation a call takes: one for each dtype and width."""
+    return version, facts.device.sm, facts["dtype"], -(-facts.size("head_dim") // 32)
+
+
+KERNELS = (_kernel(OF_V3, 3, 80), _kernel(OF_V2, 2, 55))

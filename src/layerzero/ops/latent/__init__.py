@@ -1,0 +1,13 @@
+"""Multi-head latent attention over pages: one latent vector a token for keys and values, a rotated part beside it."""
+
+from __future__ import annotations
+
+from layerzero.ops.latent.declare import MLA_DECODE_PAGED, OPERATIONS
+from layerzero.ops.latent.route import FUNCTIONS
+
+__all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
+
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "attention.mla.decode": ((MLA_DECODE_PAGED.name,), {}),
+}
+"""The specification's flat name."""
