@@ -58,21 +58,6 @@ class Recorded:
             self.ids.copy_(ids)
 
 
-@pytest.fixture(params=["host", "device"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU; or by lengths that only the device knows, with graphs."""
-    if request.param == "device":
-        monkeypatch.setattr(steps, "ON_HOST", frozenset())
-
-        def captured(self: Any, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-            made = run()
-            return Recorded(run, made), made
-
-        monkeypatch.setattr(steps.Steps, "_captured", captured)
-        Recorded.captured = 0
-    return str(request.param)
-
-
 def state_of(report: Any) -> Any:
     (found,) = [each.state for each in report._exchanges if isinstance(getattr(each, "state", None), steps.Steps)]
     return found

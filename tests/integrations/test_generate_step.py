@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from decoders import Recorded, greedy, made, state_of, tokens, transformers, where  # noqa: F401
+from decoders import Recorded, greedy, made, state_of, tokens, transformers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -20,13 +20,13 @@ def generated(model: Any, new: int = 16, ids: torch.Tensor | None = None, **numb
     cache = transformers.DynamicCache(config=model.config)
     found = [tokens() if ids is None else ids]
     for _ in range(new):
-        found.append(lz.generate_step(model, cache, found[-1], **numbers))  # noqa: PERF401  # each needs the last
+        found.append(lz.generate_step(model, cache, found[-1], **numbers))  # each needs the last
     return torch.cat(found, -1)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen3"])
 @pytest.mark.parametrize("optimized", ["not", "graph"])
-def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, where: str) -> None:  # noqa: F811
+def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, where: str) -> None:
     model = made(kind)
     expected = greedy(model, tokens(), 24)
     report = lz.optimize(model, graph=True) if optimized == "graph" else None
@@ -49,7 +49,7 @@ def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, whe
     ],
     ids=" ".join,
 )
-def test_the_same_seed_gives_the_same_draws(numbers: dict[str, Any], where: str) -> None:  # noqa: F811
+def test_the_same_seed_gives_the_same_draws(numbers: dict[str, Any], where: str) -> None:
     model = made()
     lz.optimize(model, graph=True)
     before = torch.random.get_rng_state()
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_draws(numbers: dict[str, Any], where: str)
     assert not torch.equal(first, greedy(model, tokens(), 16))
 
 
-def test_without_a_seed_torchs_generator_goes_on(where: str) -> None:  # noqa: F811
+def test_without_a_seed_torchs_generator_goes_on(where: str) -> None:
     model = made()
     lz.optimize(model, graph=True)
     torch.manual_seed(1)
@@ -85,7 +85,7 @@ def test_without_a_seed_torchs_generator_goes_on(where: str) -> None:  # noqa: F
     ],
     ids=["top_k", "min_p", "top_p", "min_p and top_k"],
 )
-def test_what_may_not_come_does_not(numbers: dict[str, Any], likely: Any, where: str) -> None:  # noqa: F811
+def test_what_may_not_come_does_not(numbers: dict[str, Any], likely: Any, where: str) -> None:
     """Many sequences of one prompt, drawn at one step: only the likely tokens come, and all of them do."""
     model, stock = made(), made()
     lz.optimize(model, graph=True)
@@ -108,7 +108,7 @@ def _above(parts: torch.Tensor) -> torch.Tensor:
     return before.gather(-1, order.argsort())
 
 
-def test_one_graph_serves_every_temperature(where: str) -> None:  # noqa: F811
+def test_one_graph_serves_every_temperature(where: str) -> None:
     model = made()
     report = lz.optimize(model, graph=True)
     drawn = [generated(model, 6, temperature=each, seed=1) for each in (1e-6, 0.5, 3.0)]
@@ -119,7 +119,7 @@ def test_one_graph_serves_every_temperature(where: str) -> None:  # noqa: F811
         assert state_of(report).graphs == 2
 
 
-def test_any_model_and_cache_and_call_is_served(where: str) -> None:  # noqa: F811
+def test_any_model_and_cache_and_call_is_served(where: str) -> None:
     """Hidden tokens, a static cache, a model that nobody optimized: run as it is, and drawn by the same functions."""
     model = made()
     mask = torch.ones_like(tokens())

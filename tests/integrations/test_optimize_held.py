@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from decoders import greedy, made, state_of, stepped, tokens, transformers, where  # noqa: F401
+from decoders import greedy, made, state_of, stepped, tokens, transformers
 from layerzero.integrations.optimize import steps, turns
 
 pytestmark = [
@@ -65,7 +65,7 @@ def test_a_used_cache_is_pickled_and_copied_as_transformers_own(way: str, kind: 
     lz.optimize(model, graph=True)
     cache, expected = used(model), used(made(kind))
     if way == "pickle":
-        twin = pickle.loads(pickle.dumps(cache))  # noqa: S301  # what was pickled a line before
+        twin = pickle.loads(pickle.dumps(cache))  # what was pickled a line before
     elif way == "deepcopy":
         twin = copy.deepcopy(cache)
     else:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import layerzero as lz
-from decoders import KINDS, SIZES, Recorded, greedy, made, state_of, stepped, tokens, transformers, where  # noqa: F401
+from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
 from layerzero.integrations.optimize import steps
 from layerzero.integrations.optimize.held import PAGE, bucket
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
 ]
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_stocks(kind: str, where: str) -> None:

@@ -84,7 +84,9 @@ def _check(cache: Any, tokens: Tensor, **given: float | None) -> None:
     for name, (first, last) in bounds.items():
         value = given[name]
         wanted = int if name in {"top_k", "seed"} else (int, float)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, wanted) or not first <= value <= last):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, wanted) or not first <= value <= last
+        ):
             kind = "a whole number" if wanted is int else "a number"
             problems.append(f"{name}: wanted {kind} from {first:g} to {last:g} or None, got {value!r}")
     temperature, (coldest, hottest) = given["temperature"], TEMPERATURES

@@ -1,9 +1,9 @@
 """A Transformers cache whose keys and values lie in memory that stays where it is, as a CUDA graph needs them.
 
-The caller's cache and its layers stay the objects that they were; the layers' class becomes one that knows of the common
-memory. Whoever reads tokens of a layer, assigns to it, copies or pickles it (a crop, a reordering, a longer input) takes
-them out: the layer is Transformers' own again, with tensors that are the caller's to write into. The next step takes
-them back.
+The caller's cache and its layers stay the objects that they were; the layers' class becomes one that knows of the
+common memory. Whoever reads tokens of a layer, assigns to it, copies or pickles it (a crop, a reordering, a longer
+input) takes them out: the layer is Transformers' own again, with tensors that are the caller's to write into. The next
+step takes them back.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ class Held:
 
     @property
     def layers(self) -> list[Any]:
-        """The layers that somebody has."""
-        return [layer for each in self._layers if (layer := each()) is not None]
+        """The layers that somebody has, and took no tokens out of."""
+        living = [layer for each in self._layers if (layer := each()) is not None]
+        return [each for each in living if vars(each).get("_held") is self]
 
     def is_of(self, cache: Any) -> bool:
         """Whether this is that cache, and nobody took a layer out."""

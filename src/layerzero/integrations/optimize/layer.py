@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.norms import Norm
 from layerzero.integrations.optimize.rotation import Table, table_for
-from layerzero.integrations.optimize.swapping import Packs, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
 from layerzero.integrations.transformers import attention_forward
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
@@ -257,8 +257,8 @@ class Layer(State):
 @as_forward
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
-    state: Layer = self.__dict__["_layerzero"]
-    if others or not _serves(self, state, hidden_states, named):
+    state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
+    if others or state is None or not _serves(self, state, hidden_states, named):
         return type(self).forward(self, hidden_states, *others, **named)
     if state.packs:
         state.renew()

@@ -173,12 +173,13 @@ class Steps(State):
                 try:
                     return self._run(ids, named)
                 except (LayerZeroError, RuntimeError) as error:
-                    failed = error
+                    failed = error.with_traceback(None)  # whose frames hold what was computed so far
         if why:
             self.left[why] += 1
             return run()
-        output = run()  # outside of the handler, for what it holds is memory, too
-        self._failed(failed)
+        output = run()
+        with self._turns.turn(ids.device):
+            self._failed(failed)
         return output
 
     def _failed(self, error: Exception, *, captured: bool = True) -> None:
@@ -186,8 +187,9 @@ class Steps(State):
         text = f"{type(error).__name__}: {str(error)[:160]}"
         if any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error)):
             why = f"the device had no memory for it: {text}"
-            for batch in tuple(self._memories):
-                self._forget(batch)
+            for batch, memory in tuple(self._memories.items()):
+                if memory.held is None or not memory.held.layers:  # others would be copied
+                    self._forget(batch)
         elif not captured or isinstance(error, _UNCAPTURABLE):
             self.refused = why = f"it could not be captured: {text}"
         else:
