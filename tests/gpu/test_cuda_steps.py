@@ -103,7 +103,7 @@ def test_threads_with_streams_of_their_own():
                     found = logits_of(model, inputs[number])
                     torch.cuda.current_stream().synchronize()
                     near(found, expected[number])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.integrations.optimize.turns import Turns
+from layerzero.integrations.optimize.turns import Turns, on, stream_of, used_here
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -89,6 +89,7 @@ class Memory:
                 self.held.release()
             for each in cache.layers:  # of another memory
                 release(each)
+                used_here((each.keys, each.values))
             for number, each in enumerate(cache.layers):
                 for place, tokens in ((self.keys[number], each.keys), (self.values[number], each.values)):
                     first = length - tokens.shape[2]  # a window keeps the last tokens alone
@@ -105,11 +106,12 @@ class Held:
     Attributes:
         memory: where.
         length: its tokens.
+        stream: where its last step ran: who uses this cache works there, and gets his tokens there.
         windows: of each layer, whether it has a window, and which.
     """
 
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
-        self.memory, self.length = memory, length
+        self.memory, self.length, self.stream = memory, length, stream_of(memory.index.device)
         self._cache: Callable[[], Any] = weakref.ref(cache)
         self.windows = [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
         for number, each in enumerate(cache.layers):
@@ -203,7 +205,7 @@ def release(layer: Any, only: Held | None = None) -> None:
     with held.memory.turn():
         if own.get("_held") is not held:  # another thread was first
             return
-        with torch.inference_mode(False), torch.no_grad():  # of inference mode they could not be written into outside
+        with torch.inference_mode(False), torch.no_grad(), on(held.stream):  # inference mode's would not be writable
             taken = {name: _part(held, layer, name).clone() for name in _TENSORS}
         sliding = bool(layer.is_sliding)
         own.update(taken | ({_LENGTH: held.length} if sliding else {}))

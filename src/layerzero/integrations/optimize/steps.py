@@ -32,7 +32,7 @@ from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not
 from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
 from layerzero.integrations.optimize.swapping import MARK, State, is_recorder, stock_forward
-from layerzero.integrations.optimize.turns import Turns
+from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
 from layerzero.integrations.transformers import ONE_TOKEN
 
 ON_HOST = frozenset({"cpu"})
@@ -203,6 +203,7 @@ class Steps(State):
         cache = named["past_key_values"]
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
             held = self._held(cache)
+            held.stream = stream_of(ids.device)
             memory = held.memory
             memory.ids.copy_(ids)
             positions = named.get("position_ids")
@@ -233,8 +234,10 @@ class Steps(State):
     def _forget(self, batch: int, unless: Any = None) -> None:
         memory = self._memories.pop(batch, None)
         self._graphs = {key: each for key, each in self._graphs.items() if key[0] != batch}
-        if memory is not None and memory.held is not None and not memory.held.is_of(unless):
-            memory.held.release()
+        if memory is not None:
+            used_here((*memory.keys, *memory.values))
+            if memory.held is not None and not memory.held.is_of(unless):
+                memory.held.release()
 
     def _call(self, held: Held, places: int, attend: Callable[..., Tensor]) -> Any:
         memory = held.memory

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from layerzero.core import forking
 
@@ -39,3 +40,26 @@ class Turns:
             finally:
                 event.record(stream)
                 self._last[device] = event, stream
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that is current; None where a device has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Compute on another stream, for whom it is; the current one goes on behind it."""
+    if stream is None or stream == (current := torch.cuda.current_stream(stream.device)):
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """Tell torch's allocator that the current stream reads tensors that may be of another one's memory."""
+    for each in tensors:
+        if each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))
