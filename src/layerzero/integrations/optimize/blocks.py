@@ -58,7 +58,7 @@ def compute(state: Block, input: Tensor) -> Any:  # noqa: A002
 
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
-    packed, activation = state.packed, state.activation
+    packed, activation = state.forms_for(input), state.activation
     if len(weights) == 2 and packed[0] is None and biases[0] is None and weights[0].shape[0] == 2 * weights[1].shape[1]:
         return _in_one(input, weights[0], weights[1], biases[1], activation)
     if len(weights) == 2:

@@ -31,7 +31,7 @@ def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     mine = weight is not None and not stays_stock(self, input, weight, bias)
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:
-            return lz.linear(input, weight, bias, packed=state.packed[0])
+            return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])
         except InvalidCallError:
             if state.renew(weight):
                 return _linear(self, input)
@@ -46,7 +46,7 @@ def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any
         weight, bias = parameters["weight"], parameters["bias"]
         if not stays_stock(self, input, weight, bias) and state.intact(self):
             try:
-                return lz.linear(input, weight, bias, activation=state.activation, packed=state.packed[0])
+                return lz.linear(input, weight, bias, activation=state.activation, packed=state.forms_for(input)[0])
             except InvalidCallError:
                 if state.renew(weight):
                     return _linear_then(self, input)
