@@ -65,7 +65,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.tuning.measuring.tune": ("tune",),
     "layerzero.tuning.measuring.online": ("sampled",),
     "layerzero.tuning.proving.vetting": ("vet",),
-    "layerzero.integrations.optimize": ("Optimized", "optimize"),
+    "layerzero.integrations.optimize": ("Optimized", "generate_step", "optimize"),
     "layerzero.integrations.tokenizers": ("tune_tokenizer",),
     "layerzero.integrations.torch": ("scaled_dot_product_attention",),
     "layerzero.integrations.transformers": ("register_with_transformers",),

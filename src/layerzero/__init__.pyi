@@ -56,7 +56,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
-from layerzero.integrations.optimize import Optimized, optimize
+from layerzero.integrations.optimize import Optimized, generate_step, optimize
 from layerzero.integrations.tokenizers import tune_tokenizer
 from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
@@ -169,6 +169,7 @@ __all__ = [
     "gather_paged_kv",
     "gelu",
     "gelu_mul",
+    "generate_step",
     "greedy",
     "grouped_linear",
     "jit_status",

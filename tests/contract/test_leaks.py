@@ -77,6 +77,7 @@ _CATALOGUE = "the specification's codes of heads, and the catalogue of codes wit
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
 _LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
+_DRAWN = "the next tokens of a model, which its functions draw"
 _CACHE = "a cache of Transformers as tensors that a captured step reads, and what that step is told by"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
@@ -126,11 +127,19 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _REPLACED,
     ),
+    "integrations/optimize/drawing.py": dict.fromkeys(
+        (
+            *("greedy", "k", "logits", "p", "row_k", "row_p", "row_temperature", "sample_topk", "sample_topk_topp"),
+            "sample_topp",
+        ),
+        _DRAWN,
+    ),
     "integrations/optimize/entrance.py": {
         **dict.fromkeys(("attention", "bias"), _REPLACED),
         **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
         "step": "a kind of what is replaced: one token of a decoder",
     },
+    "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens"), _DRAWN),
     "integrations/optimize/held.py": dict.fromkeys(("positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
         (
@@ -141,16 +150,32 @@ ALLOWED: dict[str, dict[str, str]] = {
         _LAYER,
     ),
     "integrations/optimize/layers.py": dict.fromkeys(("attention", "eps", "heads", "norm", "positions"), _LAYER),
+    "integrations/optimize/measured.py": {
+        "attention": _REPLACED,
+        "step": "a kind of what is replaced: one token of a decoder",
+    },
     "integrations/optimize/norms.py": dict.fromkeys(
         ("bias", "eps", "layer_norm", "norm", "rms_norm", "weight"), _REPLACED
     ),
     "integrations/optimize/products.py": dict.fromkeys(("activation", "bias", "linear", "packed", "weight"), _REPLACED),
     "integrations/optimize/rotation.py": dict.fromkeys(("cos", "positions", "sin"), _LAYER),
-    "integrations/optimize/steps.py": {
-        **dict.fromkeys(
-            ("block_tables", "context_lens", "logits", "max_context_len", "pages", "positions", "tokens"), _CACHE
+    "integrations/optimize/step_attention.py": dict.fromkeys(
+        (
+            "attention",
+            "block_tables",
+            "context_lens",
+            "paged_attention",
+            "pages",
+            "query",
+            "sinks",
+            "softcap",
+            "window",
         ),
-        **dict.fromkeys(("attention", "paged_attention", "query", "sinks", "softcap", "window"), _LAYER),
+        _LAYER,
+    ),
+    "integrations/optimize/steps.py": {
+        **dict.fromkeys(("logits", "max_context_len", "positions", "tokens"), _CACHE),
+        "attention": _LAYER,
     },
     "integrations/optimize/swapping.py": {"weight": "the parameter of torch's modules that all of them have"},
     "integrations/torch.py": dict.fromkeys(

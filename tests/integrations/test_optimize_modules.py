@@ -341,3 +341,10 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
     report.undo()
     report = lz.optimize(model, (x,), rounds=1, budget_s=0.0, isolate=False)
     assert report.extra_bytes <= one_form
+
+
+def test_a_slow_moment_of_the_machine_is_no_gain() -> None:
+    from layerzero.integrations.optimize.gate import gain
+
+    assert gain([1.0, 1.0, 1.0], [0.5, 0.5, 0.5]) == 1.0
+    assert gain([0.028, 0.1], [0.18, 0.025]) < 0  # the mean of the pairs says 1.08

@@ -10,76 +10,13 @@ import pytest
 import torch
 
 import layerzero as lz
+from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
 from layerzero.integrations.optimize import steps
 from layerzero.integrations.optimize.held import PAGE, bucket
-
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
 ]
-
-SIZES = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    "initializer_range": 0.2, "num_hidden_layers": 2,
-}  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 8},
-    "Mistral": {"sliding_window": 6},
-    "Phi3": {},
-    "Olmo2": {},
-}
-
-
-def made(kind: str = "Llama") -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS.get(kind, {}))
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-
-
-def tokens(rows: int = 2, length: int = 9, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(model: Any, ids: torch.Tensor, new: int = 24, **more: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(ids, max_new_tokens=new, do_sample=False, **more)
-    return found
-
-
-class Recorded:
-    """Stands for a CUDA graph where there is none: replayed, it writes into the outputs that it has."""
-
-    captured = 0
-
-    def __init__(self, run: Callable[[], Any], output: Any) -> None:
-        self.run, self.output = run, output
-        Recorded.captured += 1
-
-    def replay(self) -> None:
-        self.output.logits.copy_(self.run().logits)
-
-
-@pytest.fixture(params=["host", "device"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU; or by lengths that only the device knows, with graphs."""
-    if request.param == "device":
-        monkeypatch.setattr(steps, "ON_HOST", frozenset())
-
-        def captured(self: Any, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-            output = run()
-            return Recorded(run, output), output
-
-        monkeypatch.setattr(steps.Steps, "_captured", captured)
-        Recorded.captured = 0
-    return str(request.param)
-
-
-def state_of(report: Any) -> Any:
-    (found,) = [each.state for each in report._exchanges if isinstance(getattr(each, "state", None), steps.Steps)]
-    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,12 +87,6 @@ def test_what_is_no_step_runs_as_it_is_and_is_counted(where: str) -> None:
     model(ids, past_key_values=cache)
     model(tokens(2, 1), past_key_values=cache).logits.sum().backward()
     assert "gradients are on" in state_of(report).left
-
-
-def stepped(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
-    return logits
 
 
 def test_the_cache_stays_the_callers(where: str) -> None:

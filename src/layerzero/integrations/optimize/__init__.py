@@ -8,6 +8,7 @@ parameters, names and hooks: only its ``forward`` is another one, on this instan
 from __future__ import annotations
 
 from layerzero.integrations.optimize.entrance import optimize
+from layerzero.integrations.optimize.generating import generate_step
 from layerzero.integrations.optimize.report import Optimized
 
-__all__ = ["Optimized", "optimize"]
+__all__ = ["Optimized", "generate_step", "optimize"]

@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.joining import Joined, wants_packed
 from layerzero.integrations.optimize.products import is_plain
-from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock, weight_of
 from layerzero.ops.activation.formulas import FORMULAS, GATED
 
 
@@ -38,8 +38,8 @@ class Block(Packs):
 
 @as_forward
 def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002  # torch's name
-    if not torch.compiler.is_compiling() and not others and not named:
-        state = self.__dict__["_layerzero"]
+    mine = not torch.compiler.is_compiling() and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         parameters = [each._parameters for each in state.products]
         weights = [each["weight"] for each in parameters]
         if not stays_stock(self, input, *weights) and state.intact(self):
@@ -58,7 +58,7 @@ def compute(state: Block, input: Tensor) -> Any:  # noqa: A002
 
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
-    packed, activation = state.packed, state.activation
+    packed, activation = state.forms_for(input), state.activation
     if len(weights) == 2 and packed[0] is None and biases[0] is None and weights[0].shape[0] == 2 * weights[1].shape[1]:
         return _in_one(input, weights[0], weights[1], biases[1], activation)
     if len(weights) == 2:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Linear, Module
 
-from layerzero.asking.trace import traced
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attending
 from layerzero.integrations.optimize.blocks import Block, block
-from layerzero.integrations.optimize.candidate import Candidate, compared, distance
-from layerzero.integrations.optimize.gate import Switch, gate
+from layerzero.integrations.optimize.bounding import Budget
+from layerzero.integrations.optimize.candidate import Candidate, compared
 from layerzero.integrations.optimize.inputs import Workload, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
+from layerzero.integrations.optimize.measured import measure
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
-from layerzero.integrations.optimize.report import Exchange, Left, Optimized, Replaced
+from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import Steps, stepping
-from layerzero.integrations.optimize.swapping import State, Swap, has_own_forward, is_swapped, weight_of
+from layerzero.integrations.optimize.swapping import Packs, State, Swap, has_own_forward, is_swapped, weight_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
@@ -37,9 +37,6 @@ LAYER = "lz.add_rms_norm, lz.rope_, lz.attention, lz.linear, lz.mlp"
 
 _Attention = tuple[str, attending.AttentionSwap, float | None, bool]
 """A model's path, its exchange, how far its attention was from the original, and whether it is exchanged."""
-
-BY_CALL = "by call"
-"""The kernel of what no few rows can be asked about."""
 
 MOST = 12
 """Submodules of what is looked at as a whole."""
@@ -55,6 +52,7 @@ def optimize(
     rounds: int = 5,
     budget_s: float | None = 120.0,
     isolate: bool = True,
+    memory_limit: int | None = None,
 ) -> Any:
     """Let LayerZero compute what a model's modules compute, where that is checked to be the same.
 
@@ -79,16 +77,21 @@ def optimize(
         rounds: times that each variant is timed, interleaved.
         budget_s: seconds for measuring kernels; None for no limit.
         isolate: whether kernels that are new on this machine run in a child process first.
+        memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
+            dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
+            What has no room is read as it lies, by whichever kernel is fastest then.
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
 
     Returns: the report, which prints what was done and why, and takes it back.
     Raises: TypeError for what has no modules; whatever the model raises on the inputs.
     """
+    if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
+        raise InvalidCallError("optimize", [f"memory_limit: wanted bytes from 0 or None, got {memory_limit!r}"])
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
     root = module_of(model)
-    report = Optimized(weight_bytes=weight_bytes(root))
+    report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit)
     if root.training:
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
@@ -128,16 +131,28 @@ def optimize(
     if graph:
         _steps(attention, report)
     report._forget()
+    if memory_limit is not None:
+        _bound(report, memory_limit)
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report
     try:
-        _measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate)
+        measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate)
     except BaseException:
         report.undo()
         raise
     return report
+
+
+def _bound(report: Optimized, limit: int) -> None:
+    """Keep packed forms within so many bytes."""
+    budget = Budget(limit)
+    for exchange in report._exchanges:
+        state = getattr(exchange, "state", None)
+        for each in getattr(state, "parts", (state,)):
+            if isinstance(each, Packs):
+                each.bound(budget)
 
 
 def _steps(attention: list[_Attention], report: Optimized) -> None:
@@ -255,6 +270,10 @@ def _attention(root: Module, report: Optimized, workload: Workload | None) -> li
     """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
     found: list[_Attention] = []
     for path, model in attending.models_of(root):
+        why = attending.untested(sys.modules["transformers"].__version__)
+        if why:
+            report.left.append(Left(path, type(model).__name__, why))
+            continue
         why, error, exchange = attending.why_not(model), None, None
         if not why:
             exchange = attending.attention_swap(model)
@@ -313,64 +332,3 @@ def join(state: Block, holders: Counter[int], report: Optimized) -> str:
         state.joined = Joined(*weights)
         report._joined.append(state.joined)
     return why
-
-
-def _measure(
-    root: Module,
-    report: Optimized,
-    workload: Workload,
-    before: list[Tensor],
-    *,
-    rounds: int,
-    budget_s: float | None,
-    isolate: bool,
-) -> None:
-    """Measure the calls that the inputs make, compare the outputs, and take out what does not pay."""
-    tuned = workload.tune(budget_s=budget_s, isolate=isolate)
-    after = workload.run()
-    errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
-    report.error = max(errors, default=None)
-    by_kind: dict[str, list[Exchange]] = defaultdict(list)
-    for exchange, told in zip(report._exchanges, report.replaced, strict=True):
-        by_kind[told.kind].append(exchange)
-
-    def switch_of(exchanges: list[Exchange]) -> Switch:
-        def switch(on: bool) -> None:
-            for each in exchanges:
-                each.on() if on else each.off()
-
-        return switch
-
-    switches = {kind: switch_of(exchanges) for kind, exchanges in by_kind.items()}
-    if switches:
-        report.timed = gate(switches, workload.sample, rounds)
-        for kind in report.timed.dropped:
-            gain = report.timed.gains[kind]
-            why = f"{kind}: end to end it gained {gain:+.1%}, less than 1 %"
-            report.left += [Left(each.path, each.module, why) for each in report.replaced if each.kind == kind]
-        kept = [
-            (exchange, told)
-            for exchange, told in zip(report._exchanges, report.replaced, strict=True)
-            if told.kind not in report.timed.dropped
-        ]
-        report._exchanges = [exchange for exchange, _ in kept]
-        report.replaced = [told for _, told in kept]
-    report._forget()
-    workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
-    _name_kernels(root, report, workload)
-    if tuned.left:
-        report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")
-
-
-def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
-    """Say which kernels the inputs' calls get: a prompt and a token of one module may have kernels of their own."""
-    ran: dict[str, dict[str, None]] = defaultdict(dict)
-    paths = {each.path for each in report.replaced if each.kernel != BY_CALL}
-    with torch.no_grad():
-        found = traced(root, workload.call)
-    for row in found.rows:
-        ran[row.layer if row.layer in paths else BY_CALL][row.kernel] = None
-    for each in report.replaced:
-        kernels = ran.get(BY_CALL if each.kernel == BY_CALL else each.path)
-        if kernels:
-            each.kernel = ", ".join(kernels)

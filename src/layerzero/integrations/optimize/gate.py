@@ -65,18 +65,28 @@ def gate(switches: Mapping[str, Switch], sample: Sample, rounds: int) -> Timed:
     gains = {}
     for kind in everything:
         without = times[kind] if kind in times else times[""]
-        gains[kind] = statistics.median(a / b for a, b in zip(without, times["*"], strict=True)) - 1
+        gains[kind] = gain(without, times["*"])
     kept = [kind for kind in everything if gains[kind] >= LEAST]
     dropped = [kind for kind in everything if kind not in kept]
     after = times["*"]
     if dropped and kept:
         again = _race({"": [], "*": kept}, set_on, sample, rounds)
         times[""], after = again[""], again["*"]
-    if kept and statistics.median(a / b for a, b in zip(times[""], after, strict=True)) - 1 < LEAST:
+    if kept and gain(times[""], after) < LEAST:
         dropped, kept = everything, []
     set_on(kept)
     stock_s = statistics.median(times[""])
     return Timed(stock_s, statistics.median(after) if kept else stock_s, gains, dropped, rounds)
+
+
+def gain(before: Sequence[float], after: Sequence[float]) -> float:
+    """How much longer runs took before, in parts of those after: by pairs or by medians, whichever says less.
+
+    Either alone may be fooled where something else takes the machine for a while: of two pairs the median is their
+    mean, and one slow run in it may count as ten.
+    """
+    by_pairs = statistics.median(a / b for a, b in zip(before, after, strict=True))
+    return min(by_pairs, statistics.median(before) / statistics.median(after)) - 1
 
 
 def _race(

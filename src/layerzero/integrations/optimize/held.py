@@ -1,7 +1,9 @@
 """A Transformers cache whose keys and values lie in memory that stays where it is, as a CUDA graph needs them.
 
-The caller's cache stays the object that it was; its layers become others of the same classes, which read the common
-memory. Whoever assigns to one (a crop, a reordering, a longer input) takes that layer's tokens out, as a copy.
+The caller's cache and its layers stay the objects that they were; the layers' class becomes one that knows of the
+common memory. Whoever reads tokens of a layer, assigns to it, copies or pickles it (a crop, a reordering, a longer
+input) takes them out: the layer is Transformers' own again, with tensors that are the caller's to write into. The next
+step takes them back.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from layerzero.integrations.optimize.turns import Turns, on, stream_of, used_here
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -35,11 +40,12 @@ class Memory:
         held: the cache that has them now.
     """
 
-    def __init__(self, cache: Any, capacity: int) -> None:
-        first = cache.layers[0].keys
+    def __init__(self, cache: Any, capacity: int, turns: Turns) -> None:
+        first = seen(cache.layers[0], "keys")
         self.batch, self.capacity, device = first.shape[0], capacity, first.device
-        self.keys = [self._empty(each.keys) for each in cache.layers]
-        self.values = [self._empty(each.values) for each in cache.layers]
+        self._turns = turns
+        self.keys = [self._empty(seen(each, "keys")) for each in cache.layers]
+        self.values = [self._empty(seen(each, "values")) for each in cache.layers]
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
         self.ids = torch.zeros(self.batch, 1, dtype=torch.int64, device=device)
@@ -58,31 +64,40 @@ class Memory:
         """What all of it takes."""
         return sum(each.nbytes for each in (*self.keys, *self.values))
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Wait until nobody else computes with it."""
+        return self._turns.turn(self.index.device)
+
     def serves(self, cache: Any) -> bool:
         """Whether its sizes are those of a cache."""
-        layers = cache.layers
-        return len(layers) == len(self.keys) and all(
-            each.keys.shape[0] == self.batch
-            and (each.keys.shape[1], each.keys.shape[3]) == tuple(mine.shape[2:])
-            and each.keys.dtype == mine.dtype
-            and each.keys.device == mine.device
-            for each, mine in zip(layers, self.keys, strict=True)
+        if len(cache.layers) != len(self.keys):
+            return False
+        pairs = [(seen(each, "keys"), mine) for each, mine in zip(cache.layers, self.keys, strict=True)]
+        pairs += [(seen(each, "values"), mine) for each, mine in zip(cache.layers, self.values, strict=True)]
+        return all(
+            each.shape[0] == self.batch
+            and (each.shape[1], each.shape[3]) == tuple(mine.shape[2:])
+            and (each.dtype, each.device) == (mine.dtype, mine.device)
+            for each, mine in pairs
         )
 
     def take(self, cache: Any) -> Held:
         """Copy a cache's tokens here and let it read them from here; another cache that is here takes its own out."""
-        length = cache.get_seq_length()
-        tokens = [(each.keys, each.values) for each in cache.layers]  # copies, where they lie here
-        if self.held is not None:
-            self.held.release()
-        for mine, (keys, values) in zip(zip(self.keys, self.values, strict=True), tokens, strict=True):
-            for place, each in zip(mine, (keys, values), strict=True):
-                first = length - each.shape[2]  # a window keeps the last tokens alone
-                place[:, :first].zero_()  # and nothing stays of the cache before: 0 times infinity is no 0
-                place[:, length:].zero_()
-                place[:, first:length].copy_(each.transpose(1, 2))
-        self.held = Held(self, cache, length)
-        return self.held
+        with self.turn():
+            length = cache.get_seq_length()
+            if self.held is not None:
+                self.held.release()
+            for each in cache.layers:  # of another memory
+                release(each)
+                used_here((each.keys, each.values))
+            for number, each in enumerate(cache.layers):
+                for place, tokens in ((self.keys[number], each.keys), (self.values[number], each.values)):
+                    first = length - tokens.shape[2]  # a window keeps the last tokens alone
+                    place[:, :first].zero_()  # and nothing stays of the cache before: 0 times infinity is no 0
+                    place[:, length:].zero_()
+                    place[:, first:length].copy_(tokens.transpose(1, 2))
+            self.held = Held(self, cache, length)
+            return self.held
 
 
 class Held:
@@ -91,32 +106,35 @@ class Held:
     Attributes:
         memory: where.
         length: its tokens.
+        stream: where its last step ran: who uses this cache works there, and gets his tokens there.
         windows: of each layer, whether it has a window, and which.
     """
 
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
-        self.memory, self.length = memory, length
+        self.memory, self.length, self.stream = memory, length, stream_of(memory.index.device)
         self._cache: Callable[[], Any] = weakref.ref(cache)
-        cache.layers[:] = [_held_layer(self, number, each) for number, each in enumerate(cache.layers)]
         self.windows = [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
+        for number, each in enumerate(cache.layers):
+            _hold(self, number, each)
         self._layers: list[Callable[[], Any]] = [weakref.ref(each) for each in cache.layers]  # copies share them
 
     @property
     def layers(self) -> list[Any]:
-        """The layers that somebody has."""
-        return [layer for each in self._layers if (layer := each()) is not None]
+        """The layers that somebody has, and took no tokens out of."""
+        living = [layer for each in self._layers if (layer := each()) is not None]
+        return [each for each in living if vars(each).get("_held") is self]
 
     def is_of(self, cache: Any) -> bool:
         """Whether this is that cache, and nobody took a layer out."""
         if cache is None or self._cache() is not cache or len(cache.layers) != len(self._layers):
             return False
         pairs = zip(self._layers, cache.layers, strict=True)
-        return all(mine() is each and each._held is self for mine, each in pairs)
+        return all(mine() is each and vars(each).get("_held") is self for mine, each in pairs)
 
     def release(self) -> None:
         """Give every layer that somebody has memory of its own."""
         for each in self.layers:
-            each._release()
+            release(each, self)
         self.memory.held = None
 
 
@@ -133,7 +151,7 @@ def why_not(cache: Any) -> str:
             return f"its cache has a {type(each).__name__}"
         if getattr(each, "record_past", False):
             return "its cache records its past"
-        keys, values = each.keys, each.values
+        keys, values = seen(each, "keys"), seen(each, "values")
         if keys is None or keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
             return "its cache has a layer without tokens"
         if each.get_seq_length() != length or keys.shape[2] != min(length, _longest(each, length)):
@@ -151,88 +169,96 @@ def _known() -> tuple[type, ...]:
     return DynamicLayer, DynamicSlidingWindowLayer
 
 
-def _held_layer(held: Held, number: int, layer: Any) -> Any:
-    sliding = bool(layer.is_sliding)
-    made = object.__new__(_classes()[int(sliding)])
-    own = {name: each for name, each in vars(layer).items() if name not in _PROPERTIES and not name.startswith("_own")}
-    made.__dict__.update(own | {"_held": held, "_number": number})
-    return made
+_TENSORS = ("keys", "values")
+_LENGTH = "cumulative_length"
+"""What layers with a window count, and others do not have."""
 
 
-_PROPERTIES = ("keys", "values", "cumulative_length")
+def seen(layer: Any, name: str) -> Any:
+    """The keys or values of a layer where they lie, to be asked for their sizes: they are the memory's."""
+    held: Held | None = vars(layer).get("_held")
+    return getattr(layer, name) if held is None else _part(held, layer, name)
+
+
+def _part(held: Held, layer: Any, name: str) -> Tensor:
+    length, memory = held.length, held.memory
+    tokens = (memory.keys if name == "keys" else memory.values)[vars(layer)["_number"]]
+    first = max(0, length - _longest(layer, length))
+    return tokens[:, first:length].transpose(1, 2)
+
+
+def _hold(held: Held, number: int, layer: Any) -> None:
+    """Let a layer of Transformers read a memory, which has its tokens."""
+    own = vars(layer)
+    own["_held"], own["_number"] = held, number
+    layer.__class__ = _classes()[int(bool(layer.is_sliding))]
+    for name in (*_TENSORS, _LENGTH):  # last: another thread that reads finds them, or asks the memory
+        own.pop(name, None)
+
+
+def release(layer: Any, only: Held | None = None) -> None:
+    """Make a layer Transformers' own again, with memory of its own; ``only`` where that held it."""
+    own = vars(layer)
+    held: Held | None = own.get("_held")
+    if held is None or (only is not None and held is not only):
+        return
+    with held.memory.turn():
+        if own.get("_held") is not held:  # another thread was first
+            return
+        with torch.inference_mode(False), torch.no_grad(), on(held.stream):  # inference mode's would not be writable
+            taken = {name: _part(held, layer, name).clone() for name in _TENSORS}
+        sliding = bool(layer.is_sliding)
+        own.update(taken | ({_LENGTH: held.length} if sliding else {}))
+        layer.__class__ = _known()[int(sliding)]
+        del own["_held"], own["_number"]
 
 
 def _reading(name: str) -> property:
-    """An attribute that is read from the memory until somebody assigns to the layer."""
+    """Tokens, which whoever reads or assigns takes out first: what he has is his, to be written into and kept."""
 
     def read(layer: Any) -> Any:
-        if layer._held is None:
-            return getattr(layer, f"_own_{name}")
-        part = layer._part(name)  # of memory that is another cache's later: who keeps what he reads gets a copy
-        return part.clone() if isinstance(part, Tensor) else part
+        release(layer)
+        return getattr(layer, name)
 
     def write(layer: Any, value: Any) -> None:
-        layer._release()
-        setattr(layer, f"_own_{name}", value)
+        release(layer)
+        setattr(layer, name, value)
 
     return property(read, write)
 
 
-class _Reads:
-    """What layers that read a memory add to those of Transformers."""
+def _counting() -> property:
+    """The count of a layer with a window, which is asked for at every step."""
 
-    _held: Held | None
-    _number: int
-    is_sliding: bool
+    def read(layer: Any) -> Any:
+        held = vars(layer).get("_held")
+        return getattr(layer, _LENGTH) if held is None else held.length
 
-    def _part(self, name: str) -> Any:
-        held = self._held
-        assert held is not None
-        if name == "cumulative_length":
-            return held.length
-        length, memory = held.length, held.memory
-        tokens = (memory.keys if name == "keys" else memory.values)[self._number]
-        first = max(0, length - _longest(self, length))
-        return tokens[:, first:length].transpose(1, 2)
+    def write(layer: Any, value: Any) -> None:
+        release(layer)
+        setattr(layer, _LENGTH, value)
 
-    def _release(self) -> None:
-        if self._held is not None:
-            own = {f"_own_{name}": self._part(name) for name in _PROPERTIES}
-            self.__dict__.update(
-                {name: each.clone() if isinstance(each, Tensor) else each for name, each in own.items()}
-            )
-            self._held = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy has memory of its own."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: each for name, each in vars(self).items() if not name.startswith("_own")})
-        own = {
-            f"_own_{name}": getattr(self, name) for name in _PROPERTIES if self._held or hasattr(self, f"_own_{name}")
-        }
-        twin.__dict__.update({name: each.clone() if isinstance(each, Tensor) else each for name, each in own.items()})
-        twin._held = None
-        return twin
+    return property(read, write)
 
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
     """Classes of layers, as Transformers' own and reading a memory: one that keeps all tokens, one with a window."""
     plain, window = _known()
-    fields = {name: _reading(name) for name in _PROPERTIES[:2]}
-    more = {"cumulative_length": _reading("cumulative_length")}
+
+    def get_seq_length(layer: Any) -> int:
+        held = vars(layer).get("_held")
+        return int(plain.get_seq_length(layer) if held is None else held.length)
+
+    def __reduce_ex__(layer: Any, protocol: Any) -> Any:  # noqa: N807
+        release(layer)
+        return layer.__reduce_ex__(protocol)  # of its own class, with which it is copied and loaded
+
+    made = {name: _reading(name) for name in _TENSORS} | {"__reduce_ex__": __reduce_ex__, "__module__": __name__}
     return (
-        type("HeldLayer", (_Reads, plain), {**fields, "get_seq_length": _length, "__module__": __name__}),
-        type("HeldWindowLayer", (_Reads, window), {**fields, **more, "__module__": __name__}),
+        type("HeldLayer", (plain,), made | {"get_seq_length": get_seq_length}),
+        type("HeldWindowLayer", (window,), made | {_LENGTH: _counting()}),
     )
-
-
-def _length(layer: Any) -> int:
-    if layer._held is not None:
-        return int(layer._held.length)
-    keys = layer.keys
-    return 0 if not layer.is_initialized or keys.numel() == 0 else int(keys.shape[-2])
 
 
 def step_cache(memory: Memory, held: Held, length: int) -> Any:

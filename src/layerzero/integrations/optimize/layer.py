@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.norms import Norm
 from layerzero.integrations.optimize.rotation import Table, table_for
-from layerzero.integrations.optimize.swapping import Packs, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
 from layerzero.integrations.transformers import attention_forward
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
@@ -134,7 +134,7 @@ class Heads(Packs):
         if one is None:
             query, key, value = self._three(rows)
         else:
-            product = lz.linear(rows, *one, packed=self.packed[0] if len(self.products) == 2 else None)
+            product = lz.linear(rows, *one, packed=self.forms_for(rows)[0] if len(self.products) == 2 else None)
             if self.norms is not None:
                 first, second = self.norms
                 return lz.split_qkv_norm_rope(
@@ -163,16 +163,16 @@ class Heads(Packs):
     def _three(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of three weights."""
         heads, kv_heads, width = self.sizes
-        biases = [each._parameters["bias"] for each in self.products]
+        biases, packed = [each._parameters["bias"] for each in self.products], self.forms_for(rows)
         query, key, value = lz.qkv_linear(
             rows,
             *self.weights[:3],
             q_bias=biases[0],
             k_bias=biases[1],
             v_bias=biases[2],
-            packed_q=self.packed[0],
-            packed_k=self.packed[1],
-            packed_v=self.packed[2],
+            packed_q=packed[0],
+            packed_k=packed[1],
+            packed_v=packed[2],
         )
         before = rows.shape[:2]
         return (
@@ -206,7 +206,10 @@ class Heads(Packs):
         attended = self._function()(module, query, key, value, named.get("attention_mask"), **self.told)[0]
         last = self.products[-1]
         return lz.linear(
-            attended.reshape(*rows.shape[:2], -1), weight_of(last), last._parameters["bias"], packed=self.packed[-1]
+            attended.reshape(*rows.shape[:2], -1),
+            weight_of(last),
+            last._parameters["bias"],
+            packed=self.forms_for(rows)[-1],
         )
 
 
@@ -235,6 +238,10 @@ class Layer(State):
         made = sum(each.bytes for each in self.norms if each is not None)
         return self.heads.bytes + self.block.bytes + made
 
+    @property
+    def parts(self) -> tuple[Packs, ...]:
+        return self.heads, self.block
+
     def forget(self) -> None:
         self.heads.forget()
         self.block.forget()
@@ -257,8 +264,8 @@ class Layer(State):
 @as_forward
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
-    state: Layer = self.__dict__["_layerzero"]
-    if others or not _serves(self, state, hidden_states, named):
+    state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
+    if others or state is None or not _serves(self, state, hidden_states, named):
         return type(self).forward(self, hidden_states, *others, **named)
     if state.packs:
         state.renew()

@@ -108,7 +108,7 @@ def _parts_of(module: Module) -> _Parts | None:
     attending = [name for name, each in children.items() if isinstance(getattr(each, "layer_idx", None), int)]
     if len(attending) != 1 or not hasattr(children[attending[0]], "config"):
         return None
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(True for _ in module.parameters(recurse=False)) or any(each.is_meta for each in module.parameters()):
         return None
     heads = children.pop(attending[0])
     norms: dict[str, Normed] = {}

@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swapping import State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, stays_stock, weight_of
 
 _LARGEST_EPS = 0.01
 
@@ -63,8 +63,8 @@ class OnePlus(Norm):
 
 @as_forward
 def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
-        state = self.__dict__["_layerzero"]
+    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:
             return lz.rms_norm(input, weight_of(self), state.eps_for(input))
         except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
@@ -74,8 +74,8 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
 
 @as_forward
 def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    if not stays_stock(self, input, *self._parameters.values()) and not others and not named:
-        state = self.__dict__["_layerzero"]
+    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:
             factor = state.factor(weight_of(self))
             return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
@@ -87,8 +87,8 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 @as_forward
 def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
     parameters = self._parameters
-    if not stays_stock(self, input, *parameters.values()) and not others and not named:
-        state = self.__dict__["_layerzero"]
+    mine = not stays_stock(self, input, *parameters.values()) and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None:
         weight = weight_of(self)
         try:
             return lz.layer_norm(input, weight.shape, weight, parameters.get("bias"), state.eps_for(input))

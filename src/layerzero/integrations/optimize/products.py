@@ -13,7 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import Packs, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock, weight_of
 
 
 class Product(Packs):
@@ -28,10 +28,10 @@ class Product(Packs):
 def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     parameters = self._parameters
     weight, bias = parameters["weight"], parameters["bias"]
-    if weight is not None and not stays_stock(self, input, weight, bias):
-        state = self.__dict__["_layerzero"]
+    mine = weight is not None and not stays_stock(self, input, weight, bias)
+    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:
-            return lz.linear(input, weight, bias, packed=state.packed[0])
+            return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])
         except InvalidCallError:
             if state.renew(weight):
                 return _linear(self, input)
@@ -40,13 +40,13 @@ def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
 
 @as_forward
 def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    if not torch.compiler.is_compiling() and not others and not named:
-        state = self.__dict__["_layerzero"]
+    mine = not torch.compiler.is_compiling() and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         if not stays_stock(self, input, weight, bias) and state.intact(self):
             try:
-                return lz.linear(input, weight, bias, activation=state.activation, packed=state.packed[0])
+                return lz.linear(input, weight, bias, activation=state.activation, packed=state.forms_for(input)[0])
             except InvalidCallError:
                 if state.renew(weight):
                     return _linear_then(self, input)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,6 +11,12 @@ from typing import Protocol
 from layerzero.asking.layers import numbered, ranges
 from layerzero.integrations.optimize.gate import Timed
 from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.spent import Spent
+from layerzero.integrations.optimize.swapping import Packs
+from layerzero.tuning.measuring.tuned import Tuned
+
+BY_CALL = "by call"
+"""The kernel of what no few rows can be asked about."""
 
 _Alike = tuple[str, str, tuple[str, ...], bool]
 """What rows of a table have in common that stand in one line: their path around its number, what they say."""
@@ -76,6 +82,10 @@ class Optimized:
         timed: the whole model before and after, and by kind; None where no inputs were given.
         tune: what to do next.
         error: largest difference of the model's own output, in units of its largest value; None without inputs.
+        weight_bytes: memory of parameters and buffers, each once.
+        memory_limit: what packed forms may take together; None without a bound.
+        spent: time by modules before and after; None without inputs.
+        tuned: what was measured for the inputs' calls; None without inputs.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -84,6 +94,9 @@ class Optimized:
     tune: list[str] = field(default_factory=list)
     error: float | None = None
     weight_bytes: int = 0
+    memory_limit: int | None = None
+    spent: Spent | None = None
+    tuned: Tuned | None = None
     _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
 
@@ -92,6 +105,26 @@ class Optimized:
         """Memory that the replaced modules keep now beside the model's weights: packed forms are made when used."""
         states = (getattr(each, "state", None) for each in self._exchanges if each.is_on)
         return sum(state.bytes for state in states if state is not None)
+
+    @property
+    def packs(self) -> list[Packs]:
+        """All that keeps packed forms now."""
+        states = [getattr(each, "state", None) for each in self._exchanges if each.is_on]
+        parts = [part for state in states if state is not None for part in getattr(state, "parts", (state,))]
+        return [each for each in parts if isinstance(each, Packs)]
+
+    def _memory(self) -> str:
+        """What weights take, what comes of which forms, and what had no room."""
+        weights, extra = self.weight_bytes, self.extra_bytes
+        text = f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"
+        packs = self.packs
+        counts = Counter(count for each in packs for count in each.forms if count)
+        kept = [f"{weights} weights in {forms} form{'s' * (forms > 1)}" for forms, weights in sorted(counts.items())]
+        text += f" ({', '.join(kept)}, beside the weights)" if kept else ""
+        if self.memory_limit is not None:
+            barred = sum(each.barred for each in packs)
+            text += f"; at most {self.memory_limit / 1e6:.1f} MB of forms, {barred} more had no room"
+        return text
 
     @property
     def is_on(self) -> bool:
@@ -122,15 +155,17 @@ class Optimized:
         if self.left:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
             lines += ["", *_table(("left", "module", "why"), reasons)]
-        extra, weights = self.extra_bytes, self.weight_bytes
-        after = (weights + extra) / 1e6
-        lines += ["", f"memory: {weights / 1e6:.1f} MB of weights before, {after:.1f} MB with packed forms"]
+        lines += ["", self._memory()]
         for state in (getattr(each, "state", None) for each in self._exchanges):
             lines += [f"{count} steps without a graph: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:
             lines += ["", *str(self.timed).splitlines()]
+        if self.spent is not None:
+            lines += ["", *self.spent.lines()]
+        if self.tuned is not None:
+            lines += ["", f"measured: {self.tuned}"]
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
 

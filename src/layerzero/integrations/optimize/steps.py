@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,19 @@ from torch.nn import Module
 from torch.nn.modules import module as torchs
 
 import layerzero as lz
-from layerzero.core import forking
-from layerzero.core.errors import InvalidCallError, LayerZeroError, LayerZeroWarning
+from layerzero.core.errors import (
+    CudaGraphUnsafeError,
+    InvalidCallError,
+    LayerZeroError,
+    LayerZeroWarning,
+    NoKernelFoundError,
+)
 from layerzero.integrations.optimize.attending import NAME
-from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, step_cache, why_not
-from layerzero.integrations.optimize.swapping import State, is_recorder, stock_forward
+from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
+from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not
+from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
+from layerzero.integrations.optimize.swapping import MARK, State, is_recorder, stock_forward
+from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
 from layerzero.integrations.transformers import ONE_TOKEN
 
 ON_HOST = frozenset({"cpu"})
@@ -37,12 +45,17 @@ _READ = frozenset({"input_ids", "past_key_values", "attention_mask", "position_i
 _TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
 
 
+_UNCAPTURABLE = InvalidCallError, NoKernelFoundError, CudaGraphUnsafeError
+"""What says that a model's steps cannot be captured, and not that this call was wrong or the device was full."""
+
+
 @dataclass
 class _Graph:
-    """A captured step."""
+    """A captured step: it leaves logits, and the tokens that were drawn of them where that was asked for."""
 
     graph: Any
     output: Any
+    ids: Tensor | None
     step: lz.StepMetadata
     state: list[tuple[int, int]]
 
@@ -59,9 +72,11 @@ class Steps(State):
         super().__init__()
         self.left: Counter[str] = Counter()
         self.refused = ""
-        self._lock = forking.rlock()
+        self._turns = Turns()
         self._memories: dict[int, Memory] = {}
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int, str], _Graph] = {}
+        self._numbers: dict[int, Numbers] = {}
+        self._told: set[str] = set()
         self._pool: Any = None
         self._model: Any = model
         self._kinds: list[tuple[bool, int | None]] = []
@@ -100,7 +115,7 @@ class Steps(State):
         """Captured steps."""
         return len(self._graphs)
 
-    def why_not(self, named: Mapping[str, Any]) -> str:
+    def _why_not(self, named: Mapping[str, Any]) -> str:
         """Say why a call with one token is no step; empty where it is one."""
         if not self._is_as_it_was():
             self._look()
@@ -133,10 +148,9 @@ class Steps(State):
             return "tokens are hidden (padding), or the mask is not (B, length)"
         return ""
 
-    def other_batch(self, ids: Tensor, cache: Any) -> str:
+    def _other_batch(self, ids: Tensor, cache: Any) -> str:
         """Say that ids and cache are of different numbers of sequences: the model's own code raises then."""
-        held = self._has(cache)
-        batch = cache.layers[0].keys.shape[0] if held is None else held.memory.batch
+        batch = seen(cache.layers[0], "keys").shape[0]
         return "" if ids.shape[0] == batch else f"it got {ids.shape[0]} sequences, and a cache of {batch}"
 
     def _has(self, cache: Any) -> Held | None:
@@ -147,11 +161,49 @@ class Steps(State):
                 return held
         return None
 
-    def run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
-        """One step; its logits, and the caller's cache with one token more."""
+    def attempt(self, ids: Tensor, named: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """One step; its logits, and the caller's cache with one token more. ``run`` where it is none.
+
+        What fails is run as it is, too: if that raises, the call is at fault. A model that gave a call which cannot be
+        captured gets no steps any more; a device without memory, or whatever else happened, counts for this step.
+        """
+        with self._turns.turn(ids.device):
+            why = self.refused or self._why_not(named) or self._other_batch(ids, named["past_key_values"])
+            if not why:
+                try:
+                    return self._run(ids, named)
+                except (LayerZeroError, RuntimeError) as error:
+                    failed = error.with_traceback(None)  # whose frames hold what was computed so far
+        if why:
+            self.left[why] += 1
+            return run()
+        output = run()
+        with self._turns.turn(ids.device):
+            self._failed(failed)
+        return output
+
+    def _failed(self, error: Exception, *, captured: bool = True) -> None:
+        """Note why a step ran as it is, tell it once, and capture no more where that has no sense."""
+        text = f"{type(error).__name__}: {str(error)[:160]}"
+        if any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error)):
+            why = f"the device had no memory for it: {text}"
+            for batch, memory in tuple(self._memories.items()):
+                if memory.held is None or not memory.held.layers:  # others would be copied
+                    self._forget(batch)
+        elif not captured or isinstance(error, _UNCAPTURABLE):
+            self.refused = why = f"it could not be captured: {text}"
+        else:
+            why = f"it failed, and the model's own code did not: {text}"
+        self.left[why] += 1
+        if why not in self._told:
+            self._told.add(why)
+            warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=4)
+
+    def _run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
         cache = named["past_key_values"]
-        with self._lock, torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
             held = self._held(cache)
+            held.stream = stream_of(ids.device)
             memory = held.memory
             memory.ids.copy_(ids)
             positions = named.get("position_ids")
@@ -169,21 +221,23 @@ class Steps(State):
         found = self._has(cache)
         if found is not None:
             return found
-        batch = cache.layers[0].keys.shape[0]
+        batch = seen(cache.layers[0], "keys").shape[0]
         memory = self._memories.get(batch)
         length = cache.get_seq_length() + 1
         if memory is None or memory.capacity < length or not memory.serves(cache):
             kept = [each for each in self._memories if each != batch]
             for gone in (batch, *kept[: max(0, len(kept) - MOST + 1)]):
                 self._forget(gone, unless=cache)
-            memory = self._memories[batch] = Memory(cache, bucket(length + PAGE // 2))
+            memory = self._memories[batch] = Memory(cache, bucket(length + PAGE // 2), self._turns)
         return memory.take(cache)
 
     def _forget(self, batch: int, unless: Any = None) -> None:
         memory = self._memories.pop(batch, None)
         self._graphs = {key: each for key, each in self._graphs.items() if key[0] != batch}
-        if memory is not None and memory.held is not None and not memory.held.is_of(unless):
-            memory.held.release()
+        if memory is not None:
+            used_here((*memory.keys, *memory.values))
+            if memory.held is not None and not memory.held.is_of(unless):
+                memory.held.release()
 
     def _call(self, held: Held, places: int, attend: Callable[..., Tensor]) -> Any:
         memory = held.memory
@@ -200,27 +254,71 @@ class Steps(State):
 
     def _on_host(self, held: Held) -> Any:
         """As much of the memory as is used, as a view."""
-        return self._call(held, held.length + 1, functools.partial(_attend_view, held))
+        output = self._call(held, held.length + 1, functools.partial(attend_view, held))
+        drawing = DRAWING.get()
+        if drawing is not None:
+            drawing.draw(output.logits[:, -1], held.length)
+        return output
 
     def _on_device(self, held: Held) -> Any:
-        memory = held.memory
+        memory, drawing = held.memory, DRAWING.get()
         places = min(bucket(held.length + 1), memory.capacity)
-        key = memory.batch, places
+        key = memory.batch, places, "" if drawing is None else drawing.kind
         state = [(each.data_ptr(), each._version) for each in self._tensors]
+        numbers = self._told_to_device(memory, drawing)
         found = self._graphs.get(key)
         if found is None or found.state != state:
             table = memory.table[:, : places // PAGE]
             step = lz.StepMetadata(table, memory.lengths, max_context_len=places, capturable=True)
-            attend = functools.partial(_attend_pages, held, step)
-            output = self._call(held, places, attend)
-            run = functools.partial(self._call, held, places, attend)
-            graph, kept = self._captured(run, memory.index.device)
-            self._graphs[key] = _Graph(graph, kept, step, state)
-            return output
+            attend = functools.partial(attend_pages, held, step)
+            run = functools.partial(self._drawn, held, places, attend, drawing, numbers)
+            output, ids = run()
+            try:
+                graph, kept = self._captured(run, memory.index.device)
+            except (LayerZeroError, RuntimeError) as error:  # the step itself was computed
+                self._failed(error, captured=False)
+                graph = None
+            if graph is not None:
+                self._graphs[key] = found = _Graph(graph, *kept, step, state)
+            if graph is None or drawing is None or not drawing.is_random:
+                if drawing is not None:
+                    drawing.ids = ids
+                return output
+        # a graph may draw by another kernel than a step without: the same seed must give the same at every step
         found.step.advance()
-        found.graph.replay()
+        if drawing is None:
+            found.graph.replay()
+        else:
+            with drawing.seeded(memory.index.device, held.length):
+                found.graph.replay()
+            assert found.ids is not None
+            drawing.ids = found.ids.clone()
         output = found.output
         return type(output)(logits=output.logits.clone())
+
+    def _told_to_device(self, memory: Memory, drawing: Drawing | None) -> Numbers | None:
+        """The numbers of a draw in memory that stays where it is."""
+        if drawing is None:
+            return None
+        numbers = self._numbers.get(memory.batch)
+        if numbers is None or numbers.device != memory.index.device:
+            numbers = self._numbers[memory.batch] = Numbers(memory.batch, memory.index.device)
+        numbers.set(drawing)
+        return numbers
+
+    def _drawn(
+        self,
+        held: Held,
+        places: int,
+        attend: Callable[..., Tensor],
+        drawing: Drawing | None,
+        numbers: Numbers | None,
+    ) -> tuple[Any, Tensor | None]:
+        """A step's output, and the tokens drawn of it."""
+        output = self._call(held, places, attend)
+        if drawing is None or numbers is None:
+            return output, None
+        return output, drawing.of_rows(output.logits[:, -1], numbers)
 
     def _captured(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
@@ -236,6 +334,13 @@ class Steps(State):
         return graph, output
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
     """Of each layer of a model's cache, whether it has a window, and which."""
     from transformers import DynamicCache
@@ -247,72 +352,17 @@ def _kinds(cache: Any) -> list[tuple[bool, int | None]]:
     return [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
 
 
-def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What attention was told, for LayerZero's functions; whose keys these are says which window is meant."""
-    window, (slides, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
-    if slides and own != window:
-        wanted = f"wanted attention that is told its window of {own}, got {window}"
-        raise InvalidCallError("lz.optimize(graph=True)", [wanted])
-    return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}
-
-
-def _number(memory: Memory, key: Tensor) -> int:
-    """The layer whose keys these are."""
-    start = key.data_ptr()
-    return next(number for number, keys in enumerate(memory.keys) if keys.data_ptr() == start)
-
-
-def _attend_view(
-    held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, named: Mapping[str, Any]
-) -> Tensor:
-    """(B, 1, H, D) of a query (B, H, 1, D) and the used part of a memory."""
-    told = _told(held, key, named)
-    if told["window"] is not None and key.shape[2] <= told["window"][0] + 1:
-        told["window"] = None
-    output = lz.attention(query, key, value, True, scaling, layout="BHSD", sinks=named["s_aux"], **told)
-    assert isinstance(output, Tensor)
-    return output.transpose(1, 2)
-
-
-def _attend_pages(
-    held: Held,
-    step: lz.StepMetadata,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    named: Mapping[str, Any],
-) -> Tensor:
-    """The same by lengths that only the device knows."""
-    if named["s_aux"] is not None:
-        raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
-    memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
-    keys, values = (each.view(-1, PAGE, *each.shape[2:]) for each in (memory.keys[number], memory.values[number]))
-    output = lz.paged_attention(
-        query.transpose(1, 2), keys, values, step.block_tables, step.context_lens, scaling, step=step, **told
-    )
-    assert isinstance(output, Tensor)
-    return output
-
-
 def stepping(model: Module) -> Callable[..., Any]:
     """The forward of a model whose steps are captured; it has the signature of the model's own."""
 
     @functools.wraps(type(model).forward)
     def forward(self: Module, *given: Any, **named: Any) -> Any:
         ids: Any = given[0] if given else named.get("input_ids")
-        if torch.compiler.is_compiling() or len(given) > 1 or not _is_step(ids, named):
-            return stock_forward(self)(*given, **named)
-        state: Steps = self.__dict__["_layerzero"]
-        why = state.refused or state.why_not(named) or state.other_batch(ids, named["past_key_values"])
-        if not why:
-            try:
-                return state.run(ids, named)
-            except (LayerZeroError, RuntimeError) as error:
-                state.refused = why = f"it could not be captured: {type(error).__name__}: {str(error)[:160]}"
-                warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=2)
-        state.left[why] += 1
-        return stock_forward(self)(*given, **named)
+        run = functools.partial(stock_forward(self), *given, **named)
+        state: Steps | None = self.__dict__.get(MARK)  # None once another thread has undone it
+        if torch.compiler.is_compiling() or len(given) > 1 or state is None or not _is_step(ids, named):
+            return run()
+        return state.attempt(ids, named, run)
 
     forward.__name__ = "forward"
     return forward

@@ -9,6 +9,7 @@ along, with its own weights. A pickle does not: what ``torch.save`` wrote loads 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.nn import Module, Parameter
 
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
+from layerzero.integrations.optimize.bounding import Budget
 from layerzero.ops.linear import PackedWeight
 
 MARK = "_layerzero"
@@ -108,21 +110,67 @@ class Packs(State):
 
     Attributes:
         packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
+        budget: what their forms may take together with those of others; None without a bound.
     """
 
     def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
         super().__init__(covers)
         self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
+        self.budget: Budget | None = None
+        self._barred: frozenset[tuple[int, bool]] = frozenset()
+        self._for_one = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, Packs)
+        if twin.budget is not None:
+            twin.bound(twin.budget)
+        return twin
 
     @property
     def bytes(self) -> int:
         return sum(0 if each is None else each.bytes for each in self.packed)
+
+    @property
+    def forms(self) -> list[int]:
+        """How many forms each weight has now that may have some."""
+        return [each.forms for each in self.packed if each is not None]
+
+    @property
+    def barred(self) -> int:
+        """How many forms there was no room for."""
+        return len(self._barred)
+
+    def bound(self, budget: Budget) -> None:
+        """Keep no more forms than there is room for."""
+        self.budget = budget
+        weights = [None if each is None else each.weight for each in self.packed]
+        self.packed = [None if each is None else self._made(number, each) for number, each in enumerate(weights)]
+
+    def _made(self, number: int, weight: Tensor) -> PackedWeight:
+        if self.budget is None:
+            return PackedWeight(weight)
+        return self.budget.packed(weight, functools.partial(self._bar, number))
+
+    def _bar(self, number: int) -> None:
+        """Read this weight as it lies in calls like the present one, for one row or for many."""
+        self._barred |= {(number, self._for_one)}
+
+    def forms_for(self, rows: Tensor) -> list[PackedWeight | None]:
+        """Packed weights for a call with such rows: kernels for one row and for many have forms of their own."""
+        if self.budget is None:
+            return self.packed
+        self._for_one = one = rows.numel() == rows.shape[-1]
+        if not self._barred:
+            return self.packed
+        return [None if (number, one) in self._barred else each for number, each in enumerate(self.packed)]
 
     def forget(self) -> None:
         """Let go of packed forms: each kernel that runs makes its own again, and those that were only tried do not."""
         for each in self.packed:
             if each is not None:
                 each.refresh()
+        self._barred = frozenset()
 
     def renew(self, *weights: Tensor) -> bool:
         """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
@@ -130,7 +178,7 @@ class Packs(State):
         for number, (packed, weight) in enumerate(zip(self.packed, weights, strict=True)):
             kind = "" if packed is None else packed.kind_for(weight)
             if kind == FOREIGN:
-                self.packed[number], found = PackedWeight(weight), True
+                self.packed[number], found = self._made(number, weight), True
             elif kind == STALE and packed is not None:
                 packed.refresh()
                 found = True

@@ -120,6 +120,11 @@ class PackedWeight(Handle):
         """Memory that the packed forms take now, beside the weight itself."""
         return sum(cast(Packing, slot).bytes for slot in tuple(self._slots.values()))
 
+    @property
+    def forms(self) -> int:
+        """How many packed forms there are now."""
+        return len(self._slots)
+
     def kind_for(self, *tensors: Tensor) -> str:
         """``packed`` for its weight; ``foreign`` for another, ``stale`` once it was written into."""
         weight = tensors[0]

@@ -1,0 +1,146 @@
+"""What the next tokens are drawn by: numbers for a whole call, and the same in memory that a graph reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+
+_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that every position of a sequence gets a seed of its own."""
+
+_SEEDS = 2**63
+
+
+@dataclass
+class Drawing:
+    """How the next tokens are drawn, and those that were.
+
+    Attributes:
+        temperature, top_k, top_p, min_p, seed: as of ``lz.generate_step``.
+        ids: (B,) int64, what was drawn; None before.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ids: Tensor | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything but the likeliest token may come."""
+        given = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return self.temperature != 0 and any(each is not None for each in given)
+
+    @property
+    def kind(self) -> str:
+        """What is computed; numbers aside, of which a graph reads the current ones."""
+        if not self.is_random:
+            return "greedy"
+        return "drawn" + "".join(f" {name}" for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None)
+
+    def draw(self, logits: Tensor, length: int) -> None:
+        """Draw from (B, V) logits that follow ``length`` tokens."""
+        told = {"temperature": self.temperature, "k": self.top_k, "p": self.top_p, "min_p": self.min_p}
+        self.ids = self._by(logits, {name: each for name, each in told.items() if each is not None}, self._at(length))
+
+    def of_rows(self, logits: Tensor, numbers: Numbers) -> Tensor:
+        """Draw by the numbers of each row, from torch's own generator of the device."""
+        told: dict[str, Any] = {"row_temperature": numbers.temperature}
+        if self.top_k is not None:
+            told["row_k"] = numbers.k
+        if self.top_p is not None:
+            told["row_p"] = numbers.p
+        if self.min_p is not None:
+            told["min_p"] = numbers.min_p
+        return self._by(logits, told, None)
+
+    def _by(self, logits: Tensor, told: dict[str, Any], seed: int | None) -> Tensor:
+        if not self.is_random:
+            return lz.greedy(logits)
+        least = told.pop("min_p", None)
+        if least is not None:
+            logits = _likely(logits, least, told.get("temperature", told.get("row_temperature", 1.0)))
+        function: Any = lz.sample
+        if self.top_k is not None:
+            function = lz.sample_topk if self.top_p is None else lz.sample_topk_topp
+        elif self.top_p is not None:
+            function = lz.sample_topp
+        drawn: Tensor = function(logits, **told, seed=seed)
+        return drawn
+
+    def _at(self, length: int) -> int | None:
+        """The seed of the token after ``length`` others."""
+        return None if self.seed is None else (self.seed + length * _STEP) % _SEEDS
+
+    @contextmanager
+    def seeded(self, device: torch.device, length: int) -> Iterator[None]:
+        """Let torch's generator of a device begin at the seed of a token, and have it go on as it was afterwards.
+
+        A graph draws from no other generator, and reads where that stands when it is replayed.
+        """
+        seed = self._at(length)
+        if seed is None:
+            yield
+            return
+        generator = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def _likely(logits: Tensor, least: Any, temperature: Any) -> Tensor:
+    """Logits of the places at least so many times as likely as the likeliest, -inf elsewhere."""
+    wide = logits.float()
+    most = wide.amax(-1, keepdim=True)
+    if isinstance(least, Tensor):
+        bound = most + (least.log() * temperature).unsqueeze(-1)
+    else:
+        bound = most + math.log(least) * temperature
+    return wide.masked_fill(wide < bound, float("-inf"))
+
+
+class Numbers:
+    """A draw's numbers for each row, where a graph reads them.
+
+    Attributes:
+        temperature, p, min_p: (B,) float32.
+        k: (B,) int32.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.device = device
+        self.temperature, self.p, self.min_p = (torch.ones(batch, device=device) for _ in range(3))
+        self.k = torch.ones(batch, dtype=torch.int32, device=device)
+        self._last: dict[str, float] = {}
+
+    def set(self, drawing: Drawing) -> None:
+        """Write those that changed."""
+        wanted = {
+            "temperature": drawing.temperature, "k": drawing.top_k, "p": drawing.top_p, "min_p": drawing.min_p,
+        }  # fmt: skip
+        for name, value in wanted.items():
+            number = 1 if value is None else value
+            if self._last.get(name) != number:
+                getattr(self, name).fill_(number)
+                self._last[name] = number
+
+
+DRAWING: ContextVar[Drawing | None] = ContextVar("layerzero_drawing", default=None)
+"""What a step draws by; None where somebody wants its logits alone."""

@@ -1,0 +1,166 @@
+"""Where a model's time goes: in modules that were replaced, in others, and outside of any; on host and device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+ROUNDS = 3
+"""Runs of each, in turn."""
+
+OUTSIDE = "outside any module"
+"""The code of models that hold others, and of the caller: masks, caches, loops."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Seconds of a run in modules of one kind.
+
+    Attributes:
+        host_s: on the clock of the host, from a module's call to its return.
+        device_s: on the device's own, between what a module launches first and last; None where that is the host.
+    """
+
+    host_s: float
+    device_s: float | None = None
+
+
+@dataclass
+class Spent:
+    """Time by kinds of modules.
+
+    Attributes:
+        modules: how many there are of each kind.
+        before, after: the share of each kind with the model's own code, and with what was put in its place.
+    """
+
+    modules: dict[str, int] = field(default_factory=dict)
+    before: dict[str, Share] = field(default_factory=dict)
+    after: dict[str, Share] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """A table: kinds, the longest first."""
+        on_device = any(each.device_s is not None for each in self.before.values())
+        head = ("time of a run", "modules", "before", "after")
+        rows = [(*head, "device before", "device after") if on_device else head]
+        for kind, before in sorted(self.before.items(), key=lambda each: -each[1].host_s):
+            after = self.after[kind]
+            row = kind, str(self.modules.get(kind) or ""), _ms(before.host_s), _ms(after.host_s)
+            rows.append((*row, _ms(before.device_s), _ms(after.device_s)) if on_device else row)
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def spent(
+    root: Module, replaced: Mapping[str, str], run: Callable[[], Any], switch: Callable[[bool], None], device: Any
+) -> Spent:
+    """Time a run by modules, as it was and as it is, in turn.
+
+    Args:
+        replaced: the kind of each path that has another forward.
+        run: runs the model once.
+        switch: puts the new forwards on or off.
+    """
+    kinds = dict(_units(root, replaced))
+    found = Spent({kind: list(kinds.values()).count(kind) for kind in dict.fromkeys(kinds.values())})
+    times: dict[bool, list[dict[str, Share]]] = {False: [], True: []}
+    try:
+        for _ in range(ROUNDS):
+            for on in (False, True):
+                switch(on)
+                times[on].append(_timed(kinds, run, device))
+    finally:
+        switch(True)
+    found.before, found.after = (_medians(times[on]) for on in (False, True))
+    return found
+
+
+def _units(root: Module, replaced: Mapping[str, str]) -> Iterator[tuple[Module, str]]:
+    """The outermost modules that are replaced, and those that hold none; each with its kind."""
+    done: list[str] = []
+    for path, module in root.named_modules():
+        if any(path.startswith(f"{each}.") for each in done):
+            continue
+        kind = replaced.get(path)
+        if kind is None and path and not any(each.startswith(f"{path}.") for each in replaced):
+            kind = f"{type(module).__name__}, untouched"
+        elif kind is not None:
+            kind = f"{kind}, LayerZero's"
+        if kind is not None:
+            done.append(path)
+            yield module, kind
+
+
+def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> dict[str, Share]:
+    """One run."""
+    on_device = device.type == "cuda"
+    host: dict[str, float] = dict.fromkeys([*kinds.values(), OUTSIDE], 0.0)
+    events: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in host}
+    begun: list[tuple[float, Any]] = []
+
+    def mark() -> Any:
+        if not on_device:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def enter(*_: Any) -> None:
+        begun.append((time.perf_counter(), mark()))
+
+    def leave(module: Module, *_: Any) -> None:
+        started, event = begun.pop()
+        host[kinds[module]] += time.perf_counter() - started
+        events[kinds[module]].append((event, mark()))
+
+    with _hooked(kinds, enter, leave), torch.no_grad():
+        _wait(device)
+        first, started = mark(), time.perf_counter()
+        run()
+        host[OUTSIDE] = time.perf_counter() - started - sum(host.values())
+        last = mark()
+        _wait(device)
+    if not on_device:
+        return {kind: Share(seconds) for kind, seconds in host.items()}
+    of_device = {kind: sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for kind, pairs in events.items()}
+    of_device[OUTSIDE] = first.elapsed_time(last) / 1e3 - sum(of_device.values())
+    return {kind: Share(seconds, of_device[kind]) for kind, seconds in host.items()}
+
+
+@contextmanager
+def _hooked(kinds: Mapping[Module, str], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    hooks = []
+    try:
+        for module in kinds:
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave))
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _wait(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _medians(runs: list[dict[str, Share]]) -> dict[str, Share]:
+    found = {}
+    for kind in runs[0]:
+        on_device = [each[kind].device_s for each in runs]
+        known = [each for each in on_device if each is not None]
+        host_s = statistics.median(each[kind].host_s for each in runs)
+        found[kind] = Share(host_s, statistics.median(known) if known else None)
+    return found

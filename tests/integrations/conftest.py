@@ -1,0 +1,27 @@
+"""Captured steps as they run on a CPU, and by a stand-in as they run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU; or by lengths that only the device knows, with graphs."""
+    if request.param == "device":
+        from decoders import Recorded
+        from layerzero.integrations.optimize import steps
+
+        monkeypatch.setattr(steps, "ON_HOST", frozenset())
+
+        def captured(self: Any, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
+            made = run()
+            return Recorded(run, made), made
+
+        monkeypatch.setattr(steps.Steps, "_captured", captured)
+        Recorded.captured = 0
+    return str(request.param)
