@@ -209,10 +209,21 @@ def test_a_direction_that_was_never_measured_gives_nothing():
     assert predict(model, sizes(1, 128 * 2**10)) is None, "16 times the longest"
 
 
-def test_nothing_is_learnt_from_too_little():
+def test_a_lone_time_says_something_of_its_neighbours_and_nothing_farther_away():
     assert fit([]) is None
-    assert fit([Point({"rows": 4}, 1.0)] * 9) is None, "one size only"
-    assert fit([Point({"rows": 4}, 1.0), Point({"rows": 8}, 2.0)]) is None, "nothing to leave out"
+    model = fit([Point(sizes(1, 512), 80.0, meaning=PREFILL)])
+    assert predict(model, sizes(1, 512)).time_us == pytest.approx(80.0)
+    near = predict(model, sizes(1, 511))
+    assert near.time_us == pytest.approx(80.0, rel=0.01)
+    assert near.confidence > 0.99
+    doubled = predict(model, sizes(2, 512))
+    assert doubled.time_us == pytest.approx(120.0), "half of it grows"
+    assert doubled.error == pytest.approx(0.5)
+    assert predict(model, sizes(4, 512)) is None
+    assert predict(model, sizes(1, 8192)) is None
+    two = fit([Point({"rows": 4}, 1.0), Point({"rows": 8}, 2.0)])
+    assert 1.0 < predict(two, {"rows": 6}).time_us < 2.0
+    assert predict(fit([Point({"rows": 4}, 1.0)] * 9), {"rows": 4}).time_us == pytest.approx(1.0)
 
 
 def test_the_same_sizes_again_are_no_neighbours():
@@ -385,6 +396,17 @@ def test_a_later_process_predicts_what_nobody_measured(store, kernels):
     assert TimeStore().evidence(kernels, lz.facts("rms_norm", torch.empty(48, 64).half(), torch.empty(64).half())) == {}
 
 
+@pytest.mark.parametrize("rows", [31, 33, 64])
+def test_one_measured_call_serves_its_neighbours(store, kernels, rows):
+    for kernel, time_us in zip(kernels, (10.0, 30.0), strict=True):
+        store.record(kernel, facts(32), replace(TIME, median_us=time_us))
+    found = store.evidence(kernels, facts(rows))
+    assert {each.provenance for each in found.values()} == {Provenance.PREDICTED}
+    assert found["user.a"].time_us < found["user.b"].time_us
+    assert found["user.a"].confidence > 0.9
+    assert store.evidence(kernels, facts(32 * 8)) == {}
+
+
 def test_graphs_are_predicted_from_graphs(store, kernels):
     fill(store, kernels[0])
     asked = facts(48)
@@ -400,7 +422,7 @@ def test_what_has_to_be_adapted_is_another_regime(store, kernels, monkeypatch):
 def test_what_is_forgotten_predicts_nothing(store, kernels):
     fill(store, kernels[0])
     assert store.evidence(kernels, facts(48))
-    archive.forget(store.database, list(archive.rows(store.database))[:6])
+    archive.forget(store.database, list(archive.rows(store.database)))
     assert store.evidence(kernels, facts(48)) == {}
     assert store.database.read("SELECT count(*) FROM models") == [(0,)]
 

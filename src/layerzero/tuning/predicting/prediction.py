@@ -131,6 +131,7 @@ class Model(msgspec.Struct, frozen=True):
         bent: whether the nearest residuals are added.
         error: root mean square of the errors when each point was left out, log2.
         reach: mean distance of a left-out point to its nearest neighbour, in doublings.
+        within: how far from the nearest point there is evidence, in doublings.
         floor_us: what the smallest calls take, however small they are; 0 where the data shows none. The device's,
             where that was told apart.
         floor_error: how far the times that hardly exceed it are from it, root mean square, log2.
@@ -142,8 +143,6 @@ class Model(msgspec.Struct, frozen=True):
     """
 
     axes: tuple[str, ...]
-    ties: tuple[tuple[str, str, float], ...]
-    fixed: dict[str, float]
     low: tuple[float, ...]
     high: tuple[float, ...]
     powers: tuple[tuple[int, ...], ...]
@@ -153,13 +152,16 @@ class Model(msgspec.Struct, frozen=True):
     bent: bool
     error: float
     reach: float
-    floor_us: float
-    floor_error: float
-    at_floor: tuple[tuple[float, ...], ...]
-    tile: int
+    within: float
     host_us: float
     host_error: float
     meaning: Meaning
+    ties: tuple[tuple[str, str, float], ...] = ()
+    fixed: dict[str, float] = {}
+    floor_us: float = 0.0
+    floor_error: float = 0.0
+    at_floor: tuple[tuple[float, ...], ...] = ()
+    tile: int = 1
 
 
 class Prediction(NamedTuple):
@@ -205,7 +207,8 @@ def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
     if found is None:
         return None
     x, away = found
-    best = _from_sum(model, x, away) if _within(model, x) else None
+    outside = max(map(max, map(sub, model.low, x), map(sub, x, model.high)))
+    best = _from_sum(model, x, away) if outside <= MAX_OUTSIDE else None
     if best is not None:
         best = _waited_for(model, best)
         return best if best.confidence >= MIN_CONFIDENCE else None
@@ -244,11 +247,6 @@ def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] 
     return [math.log2(asked[name]) for name in model.axes], away
 
 
-def _within(model: Model, x: Sequence[float]) -> bool:
-    bounds = zip(x, model.low, model.high, strict=True)
-    return all(low - MAX_OUTSIDE <= place <= high + MAX_OUTSIDE for place, low, high in bounds)
-
-
 def _from_sum(model: Model, x: Sequence[float], away: float) -> Prediction | None:
     if len(x) == 2:  # most families; a third of the time
         one, two = x
@@ -256,7 +254,7 @@ def _from_sum(model: Model, x: Sequence[float], away: float) -> Prediction | Non
     else:
         distances = [apart(x, point) for point in model.points]
     distance = min(distances) + away
-    if distance > MAX_DISTANCE:
+    if distance > model.within:
         return None
     log = math.log2(sumprod(terms(model.powers, model.high, x), model.shares))
     near = nsmallest(2 * len(x), zip(distances, model.residuals, strict=True))

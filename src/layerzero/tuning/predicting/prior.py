@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core.device import KNOWN_DEVICES, Device
@@ -191,14 +192,8 @@ def _same_major(kernel: Kernel, table: Table, device: Device) -> bool:
     if version is None:
         return True
     if not then:
-        then, version = table.torch, _torch_version()
+        then, version = table.torch, str(torch.__version__)
     return _major(then) == _major(version)
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
 
 
 def _major(version: str) -> tuple[int, ...]:
