@@ -342,6 +342,29 @@ def test_notes_of_builds_count_as_long_as_their_files_exist(tmp_path):
     assert not BUILT.ready(kernel, facts), "the cache was wiped"
 
 
+def test_a_file_that_is_only_locked_stands_for_what_lies_beside_it(tmp_path):
+    from layerzero.engine import jit
+
+    kernel = lz.Kernel(
+        id="test.locked",
+        operations=("norm.rms",),
+        backend=lz.Backend("test", "locked", origin="code"),
+        load=lambda _: None,
+        jit=True,
+        cache_folder=lambda: tmp_path,
+    )
+    facts = lz.facts("rms_norm", *CALL)
+    with jit.opened_files() as opened:
+        os.close(os.open(tmp_path / "abc.lock", os.O_RDONLY | os.O_CREAT))
+    jit.note(kernel, facts, opened)
+    assert not BUILT.ready(kernel, facts), "the library kept nothing: a full disk, perhaps"
+    (tmp_path / "abc.o").write_text("compiled, and read outside of Python")
+    jit.note(kernel, facts, opened)
+    assert BUILT.ready(kernel, facts)
+    (tmp_path / "abc.o").unlink()
+    assert not BUILT.ready(kernel, facts), "the lock alone is no artefact"
+
+
 def test_notes_are_read_once_while_their_folder_stays_as_it_is(tmp_path, monkeypatch):
     from layerzero.core import disk
     from layerzero.engine import jit
