@@ -260,7 +260,13 @@ def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raise", "ninja: no such compiler"), ("die", "SIGSEGV"), ("keep nothing", "left nothing where its library")],
+    [
+        ("raise", "ninja: no such compiler"),
+        ("die", "SIGSEGV"),
+        ("be killed", "SIGKILL"),
+        ("lack room", "No space left on device"),
+        ("keep nothing", "left nothing where its library"),
+    ],
 )
 def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, how, said):
     monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
@@ -270,6 +276,22 @@ def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, h
     assert chosen() == "torch.rms_norm"
     (failed,) = lz.jit_status().failed
     assert said in failed.log
+
+
+@pytest.mark.parametrize("how", ["be killed", "lack room", "keep nothing"])
+def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, monkeypatch, how):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(apart / "cache"))
+    monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
+    built_apart()
+    before = told(apart)
+    ENGINE.bump()
+    built_apart()
+    assert told(apart) == before, "not again in this process"
+    BUILDS.failures.clear()  # as in a new process
+    monkeypatch.delenv("BACKGROUND_KERNELS_DO")
+    ENGINE.bump()
+    built_apart()
+    assert chosen() == "background.rms_norm"
 
 
 def test_a_failure_is_known_to_the_next_process_until_a_version_changes(apart, monkeypatch):
