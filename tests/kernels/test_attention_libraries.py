@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import stat
 import sys
 import types
 
 import pytest
 import torch
 
-from layerzero.backends import xformers
+from layerzero.backends import cute_dsl, xformers
 from layerzero.backends.flash_attn import cute as flash_attn_cute
+from layerzero.backends.flash_attn import kept as flash_attn_kept
 from layerzero.backends.flashinfer import attention as flashinfer
 from layerzero.backends.flashinfer import modules as flashinfer_modules
 from layerzero.backends.flashinfer.plan import Plan
@@ -190,6 +192,54 @@ def test_flash_attention_4_refuses_a_package_that_calls_otherwise(monkeypatch):
     recording(*tensors(), out=torch.empty(0))
     assert recorder.function is original[False, False]
     assert recorder.arguments[5:] == (None,) * 10 + ((None, None), None, None)
+
+
+def test_flash_attention_4_keeps_what_it_compiled_for_other_processes(monkeypatch, tmp_path):
+    class OnDisk(dict):
+        def __init__(self, place):
+            super().__init__()
+            self.place = place
+
+    def forward():
+        return package_forward(compiles=lambda key: lambda *_: None)
+
+    utils = types.SimpleNamespace(JITPersistentCache=OnDisk, _compute_source_fingerprint=lambda: "abc")
+    package = types.ModuleType("flash_attn.cute")
+    package.cache_utils = utils
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(flash_attn_kept, "_CACHES", {})
+    first, second = forward(), forward()
+    for each in (first, second):
+        flash_attn_kept.kept(each)(*tensors(), out=torch.empty(0))
+        assert each.compile_cache == {}, "the package's own is left alone"
+    (cache,) = flash_attn_kept._CACHES.values()
+    assert list(cache) == [(False, False)]
+    assert cache.place == flash_attn_kept.cache_folder() / "abc" / "fwd"
+    assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
+    own = forward()
+    own.compile_cache = OnDisk("the user's")
+    flash_attn_kept.kept(own)(*tensors(), out=torch.empty(0))
+    assert list(own.compile_cache) == [(False, False)], "a package that keeps it itself does"
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "/there"}, "/there"),
+        ({"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}, "/tmp/somebody/flash_attention_cute_dsl_cache"),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/flash_attention_cute_dsl_cache"),
+    ],
+)
+def test_where_flash_attention_4_keeps_it(monkeypatch, environment, wanted):
+    for name in ("CACHE_DIR", "CACHE_ENABLED"):
+        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_{name}", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cute_dsl, "getuser", lambda: "somebody")
+    monkeypatch.setattr(cute_dsl.tempfile, "gettempdir", lambda: "/tmp")
+    assert str(flash_attn_kept.cache_folder()) == wanted
 
 
 SINGLE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -28,6 +29,10 @@ def load(facts):
             raise RuntimeError("\n".join(["many lines"] * 40 + ["ninja: no such compiler"]))
         if how == "die":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "lack room":
+            raise OSError(errno.ENOSPC, "No space left on device")
         if how != "keep nothing":
             (folder() / name).write_text("compiled")
 

@@ -265,6 +265,8 @@ def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
     [
         ("raise", "ninja: no such compiler"),
         pytest.param("die", "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("be killed", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("lack room", "No space left on device", marks=pytest.mark.slow),
         pytest.param("keep nothing", "left nothing where its library", marks=pytest.mark.slow),
     ],
 )
@@ -276,6 +278,23 @@ def test_a_child_that_fails_leaves_what_ran_before(apart, monkeypatch, caplog, h
     assert chosen() == "torch.rms_norm"
     (failed,) = lz.jit_status().failed
     assert said in failed.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["be killed", "lack room", "keep nothing"])
+def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, monkeypatch, how):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(apart / "cache"))
+    monkeypatch.setenv("BACKGROUND_KERNELS_DO", how)
+    built_apart()
+    before = told(apart)
+    ENGINE.bump()
+    built_apart()
+    assert told(apart) == before, "not again in this process"
+    BUILDS.failures.clear()  # as in a new process
+    monkeypatch.delenv("BACKGROUND_KERNELS_DO")
+    ENGINE.bump()
+    built_apart()
+    assert chosen() == "background.rms_norm"
 
 
 @pytest.mark.slow
@@ -444,6 +463,29 @@ def test_notes_of_builds_count_as_long_as_their_files_exist(tmp_path):
     assert not BUILT.ready(kernel, lz.facts("rms_norm", torch.ones(4, 4096), torch.ones(4096)))
     (tmp_path / "kernel.cubin").unlink()
     assert not BUILT.ready(kernel, facts), "the cache was wiped"
+
+
+def test_a_file_that_is_only_locked_stands_for_what_lies_beside_it(tmp_path):
+    from layerzero.engine import jit
+
+    kernel = lz.Kernel(
+        id="test.locked",
+        operations=("norm.rms",),
+        backend=lz.Backend("test", "locked", origin="code"),
+        load=lambda _: None,
+        jit=True,
+        cache_folder=lambda: tmp_path,
+    )
+    facts = lz.facts("rms_norm", *CALL)
+    with jit.opened_files() as opened:
+        os.close(os.open(tmp_path / "abc.lock", os.O_RDONLY | os.O_CREAT))
+    jit.note(kernel, facts, opened)
+    assert not BUILT.ready(kernel, facts), "the library kept nothing: a full disk, perhaps"
+    (tmp_path / "abc.o").write_text("compiled, and read outside of Python")
+    jit.note(kernel, facts, opened)
+    assert BUILT.ready(kernel, facts)
+    (tmp_path / "abc.o").unlink()
+    assert not BUILT.ready(kernel, facts), "the lock alone is no artefact"
 
 
 def test_notes_are_read_once_while_their_folder_stays_as_it_is(tmp_path, monkeypatch):

@@ -19,8 +19,9 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive, environment
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
 from layerzero.tuning.predicting import prior
-from layerzero.tuning.predicting.prior import FOLDER, Priors, read_table, table_of, told_apart
+from layerzero.tuning.predicting.prior import FOLDER, Priors
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 H200 = Device.named("H200")
@@ -65,7 +66,7 @@ def asked(facts):
 @pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
 def test_every_table_can_be_read_and_speaks_of_what_there_is(file):
     table = read_table(file)
-    assert file.name.startswith(prior.slug(table.device))
+    assert file.name.startswith(slug(table.device))
     for family in table.families:
         known = {kernel.id for kernel in REGISTRY.candidates(family.facts["operation"])}
         for case in family.cases:
@@ -207,7 +208,7 @@ def test_a_table_that_is_none_is_told_and_does_not_count(tmp_path, spoilt):
 
 
 def test_a_broken_table_is_named_by_doctor(tmp_path, monkeypatch):
-    (tmp_path / f"{prior.slug(H200.name)}.json").write_text("{")
+    (tmp_path / f"{slug(H200.name)}.json").write_text("{")
     monkeypatch.setattr(prior, "FOLDER", tmp_path)
     monkeypatch.setattr(prior, "_LOADED", {})
     store = TimeStore()
@@ -231,7 +232,7 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
     assert [case.times_us for case in table.families[0].cases] == [
         {"torch.rms_norm": float(rows)} for rows in (4, 8, 16)
     ]
-    file = tmp_path / f"{prior.slug(table.device)}.json"
+    file = tmp_path / f"{slug(table.device)}.json"
     archive.export_prior(table, file)
     assert read_table(file) == table
     found = Priors(Device.detect("cpu"), tmp_path).evidence(

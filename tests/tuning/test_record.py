@@ -160,3 +160,15 @@ def test_an_old_manifest_is_used_with_a_warning(tmp_path):
     Manifest(FORMAT, time.time() - 8 * 86400, "0.1.0", []).save(file)
     with pytest.warns(lz.LayerZeroWarning, match="recorded 8 days ago"):
         Manifest.load(file)
+
+
+@pytest.mark.parametrize("asked", [lz.tune, lz.warmup])
+def test_a_manifest_of_another_device_says_so(tmp_path, asked):
+    file = tmp_path / "workload.json"
+    with lz.record(file):
+        lz.rms_norm(torch.randn(3, 8), torch.randn(8))
+    manifest = Manifest.load(file)
+    elsewhere = [Recorded(each.count, msgspec.structs.replace(each.call, device="cuda")) for each in manifest.calls]
+    msgspec.structs.replace(manifest, calls=elsewhere).save(file)
+    with pytest.raises(ValueError, match="wanted calls on cpu, got 1 on cuda"):
+        asked("*", manifest=file, device="cpu")

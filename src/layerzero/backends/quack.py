@@ -12,13 +12,16 @@ Library: quack-kernels 0.6.5, Apache-2.0; a private function is called, hence on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.cute_dsl import stamps, temporary
 from layerzero.backends.norm_limits import RowsAligned, row_length
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -36,6 +39,18 @@ QUACK = Backend(
     install="pip install quack-kernels==0.6.5",
     homepage="https://github.com/Dao-AILab/quack",
 )
+
+
+def _build_key(facts: Facts) -> Hashable:
+    return row_length(facts), stamps()
+
+
+def _cache_folder() -> Path | None:
+    """Where the library keeps compiled functions (quack/cache); none where the user turned that off."""
+    if os.environ.get("QUACK_CACHE_ENABLED", "1") != "1":
+        return None
+    named = os.environ.get("QUACK_CACHE_DIR")
+    return temporary("quack_cache") if named is None else Path(named)
 
 
 def _compiled(
@@ -130,7 +145,8 @@ KERNELS = tuple(
         deterministic=True,
         graph_safe=True,
         jit=True,
-        build_key=row_length,
+        build_key=_build_key,
+        cache_folder=_cache_folder,
         priority=priority,
     )
     # rows and, where it adds, the residual's too must fit shared memory, 227 KiB on Hopper, in float32

@@ -79,7 +79,7 @@ def export(
 ) -> Answer:
     """Write measured times to a file for other machines."""
     from layerzero.tuning.keeping import archive
-    from layerzero.tuning.predicting.prior import table_of
+    from layerzero.tuning.keeping.tables import table_of
 
     import_modules(module or [])
     database = _database()

@@ -9,6 +9,7 @@ counts as long as they exist. Who wipes the folder wipes the notes.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import sys
@@ -31,6 +32,8 @@ NOTES = "layerzero"
 
 MOST_BYTES = 1 << 20
 """A file that is larger is no note."""
+
+_LOCK = ".lock"
 
 MOST_NOTED = 10_000
 """Notes of a folder that are remembered."""
@@ -151,16 +154,23 @@ def _read(note: Path) -> list[str] | None:
 def note(kernel: Kernel, facts: Facts, opened: Iterable[str]) -> None:
     """Write down that a build lies in its library's folder, with those of the files opened meanwhile that do.
 
-    Raises: OSError where nothing can be written there: then nothing was kept, either.
+    A file that is only locked (``NAME.lock``) stands for the others of its name: some libraries read those outside of
+    Python. Where there is none, nothing was kept. Raises: OSError where nothing can be written there.
     """
     place = _note(kernel, facts)
     if place is None:
         return
     folder = place.parent.parent
     inside = {os.path.relpath(each, folder) for each in opened if Path(each).is_relative_to(folder)}
-    kept = sorted(each for each in inside if (folder / each).is_file() and not each.startswith(NOTES))
+    kept = {each for each in inside if (folder / each).is_file() and not each.startswith(NOTES)}
+    for lock in [each for each in kept if each.endswith(_LOCK)]:
+        stem = folder / lock.removesuffix(_LOCK)
+        beside = {str(each.relative_to(folder)) for each in stem.parent.glob(f"{glob.escape(stem.name)}.*")} - {lock}
+        if not beside:
+            return
+        kept = (kept | beside) - {lock}
     place.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(place, msgspec.json.encode(kept))
+    disk.write_whole(place, msgspec.json.encode(sorted(kept)))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import Manifest, jobs_of
+from layerzero.tuning.measuring.manifest import jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
 
 log = logging.getLogger("layerzero")
@@ -143,7 +143,7 @@ def _asked(
     if shapes is not None or params:
         raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
     names = operations_named(operation)[1]
-    return [job for job in jobs_of(Manifest.load(manifest), device) if job.operation in names]
+    return [job for job in jobs_of_file(manifest, device) if job.operation in names]
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:

@@ -9,7 +9,7 @@ What it derives follows from shapes, strides and arguments, which a plan fixes. 
 the package, a recorder in place of its table of compiled functions writes down which one it called and with what, and
 later calls call that function with their own tensors. The recorder stands in a copy of the package's function: nothing
 of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two functions.
-The package keeps what it compiled for another process if FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set.
+What it compiled serves other processes, too (``kept``).
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.cute_dsl import stamps
+from layerzero.backends.flash_attn.kept import cache_folder, kept
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -68,12 +70,14 @@ class _Recorder:
 
 
 def _recording(forward: types.FunctionType) -> tuple[Callable[..., Any], _Recorder]:
-    """The package's forward function with a recorder in place of its compiled functions."""
-    recorder = _Recorder(forward.compile_cache)  # type: ignore[attr-defined]  # the package hangs it on the function
-    seen = {**forward.__globals__, forward.__name__: types.SimpleNamespace(compile_cache=recorder)}
-    copy = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy, recorder
+    """The package's forward function with a recorder before its compiled functions."""
+    recorders: list[_Recorder] = []
+
+    def recorded(cache: Any) -> _Recorder:
+        recorders.append(_Recorder(cache))
+        return recorders[-1]
+
+    return kept(forward, recorded), recorders[0]
 
 
 _Q, _K, _V, _OUT, _LSE, _SINK = 0, 1, 2, 3, 4, 13  # where the compiled function takes what changes between calls
@@ -152,6 +156,7 @@ def _build_key(facts: Facts) -> Hashable:
         (device.sm, facts["dtype"], head_dim, facts["value_dim"], group),
         (facts.get("causal"), left >= 0, right >= 0, facts["softcap"], facts["return_lse"], sinks and sinks.dtype),
         (rows <= 128, rows <= 192, rows <= 256, broadcast),
+        stamps(),
         # Blackwell pairs two blocks for wide heads where the grid leaves room
         (facts["batch"], facts["heads"], facts["seq_q"]) if head_dim == 256 and device.sm != (9, 0) else None,
     )
@@ -211,6 +216,7 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
         graph_safe=True,
         jit=True,
         build_key=_build_key,
+        cache_folder=cache_folder,
         priority=priority,
         aliases=aliases,
     )

@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.backends.cute_dsl import stamps
 from layerzero.backends.flash_attn.attention import FLASH_ATTN_2, FLASH_ATTN_3
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
+from layerzero.backends.flash_attn.kept import cache_folder, kept
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -75,6 +77,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
 def _load_v4(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    forward = kept(_flash_attn_fwd)
     longest = facts.size("max_blocks") * facts.size("page_size")
 
     def v4(
@@ -91,7 +94,7 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
         max_context_len: int | None = None,
     ) -> Any:
         left, right = window or (-1, -1)
-        output, lse, *_ = _flash_attn_fwd(
+        output, lse, *_ = forward(
             query,
             key_cache,
             value_cache,
@@ -114,7 +117,7 @@ def _build_key(facts: Facts) -> Hashable:
     """What FlashAttention 4's compile key reads of a paged decode."""
     sizes = tuple(facts.size(name) for name in ("head_dim", "value_dim", "page_size", "group"))
     flags = facts["window"] is not None, facts["softcap"], facts["return_lse"]
-    return facts.device.sm, facts["dtype"], *sizes, *flags
+    return facts.device.sm, facts["dtype"], *sizes, *flags, stamps()
 
 
 _SHAPES = (
@@ -164,6 +167,7 @@ KERNELS = (
         limits=(*_HOPPER, *_SHAPES),
         jit=True,
         build_key=_build_key,
+        cache_folder=cache_folder,
         priority=40,
     ),
 )

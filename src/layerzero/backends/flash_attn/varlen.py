@@ -16,8 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.backends.cute_dsl import stamps
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE, FLASH_ATTN_2, FLASH_ATTN_3
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
+from layerzero.backends.flash_attn.kept import cache_folder, kept
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -116,6 +118,8 @@ def _load_v3_paged(facts: Facts) -> Callable[..., Any]:
 def _load_v4(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    forward = kept(_flash_attn_fwd)
+
     def run(
         query: Tensor,
         key: Tensor,
@@ -129,7 +133,7 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
         max_seqlen_k: int | None = None,
         **scores: Any,
     ) -> Any:
-        output, lse, *_ = _flash_attn_fwd(
+        output, lse, *_ = forward(
             query,
             key,
             value,
@@ -167,6 +171,7 @@ def _of_v4(
 def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    forward = kept(_flash_attn_fwd)
     capacity = facts.size("max_blocks") * facts.size("page_size")
 
     def run(
@@ -182,7 +187,7 @@ def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
         max_context_len: int | None = None,
         **scores: Any,
     ) -> Any:
-        output, lse, *_ = _flash_attn_fwd(
+        output, lse, *_ = forward(
             query,
             key_cache,
             value_cache,
@@ -207,7 +212,7 @@ def _build_key(facts: Facts) -> Hashable:
     sides = tuple(side >= 0 for side in window)
     sinks = facts.tensors.get("sinks")
     flags = facts["causal"], sides, facts["softcap"], facts["return_lse"], None if sinks is None else sinks.dtype
-    return facts.device.sm, facts["dtype"], *sizes, *flags
+    return facts.device.sm, facts["dtype"], *sizes, *flags, stamps()
 
 
 _SHAPES = (
@@ -264,6 +269,7 @@ KERNELS = (
         limits=(*_HOPPER, *_RAGGED, limit.contiguous("sinks")),
         jit=True,
         build_key=_build_key,
+        cache_folder=cache_folder,
         priority=50,
     ),
     Kernel(
@@ -287,6 +293,7 @@ KERNELS = (
         limits=(*_HOPPER, limit.dim("page_size", max=64), *_PAGED),
         jit=True,
         build_key=_build_key,
+        cache_folder=cache_folder,
         priority=40,
     ),
 )

@@ -167,8 +167,8 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        # the best of all at 1 to 16384 tokens, three shapes of heads; FlashInfer's took 1.9 to 3.5 times as long at 16384
-        # (H200, bfloat16, 2026-11-22)
+        # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
+        # on an H200 in bfloat16, 2026-11-22
         priority=75,
     ),
     Kernel(

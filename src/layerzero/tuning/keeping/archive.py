@@ -25,9 +25,9 @@ from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, surroundings
 from layerzero.tuning.keeping.rows import Row, check, is_to_come
+from layerzero.tuning.keeping.tables import Table
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
-from layerzero.tuning.predicting.prior import Table
 
 FORMAT = 2
 READS = (1, 2)

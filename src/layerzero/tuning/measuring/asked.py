@@ -12,7 +12,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
 
 
 def asked_jobs(
@@ -53,7 +53,7 @@ def asked_jobs(
     if shapes is not None and narrowing:
         raise ValueError(f"{', '.join(narrowing)}: they narrow the default grid: wanted them without shapes, got both")
     if manifest is not None:
-        return [job for job in jobs_of(Manifest.load(manifest, model=model), device) if job.operation in names]
+        return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
     if isinstance(shapes, str):
         if shapes != "cases":
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")

@@ -39,6 +39,19 @@ class Ceiling:
         return max(work.bytes / self.gb_s / 1e3, work.flops / self.tflop_s / 1e6)
 
 
+def copy_gb_s(device: torch.device) -> float:
+    """1e9 bytes a second, read and written, of a copy beyond the caches; measured once in this process."""
+    return _copy_gb_s(str(device), torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=32)
+def _copy_gb_s(device: str, threads: int) -> float:  # what was measured depends on them
+    with torch.no_grad():
+        source = torch.ones(_COPY_BYTES.get(torch.device(device).type, 2**27), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / _best_us(clock_of(device), lambda: target.copy_(source)) / 1e3
+
+
 def ceiling(device: torch.device, dtype: str) -> Ceiling:
     """Measure a copy and a product, or say what was measured before in this process."""
     return _measured(str(device), dtype, torch.get_num_threads())
@@ -49,14 +62,11 @@ def _measured(device: str, dtype: str, threads: int) -> Ceiling:  # what was mea
     kind = torch.device(device).type
     clock = clock_of(device)
     with torch.no_grad():
-        source = torch.ones(_COPY_BYTES.get(kind, 2**27), dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        copy_us = _best_us(clock, lambda: target.copy_(source))
         size = _MATRIX.get(kind, 1024)
         left = torch.ones(size, size, dtype=dtype_named(dtype), device=device)
         right = torch.ones_like(left)
         product_us = _best_us(clock, lambda: left @ right)
-    return Ceiling(2 * source.numel() / copy_us / 1e3, 2 * size**3 / product_us / 1e6)
+    return Ceiling(_copy_gb_s(device, threads), 2 * size**3 / product_us / 1e6)
 
 
 def _best_us(clock: Clock, run: object) -> float:

@@ -7,6 +7,7 @@ as any first run is, so that one that kills the process is a suspect afterwards.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring.floor import copied_bytes, least_us
 from layerzero.tuning.measuring.timing import Clock, Effort, Run, clock_of, measurement, race
 from layerzero.tuning.measuring.truth import Truth, truth_of
 
@@ -49,6 +51,8 @@ class Status(StrEnum):
     """There was too little of it; that says nothing about the kernel."""
     BANNED = "banned"
     """A child process ran it first, and it crashed, hung or was wrong there."""
+    HOPELESS = "cannot win"
+    """What its plan copies alone takes longer than another kernel took for the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +192,21 @@ def contest(
         entrants = [each for each in entrants if each.kernel.id not in guilty]
         truth = truth_of(call, report.facts) if entrants else None
         ready: dict[str, _Ready] = {}
-        for candidate in entrants:
+        quickest_us = math.inf
+        for candidate in sorted(entrants, key=lambda each: copied_bytes(each, report.facts)):
             assert truth is not None
+            least = least_us(candidate, report.facts, device)
+            if least > quickest_us:
+                text = f"its copies alone take {least:.0f} us, another took {quickest_us:.0f}"
+                out.append(Entry(candidate.kernel, Status.HOPELESS, None, text))
+                continue
             made = _made_ready(candidate, report, call, truth, clock, graph)
             if isinstance(made, Entry):
                 out.append(made)
             else:
                 ready[candidate.kernel.id] = made
+                if any(copied_bytes(each, report.facts) for each in entrants):
+                    quickest_us = min(quickest_us, clock.once(made.run))
         del truth
     with torch.no_grad():  # outside the window: what is timed beside the kernels chooses as it does elsewhere
         runs = {name: each.run for name, each in ready.items()}

@@ -133,6 +133,20 @@ def cases_of(manifest: Manifest) -> Iterator[tuple[Operation, Mapping[str, Any],
         yield REGISTRY.operation(name), params, list(cases.values())
 
 
+def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") -> list[Job]:
+    """The calls of a manifest's file on a kind of device.
+
+    Raises: ValueError as :meth:`Manifest.load` does, and where all calls were made on other devices.
+    """
+    manifest = Manifest.load(path, model=model)
+    jobs = jobs_of(manifest, device)
+    elsewhere = ", ".join(sorted({each.call.device for each in manifest.calls}))
+    if elsewhere and not jobs:
+        got = f"{len(manifest.calls)} on {elsewhere}"
+        raise ValueError(f"{path}: wanted calls on {device}, got {got}; device= says where, or record it again here")
+    return jobs
+
+
 def _job(call: CallRecipe, count: int) -> Job:
     return Job(call.operation, Case(text_of(call), {}), dtype_of(call), recipe=call, count=count)
 

@@ -34,6 +34,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.contest import Contest, contest, taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace
+from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
@@ -79,6 +80,7 @@ class _Run:
     choices: dict[int, Choice] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     known: int = 0
+    spared: set[tuple[int, str]] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
 
     @property
@@ -98,16 +100,25 @@ class _Run:
             return several
         facts = report.facts.on(report.facts.device, capturing=self.graph)
         evidence, failures = ENGINE.ledger.evidence(several, facts), ENGINE.ledger.failures()
+        out = hopeless(evidence)
         return [
             kernel
             for kernel in several
             if (kernel.id, report.operation) not in failures
+            and kernel.id not in out
             and not (
                 kernel.id in evidence
                 and evidence[kernel.id].provenance == Provenance.MEASURED
                 and evidence[kernel.id].confidence >= self.usable
             )
         ]
+
+    def spared_in(self, report: Report) -> set[str]:
+        """Ids of kernels that this machine's times of other calls rule out."""
+        if self.again:
+            return set()
+        facts = report.facts.on(report.facts.device, capturing=self.graph)
+        return hopeless(ENGINE.ledger.evidence(self.parties(report), facts))
 
     def parties(self, report: Report) -> list[Kernel]:
         """The kernels that would be measured if all were built."""
@@ -173,7 +184,7 @@ class _Run:
     def measure(self, number: int, job: Job) -> str:
         """Measure what can run now; of a call that was measured before, what came to it since. Why not, if not."""
         report = self.report(job)
-        unbuilt = {kernel.id for kernel in self.unbuilt(report)}
+        unbuilt, spared = {kernel.id for kernel in self.unbuilt(report)}, self.spared_in(report)
         ready = [kernel for kernel in self.parties(report) if kernel.id not in unbuilt]
         before = self.contests.get(number)
         new = self.unknown(ready, report)
@@ -189,12 +200,13 @@ class _Run:
         only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
         began = time.monotonic()
         try:
-            found = self._contest(job, report.facts, unbuilt, only)
+            found = self._contest(job, report.facts, unbuilt | spared, only)
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
                 raise
             return f"too little memory: {raised(error)}" if out_of_memory(error) else raised(error)
         self.pace.took(report.facts, time.monotonic() - began)
+        self.spared |= {(number, name) for name in spared}
         if found.times and record_times(found.facts, found.times):
             self.changed.add(number)
         self.contests[number] = found if before is None else _joined(before, found)
@@ -374,6 +386,7 @@ def _tuned(run: _Run, left: int) -> Tuned:
         in_process=run.in_process,
         not_built=run.not_built,
         winners_changed=len(run.changed),
+        spared=len(run.spared),
         seconds=run.deadline.spent_s,
         compile_s=first_us / 1e6,
     )

@@ -20,7 +20,7 @@ from layerzero.tuning.keeping.rows import Row, Work
 from layerzero.tuning.predicting import fitting
 from layerzero.tuning.predicting.prediction import Model, Point, meaning_of
 
-MODEL_FORMAT = 4
+MODEL_FORMAT = 5
 """Changes with the meaning of a stored model; older ones are learnt anew, newer ones are as if there were none."""
 
 MAX_READ = 512

@@ -1,18 +1,17 @@
-"""Times of calls that nobody measured, from measured ones that differ in sizes only: sums and their residuals.
+"""Times of calls that nobody measured, from measured ones that differ in sizes only: a sum and its residuals.
 
 A call takes a part that is always there, parts that grow with one size, and a part that grows with all the work: a sum
 of shares of products of sizes, no share below zero. What that leaves over is smooth, so the nearest residuals are added
-where that helps. A tree splits the sizes where two such sums explain the data much better than one: kernels switch
-their ways. What it is worth is asked of the data: every point is predicted from all others, and their error, scaled by
-the distance to the nearest point, is the error that a prediction claims. Calls smaller than all that were measured
-take the floor, if the data shows one, or the host's time: that is the one estimate that no distance limits.
+where that helps. What it is worth is asked of the data: every point is predicted from all others, and their error,
+scaled by the distance to the nearest point, is the error that a prediction claims. Calls smaller than all that were
+measured take the floor, if the data shows one, or the host's time: that is the one estimate that no distance limits.
 
-Each fifth of 2,769 times of an H200's device was predicted from the rest to 4.6 % in the median and to 20 % in nine of
-ten, where piecewise planes in the logarithms had been off by 16 % and 70 % (2026-11-22).
+Predictions are for choosing: kernels of one family err alike, so their order is known better than their times. What
+more structure gave, and what less, on the times of an H200 that ship, is in docs/decisions/0057.
 
-Some sizes are worked through in tiles, as attention's queries and keys: lengths between their multiples take what the
-next multiple takes, and often a tenth more for the ends that have to be masked. Both are told by measured lengths
-between multiples. Which sizes those are, and which run side by side, the operation says (:class:`Meaning`).
+Some sizes are worked through in tiles, as attention's queries and keys: where that explains the data better, lengths
+between their multiples count as the next multiple. Which sizes those are, and which run side by side, the operation
+says (:class:`Meaning`).
 
 Where device and host were told apart, all this is about the device's time, which is clean. The host's hardly depends on
 sizes and is one number; a call takes the longer of both.
@@ -31,10 +30,14 @@ import msgspec
 
 from layerzero.core.arguments import Axis
 
-MAX_DISTANCE = 2.0
-"""Doublings of all sizes together from the nearest measured point, beyond which there is no evidence."""
+MAX_DISTANCE = 4.0
+"""Doublings of all sizes together from the nearest measured point, beyond which there is no evidence.
 
-MAX_OUTSIDE = 1.0
+A kernel without a time beside others with one is passed over, which costs more than a rough time: a half of an H200's
+times, predicted from the other half, chose at 1.072 of the best within 2 doublings, at 1.035 within 4 (2026-11-22).
+"""
+
+MAX_OUTSIDE = 2.0
 """Doublings of one size beyond all measured ones."""
 
 ERROR_FLOOR = 0.02
@@ -46,9 +49,6 @@ ERROR_AT_HALF = 2.0
 Kernels of one family err alike, so their order is known better than their times. Over 67 calls of an H200 the choice
 took 1.13 times the best one's time at a half of 0.25, 1.06 at 1 and 1.05 at 2 (2026-11-21).
 """
-
-EVEN = 128
-"""Lengths in tiles that are no multiples have ends to mask, in most kernels."""
 
 HOST_MARGIN = 1.2
 """A host's typical time counts so many times: it is slower for seconds more often than it is quicker.
@@ -116,32 +116,8 @@ class Point(NamedTuple):
         return waits(self.device_us, self.host_us)
 
 
-class Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """One regime: ``time = sum of share · term``, bent by residuals where ``bent``.
-
-    Attributes:
-        shares: of the model's terms, in microseconds; each term is 1 at the largest sizes of all.
-        points: coordinates of its points.
-        residuals: of the points, log2.
-        bent: whether the nearest residuals are added.
-        error: root mean square of the errors when each point was left out, log2.
-        reach: mean distance of a left-out point to its nearest neighbour, in doublings.
-    """
-
-    shares: tuple[float, ...]
-    points: tuple[tuple[float, ...], ...]
-    residuals: tuple[float, ...]
-    bent: bool
-    error: float
-    reach: float
-
-
-Split = tuple[int, float, float, int, int]
-"""Where regimes meet: an axis (see :func:`along`), ``below`` and ``above`` on it, and the children left and right."""
-
-
 class Model(msgspec.Struct, frozen=True):
-    """What was learnt about one kernel and one family of works.
+    """What was learnt about one kernel and one family of works: ``time = sum of share * term``, bent by residuals.
 
     Attributes:
         axes: extents (see :func:`extents`) that vary on their own, in the order of the coordinates.
@@ -150,36 +126,42 @@ class Model(msgspec.Struct, frozen=True):
             :data:`CARRIED_MAY_DIFFER` apart.
         low, high: bounds of all points, axis by axis.
         powers: of each term, the power of each axis.
+        shares: of the terms, in microseconds; each term is 1 at the largest sizes of all.
+        points, residuals: coordinates of all points, and what the sum leaves over there, log2.
+        bent: whether the nearest residuals are added.
+        error: root mean square of the errors when each point was left out, log2.
+        reach: mean distance of a left-out point to its nearest neighbour, in doublings.
+        within: how far from the nearest point there is evidence, in doublings.
         floor_us: what the smallest calls take, however small they are; 0 where the data shows none. The device's,
             where that was told apart.
         floor_error: how far the times that hardly exceed it are from it, root mean square, log2.
         at_floor: coordinates of the points that take hardly longer, or less than the host.
-        splits, leaves: the tree; a child is a split's number, or the leaf ``-1 - child``.
-        root: the first child.
         tile: lengths count as the next multiple of it.
-        uneven: what a length that is no multiple of :data:`EVEN` adds to the time, log2.
         host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
         host_error: by how much half of the points that waited for it exceed that, log2.
         meaning: what the operation said of its sizes.
     """
 
     axes: tuple[str, ...]
-    ties: tuple[tuple[str, str, float], ...]
-    fixed: dict[str, float]
     low: tuple[float, ...]
     high: tuple[float, ...]
     powers: tuple[tuple[int, ...], ...]
-    floor_us: float
-    floor_error: float
-    at_floor: tuple[tuple[float, ...], ...]
-    splits: tuple[Split, ...]
-    leaves: tuple[Leaf, ...]
-    root: int
-    tile: int
-    uneven: float
+    shares: tuple[float, ...]
+    points: tuple[tuple[float, ...], ...]
+    residuals: tuple[float, ...]
+    bent: bool
+    error: float
+    reach: float
+    within: float
     host_us: float
     host_error: float
     meaning: Meaning
+    ties: tuple[tuple[str, str, float], ...] = ()
+    fixed: dict[str, float] = {}
+    floor_us: float = 0.0
+    floor_error: float = 0.0
+    at_floor: tuple[tuple[float, ...], ...] = ()
+    tile: int = 1
 
 
 class Prediction(NamedTuple):
@@ -219,37 +201,22 @@ def _share(carried: str, carrier: str) -> str:
     return f"{carried}/{carrier}"
 
 
-def is_uneven(sizes: Mapping[str, int], meaning: Meaning) -> bool:
-    """Whether tiles have ends to mask."""
-    return any(sizes.get(name, 0) % EVEN for name in meaning.tiled)
-
-
 def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
     """Estimate a time; None too far from what was measured, or in a direction that never was."""
     found = _place(model, sizes)
     if found is None:
         return None
     x, away = found
-    found_in = []
-    if _within(model, x):
-        leaves = _leaves(model, x)
-        found_in = [each for leaf in leaves if (each := _from_leaf(model, leaf, x, away)) is not None]
-    if found_in:
-        best = found_in[0]
-        if len(found_in) > 1:  # between two regimes: either may hold, so their difference is part of the error
-            logs = [math.log2(each.time_us) for each in found_in]
-            error = max(*(each.error for each in found_in), (max(logs) - min(logs)) / 2)
-            best = Prediction(2 ** (sum(logs) / len(logs)), error, min(each.distance for each in found_in))
-        if model.uneven and is_uneven(sizes, model.meaning):
-            best = best._replace(time_us=best.time_us * 2**model.uneven)
-    elif any(all(map(le, x, point)) for point in model.at_floor):
+    outside = max(map(max, map(sub, model.low, x), map(sub, x, model.high)))
+    best = _from_sum(model, x, away) if outside <= MAX_OUTSIDE else None
+    if best is not None:
+        best = _waited_for(model, best)
+        return best if best.confidence >= MIN_CONFIDENCE else None
+    if any(all(map(le, x, point)) for point in model.at_floor):
         # Something larger takes no longer, or waits for the host all the same: how far away that is does not matter.
         nearest = min(apart(x, point) for point in model.at_floor)
         return _waited_for(model, Prediction(model.floor_us, max(model.floor_error, ERROR_FLOOR), nearest + away))
-    else:
-        return None
-    best = _waited_for(model, best)
-    return best if best.distance <= MAX_DISTANCE and best.confidence >= MIN_CONFIDENCE else None
+    return None
 
 
 def _waited_for(model: Model, device: Prediction) -> Prediction:
@@ -280,58 +247,29 @@ def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] 
     return [math.log2(asked[name]) for name in model.axes], away
 
 
-def _within(model: Model, x: Sequence[float]) -> bool:
-    bounds = zip(x, model.low, model.high, strict=True)
-    return all(low - MAX_OUTSIDE <= place <= high + MAX_OUTSIDE for place, low, high in bounds)
-
-
-def _leaves(model: Model, x: Sequence[float]) -> list[Leaf]:
-    """The regimes that a call may be in: more than one where it lies between their points."""
-    found, todo = [], [model.root]
-    while todo:
-        child = todo.pop()
-        if child < 0:
-            found.append(model.leaves[-child - 1])
-            continue
-        axis, below, above, left, right = model.splits[child]
-        place = along(x, axis)
-        if place < above:
-            todo.append(left)
-        if place > below:
-            todo.append(right)
-    return found
-
-
-def _from_leaf(model: Model, leaf: Leaf, x: Sequence[float], away: float) -> Prediction | None:
+def _from_sum(model: Model, x: Sequence[float], away: float) -> Prediction | None:
     if len(x) == 2:  # most families; a third of the time
         one, two = x
-        distances = [abs(one - first) + abs(two - second) for first, second in leaf.points]
+        distances = [abs(one - first) + abs(two - second) for first, second in model.points]
     else:
-        distances = [apart(x, point) for point in leaf.points]
+        distances = [apart(x, point) for point in model.points]
     distance = min(distances) + away
-    if distance > MAX_DISTANCE:
+    if distance > model.within:
         return None
-    log = log_time(terms(model.powers, model.high, x), leaf.shares)
-    if leaf.bent:
-        log += nearby(nsmallest(2 * len(x), zip(distances, leaf.residuals, strict=True)))
-    error = leaf.error * distance / leaf.reach if distance > leaf.reach or leaf.bent else leaf.error
-    return Prediction(2.0**log, max(error, ERROR_FLOOR), distance)
+    log = math.log2(sumprod(terms(model.powers, model.high, x), model.shares))
+    near = nsmallest(2 * len(x), zip(distances, model.residuals, strict=True))
+    middle = nearby(near)
+    differ = math.sqrt(
+        nearby([(away, (residual - middle) ** 2) for away, residual in near])
+    )  # a kernel may switch there
+    error = model.error * distance / model.reach if distance > model.reach or model.bent else model.error
+    return Prediction(2.0 ** (log + model.bent * middle), max(error, differ, ERROR_FLOOR), distance)
 
 
 def terms(powers: Sequence[Sequence[int]], high: Sequence[float], x: Sequence[float]) -> list[float]:
     """Products of sizes, each 1 at the largest sizes."""
     below = [place - top for place, top in zip(x, high, strict=True)]
     return [2.0 ** sumprod(power, below) for power in powers]
-
-
-def log_time(found: Sequence[float], shares: Sequence[float]) -> float:
-    """log2 of the microseconds that shares of terms make."""
-    return math.log2(sumprod(found, shares))
-
-
-def along(x: Sequence[float], axis: int) -> float:
-    """The coordinate on an axis; on the one after the last, the product of all sizes: how much work there is."""
-    return x[axis] if axis < len(x) else math.fsum(x)
 
 
 def nearby(found: Sequence[tuple[float, float]]) -> float:

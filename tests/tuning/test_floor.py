@@ -1,0 +1,88 @@
+"""Who cannot win a call, and is not measured: by its copies, or by what its neighbours took."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+import layerzero as lz
+from layerzero.core.evidence import Evidence, Measurement, Provenance
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.norm.sweep import norm_case
+from layerzero.testing.generate import RandomCall
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.measuring import floor
+from layerzero.tuning.measuring.contest import Status, contest
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.running import run_jobs
+from layerzero.tuning.measuring.timing import Effort
+from others import OTHERS
+
+QUICK = Effort(samples=3, budget_s=0.05)
+
+
+def norm(rows, hidden=64):
+    return Job(*norm_case("norm.rms", rows, hidden), "float32")
+
+
+@pytest.mark.parametrize(("gb_s", "status"), [(1e-3, Status.HOPELESS), (1e6, Status.TIMED)])
+def test_who_only_copies_for_longer_than_another_takes_is_not_measured(monkeypatch, gb_s, status):
+    monkeypatch.setattr(floor, "copy_gb_s", lambda device: gb_s)
+    ran = []
+
+    @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
+    def dense(input, weight, *, eps):
+        ran.append(1)
+        return rms_norm(input, weight.shape, weight, eps)
+
+    wide = torch.randn(512, 2048)[:, ::2]
+    call = RandomCall("rms_norm", {"input": wide, "weight": torch.randn(1024)}, "strided")
+    found = contest(call, effort=QUICK, leave_out=OTHERS)
+    (entry,) = (each for each in found.entries if each.kernel.id == "mine.dense")
+    assert entry.status is status
+    assert bool(ran) is (status is Status.TIMED)
+    if status is Status.HOPELESS:
+        assert "its copies alone take" in entry.detail
+
+
+def evidence(time_us, provenance=Provenance.PREDICTED, confidence=0.99):
+    return Evidence(time_us, provenance, confidence)
+
+
+def test_only_what_is_sure_rules_out_and_only_predictions_are_ruled_out():
+    found = {"a": evidence(10.0), "b": evidence(24.0), "c": evidence(26.0)}
+    assert floor.hopeless(found) == {"c"}
+    assert floor.hopeless(found | {"c": evidence(26.0, Provenance.MEASURED)}) == set()
+    assert floor.hopeless(found | {"c": evidence(26.0, confidence=0.9)}) == set()
+    assert floor.hopeless(found | {"a": evidence(10.0, Provenance.PRIOR)}) == set(), "of another machine"
+    assert floor.hopeless({}) == set()
+
+
+def test_what_neighbours_rule_out_is_measured_only_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+
+    @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"])
+    def slow(input, weight, *, eps):
+        time.sleep(0.002)
+        return rms_norm(input, weight.shape, weight, eps)
+
+    kernel = REGISTRY.kernel("mine.slow")
+    quick = next(each for each in REGISTRY.candidates("norm.rms") if each.id == "torch.rms_norm")
+    for rows in (1, 2, 4, 8, 32, 64):
+        facts = norm(rows).facts("cpu")
+        for each, time_us in ((kernel, 2000.0), (quick, 5.0)):
+            ENGINE.ledger.record_time(each, facts, Measurement(time_us, time_us, 0.01, 20, noise=0.01))
+    tuned = run_jobs([norm(16)], torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS)
+    assert [entry.kernel.id for entry in tuned.contests[0].entries] == ["torch.rms_norm"]
+    assert tuned.spared == 1
+    assert "1 times were spared" in str(tuned)
+    again = run_jobs([norm(16)], torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS, again=True)
+    assert {entry.kernel.id for entry in again.contests[0].entries} == {"torch.rms_norm", "mine.slow"}
+    assert again.spared == 0
