@@ -41,3 +41,28 @@ def test_an_error_inside_leaves_it_as_it_was():
     with held_off(), held_off():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+FORKED = """
+import gc, os, threading, warnings
+from layerzero.core.collecting import held_off
+warnings.simplefilter("ignore")
+inside, over = threading.Event(), threading.Event()
+def imports():
+    with held_off():
+        inside.set()
+        over.wait()
+threading.Thread(target=imports).start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if gc.isenabled() else 1)
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert not gc.isenabled()
+over.set()
+assert ended == 0, "the collector stays off in a child that was forked while another thread imported"
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_collects():
+    subprocess.run([sys.executable, "-c", FORKED], check=True)

@@ -287,6 +287,7 @@ assert ledger.notes() == (), ledger.notes()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_disturb_nothing(tmp_path, kernel, monkeypatch):
     monkeypatch.setattr(records, "source_of", lambda _: "")  # the crowd's kernel comes from no file
     run = [

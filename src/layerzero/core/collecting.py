@@ -6,6 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from layerzero.core import forking
+
+_HELD: list[bool] = []
+"""Not empty while the collector is off because of this module."""
+
 
 @contextmanager
 def held_off() -> Iterator[None]:
@@ -19,8 +24,19 @@ def held_off() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    _HELD.append(True)
     gc.disable()
     try:
         yield
     finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    """Switch it on again; in a forked child, too, whose parent's thread it was that held it off."""
+    if _HELD:
+        _HELD.clear()
         gc.enable()
+
+
+forking.in_child(_let_go)
