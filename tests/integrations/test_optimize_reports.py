@@ -11,14 +11,19 @@ import textwrap
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import layerzero as lz
 from decoders import greedy, made, tokens, transformers
+from layerzero.core.device import Device
+from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.spent import OUTSIDE
+from layerzero.tuning.keeping.environment import surroundings
+from layerzero.tuning.measuring.refused import differs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -142,6 +147,25 @@ def test_a_second_process_measures_nothing_again(tmp_path: Any) -> None:
     assert second["measured"] <= first["noisy"]
     assert second["known"] == first["measured"] - second["measured"]
     assert f"{second['known']} were known" in second["text"]
+
+
+def test_times_of_another_machine_are_refused_with_a_reason(tmp_path: Any) -> None:
+    """One folder for two: everything is measured again, and the report says why."""
+    first = optimized_apart(tmp_path, OMP_NUM_THREADS="2")
+    second = optimized_apart(tmp_path, OMP_NUM_THREADS="1")
+    assert second["known"] == 0
+    assert second["measured"] >= first["measured"] > 0
+    assert "known times do not count here: threads: wanted 1, got 2" in second["text"]
+
+
+def test_what_differs_between_machines_is_named() -> None:
+    here = surroundings(Device.detect("cpu")).environment(REGISTRY.kernel("torch.onednn_linear_packed"))[0]
+    assert not differs(here, here)
+    assert (
+        differs(here, msgspec.structs.replace(here, device="Another")) == f"device: wanted {here.device}, got Another"
+    )
+    other = msgspec.structs.replace(here, version="0.1", threads=99)
+    assert differs(here, other) == f"torch's version: wanted {here.version or 'none'}, got 0.1"
 
 
 def test_two_models_in_eight_threads_one_undone_meanwhile() -> None:

@@ -267,7 +267,7 @@ def example_run(model: Any) -> Callable[[], Any]:
         known = inspect.signature(model.forward).parameters
         device = next(model.parameters()).device
         example = {name: each for name, each in model.dummy_inputs.items() if name in known}
-        if "decoder_input_ids" in known and "input_ids" in example:  # shorter: nobody takes one for the other
+        if "decoder_input_ids" in known and "input_ids" in example:  # shorter: which is which shows
             example.setdefault("decoder_input_ids", example["input_ids"][:, :-1])
         example = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in example.items()}
         with quiet(model):
@@ -276,6 +276,6 @@ def example_run(model: Any) -> Callable[[], Any]:
             if ids is not None:
                 mask = torch.ones_like(ids)
                 mask[0, :2] = 0
-                model(**example, attention_mask=mask)
+                model(**{**example, "attention_mask": mask})
 
     return run

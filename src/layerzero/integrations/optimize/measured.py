@@ -15,6 +15,7 @@ from layerzero.integrations.optimize.inputs import Workload
 from layerzero.integrations.optimize.report import BY_CALL, Exchange, Left, Optimized
 from layerzero.integrations.optimize.spent import Spent, spent
 from layerzero.integrations.optimize.steps import Steps
+from layerzero.tuning.measuring.refused import refused
 
 
 def measure(
@@ -29,6 +30,7 @@ def measure(
 ) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay."""
     tuned = report.tuned = workload.tune(budget_s=budget_s, isolate=isolate)
+    report.refused = refused({each.report.operation for each in tuned.contests}, workload.device)
     after = workload.run()
     errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
     report.error = max(errors, default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,6 +86,7 @@ class Optimized:
         memory_limit: what packed forms may take together; None without a bound.
         spent: time by modules before and after; None without inputs.
         tuned: what was measured for the inputs' calls; None without inputs.
+        refused: why known times of what was measured do not count here, and how many: another device, other versions.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Optimized:
     memory_limit: int | None = None
     spent: Spent | None = None
     tuned: Tuned | None = None
+    refused: Mapping[str, int] = field(default_factory=dict)
     _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
 
@@ -166,6 +168,7 @@ class Optimized:
             lines += ["", *self.spent.lines()]
         if self.tuned is not None:
             lines += ["", f"measured: {self.tuned}"]
+            lines += [f"{count} known times do not count here: {why}" for why, count in self.refused.items()]
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
 
