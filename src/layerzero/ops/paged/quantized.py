@@ -113,8 +113,12 @@ def _examples(examples: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
 
 def _operation(name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any) -> Operation:
     schema = like.schema
-    narrow = {"dtype_constraint": QUANTIZED, "same_dtype": False}
-    inputs = [replace(each, **narrow) if each.name in ("key_cache", "value_cache") else each for each in schema.inputs]
+    inputs = [
+        replace(each, dtype_constraint=QUANTIZED, same_dtype=False)
+        if each.name in ("key_cache", "value_cache")
+        else each
+        for each in schema.inputs
+    ]
     assert like.derive is not None
     assert like.work is not None
     return replace(
