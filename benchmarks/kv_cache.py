@@ -79,9 +79,8 @@ def decode(batch: int, length: int, device: str, dtype: torch.dtype, rounds: int
             except lz.LayerZeroError as error:
                 print(f"  {kernel}: {str(error).splitlines()[0][:120]}")
                 continue
-        print(
-            f"  B{batch} KV{length} {kernel:32s} plain {one:8.1f} us  virtual {other:8.1f} us  {other / one:.3f}  {worst:.1e}"
-        )
+        times = f"plain {one:8.1f} us  virtual {other:8.1f} us  {other / one:.3f}"
+        print(f"  B{batch} KV{length} {kernel:32s} {times}  {worst:.1e}")
     cache.close()
 
 
@@ -102,9 +101,8 @@ def growth(batch: int, device: str, dtype: torch.dtype, layers: int) -> None:
     grown, waited = after.growths - before.growths, after.waited_growths - before.waited_growths
     pieces = max((after.committed_bytes - before.committed_bytes) / 2**21, 1)
     spent = after.growth_us - before.growth_us
-    print(
-        f"  growth: {grown} of rows, {waited} waited for; {spent / pieces:.0f} us for 2 MiB ({layers} layers, {batch} rows)"
-    )
+    cost = f"{spent / pieces:.0f} us for 2 MiB ({layers} layers, {batch} rows)"
+    print(f"  growth: {grown} of rows, {waited} waited for; {cost}")
     print(f"  a step's bookkeeping: median {statistics.median(steps):.0f} us, longest {max(steps):.0f} us")
     cache.close()
 

@@ -1,4 +1,4 @@
-"""A cache whose memory is mapped as it grows, on a GPU: what attention reads of it, what it takes, what is given back."""
+"""A cache whose memory is mapped as it grows, on a GPU: what attention reads of it, what it takes and gives back."""
 
 from __future__ import annotations
 
