@@ -101,8 +101,8 @@ def growth(batch: int, device: str, dtype: torch.dtype, layers: int) -> None:
     grown, waited = after.growths - before.growths, after.waited_growths - before.waited_growths
     pieces = max((after.committed_bytes - before.committed_bytes) / 2**21, 1)
     spent = after.growth_us - before.growth_us
-    each = f"{spent / pieces:.0f} us for 2 MiB ({layers} layers, {batch} rows)"
-    print(f"  growth: {grown} of rows, {waited} waited for; {each}")
+    cost = f"{spent / pieces:.0f} us for 2 MiB ({layers} layers, {batch} rows)"
+    print(f"  growth: {grown} of rows, {waited} waited for; {cost}")
     print(f"  a step's bookkeeping: median {statistics.median(steps):.0f} us, longest {max(steps):.0f} us")
     cache.close()
 

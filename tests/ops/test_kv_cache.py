@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -315,6 +317,18 @@ def test_a_latent_cache_brings_its_two_planes():
     assert torch.equal(layer.kpe_cache.flatten(0, 1)[slots], new[1])
     with pytest.raises(lz.InvalidCallError, match="got one of latent attention"):
         lz.paged_attention(torch.randn(1, 1, 4, 32), layer, step=step)
+
+
+def test_the_code_of_the_serving_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    cache, group = names["cache"], names["group"]
+    assert (group.shared_blocks, group.rows) == (2, (0, 1, 2))
+    assert ([*cache], cache.usage().swapped, cache.length("system")) == (["system", 0, 2], 1, 40)
+    want = lz.paged_attention(names["query"][2:], names["layer"], step=lz.StepMetadata(*cache.block_tables([2])))
+    torch.testing.assert_close(names["output"][2:], want, rtol=1e-5, atol=1e-5)
 
 
 # calls with a cache in place of tensors

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import TORCH, positive_beside_causal
 from layerzero.backends.torch.paged import load_gather
 from layerzero.backends.torch.paged_tokens import load_cpu, load_cuda
-from layerzero.backends.torch.varlen import FLASH, positive_beside_causal
+from layerzero.backends.torch.varlen import FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts

@@ -276,6 +276,10 @@ def _check_quantized(layout: str = "NHD", **arguments: Any) -> list[str]:
     return problems
 
 
+def _derive_quantized(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
+    return {"cache_dtype": dtype_name(arguments["key_cache"].dtype), "scale_axes": arguments["key_scale"].ndim}
+
+
 _ONE_STEP = Elementwise(
     dict.fromkeys(TOLERANCE, Tolerance(0.26, 1.0)), "one step of the cache's dtype, where a quotient lies between two"
 )
@@ -297,10 +301,7 @@ APPEND_QUANTIZED = Operation(
     reference=append_quantized_reference,
     fake=_nothing,
     cases=cases.SLOTS,
-    derive=lambda arguments, _: {
-        "cache_dtype": dtype_name(arguments["key_cache"].dtype),
-        "scale_axes": arguments["key_scale"].ndim,
-    },
+    derive=_derive_quantized,
     derived=("cache_dtype", "scale_axes"),
     derived_from={"cache_dtype": (), "scale_axes": ()},
     judge=_ONE_STEP,

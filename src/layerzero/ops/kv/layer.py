@@ -17,7 +17,7 @@ from layerzero.ops.paged import written
 from layerzero.ops.paged.cache import PagedCache, of_step
 
 if TYPE_CHECKING:
-    from layerzero.ops.kv.cache import KVCache
+    from layerzero.ops.kv.sequences import CachedSequences
 
 _FREED = "wanted a cache that is there, got one that was closed; make another"
 
@@ -27,7 +27,7 @@ class CacheLayer(PagedCache):
 
     __slots__ = ("_owner", "number")
 
-    def __init__(self, owner: KVCache, number: int, planes: Mapping[str, Tensor], layout: str) -> None:
+    def __init__(self, owner: CachedSequences, number: int, planes: Mapping[str, Tensor], layout: str) -> None:
         self._owner, self.number = weakref.ref(owner), number
         scales = {name: planes.get(name) for name in ("key_scale", "value_scale")}
         super().__init__(planes["keys"], planes["values"], layout, **scales)
@@ -108,7 +108,7 @@ class SplitLayer(Bundle):
         there = slot_mapping >= 0
         slots = slot_mapping[there]
         page, offset = slots // self.page_size, slots % self.page_size
-        self.keys[page, :, :, offset] = key[there].unflatten(-1, (-1, self.keys.shape[-1]))
+        self.keys[page, :, :, offset] = key[there].reshape(len(slots), *self.keys.shape[1:3], self.keys.shape[-1])
         self.values[page, :, :, offset] = value[there]
 
     def gather(self, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class LatentLayer(Bundle):
 
     __slots__ = ("__weakref__", "_owner", "_planes", "layout")
 
-    def __init__(self, owner: KVCache, planes: Mapping[str, Tensor]) -> None:
+    def __init__(self, owner: CachedSequences, planes: Mapping[str, Tensor]) -> None:
         self._owner = weakref.ref(owner)
         self.layout = "MLA"
         self._planes = dict(planes)

@@ -34,7 +34,7 @@ def asked(
     kv_heads: int | None,
     head_dim: int | None,
     value_dim: int | None,
-    latent: tuple[int, int] | None,
+    latent: tuple[int, ...] | None,
     pages: int | None,
     page_size: int,
     max_sequences: int | None,

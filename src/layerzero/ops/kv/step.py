@@ -14,7 +14,7 @@ from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:
-    from layerzero.ops.kv.cache import KVCache
+    from layerzero.ops.kv.sequences import CachedSequences
 
 
 class CacheStep(StepMetadata):
@@ -34,7 +34,7 @@ class CacheStep(StepMetadata):
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: CachedSequences,
         sequences: Sequence[Hashable],
         counts: Sequence[int],
         growths: list[Growth],

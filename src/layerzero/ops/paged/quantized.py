@@ -111,10 +111,14 @@ def _examples(examples: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
     return made
 
 
+def _with(tensor: TensorSchema, **changes: Any) -> TensorSchema:
+    return replace(tensor, **changes)
+
+
 def _operation(name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any) -> Operation:
     schema = like.schema
-    narrow = {"dtype_constraint": QUANTIZED, "same_dtype": False}
-    inputs = [replace(each, **narrow) if each.name in ("key_cache", "value_cache") else each for each in schema.inputs]
+    narrow, caches = {"dtype_constraint": QUANTIZED, "same_dtype": False}, ("key_cache", "value_cache")
+    inputs = [_with(each, **narrow) if each.name in caches else each for each in schema.inputs]
     assert like.derive is not None
     assert like.work is not None
     return replace(
