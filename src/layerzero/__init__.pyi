@@ -1420,7 +1420,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: Literal[False] = False,
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor: ...
 @overload
 def sparse_attention(
@@ -1434,7 +1434,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: Literal[True],
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
@@ -1448,7 +1448,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: bool = False,
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
 
@@ -1461,7 +1461,7 @@ def sparse_attention(
         block_rows, block_cols: queries and keys of a block.
         scale: factor on the scores, 1/sqrt(D) by default.
         return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
-        pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels that plan on the host do so once.
+        block_pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels which plan do so once.
     Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
         CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.

@@ -84,7 +84,7 @@ def test_flashinfer_plans_once_for_a_pattern_and_again_when_it_changed(monkeypat
     run = flashinfer._load(lz.explain("sparse_attention", **given).facts)
     pattern = lz.BlockPattern(given["block_indptr"], given["block_indices"])
     for _ in range(2):
-        _, lse = run(**given, pattern=pattern, return_lse=True)
+        _, lse = run(**given, block_pattern=pattern, return_lse=True)
     assert planned == [([*STARTS], [*COLUMNS], 16, None)]
     assert lse.shape == (4, 64)
     assert lse[0, 0] == pytest.approx(math.log(2))
@@ -110,8 +110,8 @@ WRONG = [
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"scale": math.nan}, "scale: wanted a finite number"),
     (
-        lambda c: {"pattern": lz.BlockPattern(c["block_indptr"].clone(), c["block_indices"])},
-        "pattern: wanted the BlockPattern of these two",
+        lambda c: {"block_pattern": lz.BlockPattern(c["block_indptr"].clone(), c["block_indices"])},
+        "block_pattern: wanted the BlockPattern of these two",
     ),
 ]
 

@@ -35,5 +35,5 @@ def sparse_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if draw.chance(0.2):
         arguments["return_lse"] = True
     if draw.chance(0.4):
-        arguments["pattern"] = BlockPattern(arguments["block_indptr"], arguments["block_indices"])
+        arguments["block_pattern"] = BlockPattern(arguments["block_indptr"], arguments["block_indices"])
     return arguments
