@@ -28,6 +28,7 @@ MODULES = (
     "rope_append",
     "sampling",
     "sparse",
+    "sparse_variable",
     "varlen",
     "verify",
 )
