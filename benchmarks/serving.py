@@ -1,6 +1,6 @@
 """Attention as serving engines call it: every legal kernel side by side, and what the bookkeeping of a step costs.
 
-    python benchmarks/serving.py                          decodes, mixed steps, ragged prefills, shared prefixes
+    python benchmarks/serving.py                          decodes, mixed steps, ragged prefills, shared prefixes, ...
     python benchmarks/serving.py --only mixed,cascade     some of them
     python benchmarks/serving.py --device cpu --small     that it runs at all
 
@@ -129,11 +129,48 @@ def cascade(device: str, small: bool) -> Iterator[Scenario]:
         yield Scenario(name, "cascade_attention", "attention.cascade.decode.paged", made, least)
 
 
+def mla(device: str, small: bool) -> Iterator[Scenario]:
+    """Latent decodes with DeepSeek-V3's heads and widths, over planes that are columns of one tensor."""
+    for batch, context in [(2, 64)] if small else [(64, 4096), (64, 16384), (8, 4096), (128, 2048)]:
+        heads, page, columns = 4 if small else 128, 64, -(-context // 64)
+        lens = torch.full((batch,), context, dtype=torch.int32)
+        both = torch.randn(batch * columns, page, 576, device=device, dtype=torch.bfloat16)
+        query = torch.randn(batch, 1, heads, 576, device=device, dtype=torch.bfloat16)
+        made: dict[str, Any] = {"q_nope": query[..., :512], "q_pe": query[..., 512:], "scale": 192**-0.5}
+        made |= {"ckv_cache": both[..., :512], "kpe_cache": both[..., 512:]}
+        made["block_tables"] = torch.randperm(len(both), device=device).int().view(batch, columns)
+        made |= {"context_lens": lens.to(device), "max_context_len": context}
+        made["step"] = lz.StepMetadata(
+            made["block_tables"], made["context_lens"], host=(lens,), max_context_len=context
+        )
+        least = batch * context * 576 * 2.0
+        yield Scenario(
+            f"mla B{batch} KV{context} {heads} heads", "mla_attention", "attention.mla.decode.paged", made, least
+        )
+
+
+def sparse(device: str, small: bool) -> Iterator[Scenario]:
+    """Prefills of one sequence whose blocks see a quarter of the keys, the first block always among them."""
+    for length, size in [(128, 16)] if small else [(8192, 64), (16384, 128)]:
+        count = length // size
+        seen = torch.rand(count, count) < 0.25
+        seen[:, 0] = True
+        starts = torch.cat((torch.zeros(1), seen.sum(1).cumsum(0))).int().to(device)
+        columns = seen.nonzero()[:, 1].int().to(device)
+        made: dict[str, Any] = {"query": tokens(length, device), "block_indptr": starts, "block_indices": columns}
+        for name in ("key", "value"):
+            made[name] = torch.randn(length, KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
+        made |= {"block_rows": size, "block_cols": size, "block_pattern": lz.BlockPattern(starts, columns)}
+        yield Scenario(f"sparse {length} blocks of {size}", "sparse_attention", "attention.sparse.block", made)
+
+
 GROUPS: dict[str, Callable[[str, bool], Iterator[Scenario]]] = {
     "decode": decodes,
     "mixed": mixed,
     "ragged": ragged,
     "cascade": cascade,
+    "mla": mla,
+    "sparse": sparse,
 }
 
 

@@ -237,6 +237,7 @@ __all__ = [
     "unregister_kernel",
     "unregister_operation",
     "validate",
+    "variable_sparse_attention",
     "verify_speculative",
     "vet",
     "warmup",
@@ -1543,7 +1544,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: Literal[False] = False,
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor: ...
 @overload
 def sparse_attention(
@@ -1557,7 +1558,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: Literal[True],
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
@@ -1571,7 +1572,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: bool = False,
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
 
@@ -1584,7 +1585,7 @@ def sparse_attention(
         block_rows, block_cols: queries and keys of a block.
         scale: factor on the scores, 1/sqrt(D) by default.
         return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
-        pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels that plan on the host do so once.
+        block_pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels which plan do so once.
     Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
         CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.
@@ -1676,6 +1677,58 @@ def tokenize(
         return_attention_mask: also ``attention_mask``, 1 for ids and 0 for what was filled up; as ``padding`` if None.
     Raises: InvalidCallError for what is no text (a lone surrogate is none), an unknown or broken tokenizer, and
         arguments that mean nothing; NoKernelFoundError where no installed library is exact for it.
+    """
+
+@overload
+def variable_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen_blocks: Tensor,
+    row_sizes: Tensor,
+    col_sizes: Tensor,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def variable_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen_blocks: Tensor,
+    row_sizes: Tensor,
+    col_sizes: Tensor,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def variable_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen_blocks: Tensor,
+    row_sizes: Tensor,
+    col_sizes: Tensor,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from blocks of queries to some blocks of keys, where blocks differ in size and key heads in their blocks.
+
+    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K; seen_blocks (K, R, C), row_sizes
+        (K, R), col_sizes (K, C) → (M, H, D_v).
+    Dtype: query, key and value the same floating dtype; seen_blocks bool, sizes int32, all on the same device.
+    Args:
+        seen_blocks: whether a row of blocks sees a column of them, for the query heads of each key head.
+        row_sizes, col_sizes: queries and keys of each block, in tokens; they sum up to M and N.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for sizes that do not sum up to the tokens.
+    Source: VariableBlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
 
 def verify_speculative(

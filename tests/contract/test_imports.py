@@ -100,13 +100,18 @@ def test_what_lies_outside_the_layers_is_known():
     ]
 
 
+OF_FRAMEWORKS = {"integrations/sglang.py": {"sglang"}, "integrations/vllm.py": {"vllm"}}
+"""Classes that a framework's registry imports by their names derive from its own: nobody else imports these files."""
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_library_is_imported_at_the_top_of_a_module(path):
     tree = ast.parse(path.read_text())
+    barred = libraries() - OF_FRAMEWORKS.get(path.relative_to(ROOT).as_posix(), set())
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        assert not {name.split(".")[0] for name in names} & libraries(), f"{path}:{node.lineno}"
+        assert not {name.split(".")[0] for name in names} & barred, f"{path}:{node.lineno}"
 
 
 def test_importing_layerzero_loads_little_and_no_device():

@@ -74,6 +74,7 @@ _SPECIFIED = "a parameter that the specification gives a public function"
 _DESCRIBED = "the descriptor's format has fields for bounds of this size, and published files have them"
 _VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which are translated into its arguments"
 _CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
+_ENGINE = "a serving engine's attention layers are calls of these functions, with these arguments"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
 _LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
@@ -178,12 +179,31 @@ ALLOWED: dict[str, dict[str, str]] = {
         "attention": _LAYER,
     },
     "integrations/optimize/swapping.py": {"weight": "the parameter of torch's modules that all of them have"},
+    "integrations/paged.py": dict.fromkeys(
+        (
+            *("causal", "cu_seqlens_q", "decodes", "longest_k", "longest_q", "max_context_len", "max_seqlen_q"),
+            *("paged_attention", "query", "starts", "step"),
+        ),
+        _ENGINE,
+    ),
+    "integrations/sglang.py": dict.fromkeys(("attention", "causal", "page_size", "softcap", "window"), _ENGINE),
+    "integrations/vllm.py": dict.fromkeys(
+        (
+            *("alibi_slopes", "append_paged_kv", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),
+            *("num_heads", "num_kv_heads", "query", "ragged_attention", "scale", "slot_mapping", "softcap", "starts"),
+            "window",
+        ),
+        _ENGINE,
+    ),
     "integrations/torch.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query"),
         "torch's own function of that name and its arguments",
     ),
     "integrations/transformers.py": dict.fromkeys(
-        (*("attention", "attn_mask", "dropout_p", "heads", "is_causal", "query", "sinks", "softcap", "window"),),
+        (
+            *("attention", "attn_mask", "block_indices", "dropout_p", "heads", "is_causal", "query", "sinks"),
+            *("softcap", "window"),
+        ),
         _TRANSFORMERS,
     ),
     "tuning/keeping/rows.py": {"rows": _MEMORY},

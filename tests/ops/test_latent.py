@@ -115,6 +115,22 @@ def test_a_step_is_taken_over_by_the_next_layer():
     torch.testing.assert_close(lz.mla_attention(**given, step=step), lz.mla_attention(**given))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_with_projected_keys_has_values_of_another_width(causal):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 20, 4, 192)
+    value, starts = torch.randn(20, 4, 128), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+    given = (query, key, value, starts, starts)
+    report = lz.explain("ragged_attention", *given, causal=causal, return_lse=True)
+    assert report.kernel_id == "torch.ragged_narrow_values"
+    output, lse = lz.ragged_attention(*given, causal=causal, return_lse=True)
+    for first, last in ((0, 7), (7, 20)):
+        dense = (each[None, first:last] for each in given[:3])
+        wanted, sums = attention_reference(*dense, causal=causal, return_lse=True)
+        torch.testing.assert_close(output[first:last], wanted[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:, first:last], sums[0], rtol=1e-5, atol=1e-5)
+
+
 WRONG = [
     (lambda c: {"q_pe": c["q_pe"][..., :32]}, "kpe_cache: wanted rope_dim 32 as in q_pe, got 64"),
     (lambda c: {"ckv_cache": c["ckv_cache"][..., :256]}, "ckv_cache: wanted latent_dim 512 as in q_nope, got 256"),

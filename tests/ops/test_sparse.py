@@ -84,7 +84,7 @@ def test_flashinfer_plans_once_for_a_pattern_and_again_when_it_changed(monkeypat
     run = flashinfer._load(lz.explain("sparse_attention", **given).facts)
     pattern = lz.BlockPattern(given["block_indptr"], given["block_indices"])
     for _ in range(2):
-        _, lse = run(**given, pattern=pattern, return_lse=True)
+        _, lse = run(**given, block_pattern=pattern, return_lse=True)
     assert planned == [([*STARTS], [*COLUMNS], 16, None)]
     assert lse.shape == (4, 64)
     assert lse[0, 0] == pytest.approx(math.log(2))
@@ -110,8 +110,8 @@ WRONG = [
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"scale": math.nan}, "scale: wanted a finite number"),
     (
-        lambda c: {"pattern": lz.BlockPattern(c["block_indptr"].clone(), c["block_indices"])},
-        "pattern: wanted the BlockPattern of these two",
+        lambda c: {"block_pattern": lz.BlockPattern(c["block_indptr"].clone(), c["block_indices"])},
+        "block_pattern: wanted the BlockPattern of these two",
     ),
 ]
 
@@ -131,3 +131,40 @@ def test_a_kept_plan_is_told_what_leads_beyond_the_keys():
     for debug in (False, True):
         with lz.scope(debug=debug), pytest.raises(lz.InvalidCallError, match="wanted a column of blocks from 0 to 5"):
             lz.sparse_attention(**wrong)
+
+
+def of_unlike_sizes():
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(12, 4, 16), torch.randn(2, 20, 2, 16)
+    sizes = torch.tensor([[5, 0, 7], [1, 2, 9]], dtype=torch.int32), torch.tensor([[8, 12], [20, 0]], dtype=torch.int32)
+    seen = torch.tensor([[[1, 0], [1, 1], [0, 1]], [[1, 1], [0, 1], [1, 0]]], dtype=torch.bool)
+    names = ("query", "key", "value", "seen_blocks", "row_sizes", "col_sizes")
+    return dict(zip(names, (query, key, value, seen, *sizes), strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["torch.variable_sparse_masked", "reference.attention.sparse.variable"])
+def test_blocks_of_unlike_sizes_are_a_mask_for_each_key_head(kernel):
+    given = of_unlike_sizes()
+    mask = torch.zeros(2, 12, 20, dtype=torch.bool)
+    mask[0, :5, :8] = mask[0, 5:, 8:] = mask[1, :1] = mask[1, 3:] = True
+    dense = (given[name][None] for name in ("query", "key", "value"))
+    wanted = attention_reference(*dense, attn_mask=mask.repeat_interleave(2, 0)[None])[0]
+    with lz.scope(locks={"attention.sparse.variable": kernel}):
+        output = lz.variable_sparse_attention(**given)
+    torch.testing.assert_close(output, wanted)
+    assert output[1:3, 2:].abs().max() == 0  # the second row of the second key head sees a block without a key
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda c: {"row_sizes": c["row_sizes"] + 1}, r"row_sizes\[0\]: wanted sizes of at least 0 that sum up to 12"),
+        (lambda c: {"col_sizes": c["col_sizes"][:, :1]}, "col_sizes: wanted col_blocks 2"),
+        (lambda c: {"seen_blocks": c["seen_blocks"].int()}, "seen_blocks: wanted dtype bool"),
+        (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
+    ],
+)
+def test_blocks_of_unlike_sizes_that_mean_nothing_are_refused(change, text):
+    given = of_unlike_sizes()
+    with pytest.raises(lz.InvalidCallError, match=text):
+        lz.variable_sparse_attention(**given | change(given))

@@ -134,10 +134,11 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         tokens, step = attn_metadata.num_actual_tokens, attn_metadata.step
         scores: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         new = [each[:tokens] for each in (query, key, value)]
+        found: Any
         if self.attn_type in _ENCODERS:
             starts, longest = step.starts, step.longest_q
             scores |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            found: Any = lz.ragged_attention(*new, starts, starts, causal=False, **scores)
+            found = lz.ragged_attention(new[0], new[1], new[2], starts, starts, causal=False, **scores)
         else:
             keys, values = self.caches(kv_cache)
             if self.kv_sharing_target_layer_name is None:
@@ -151,7 +152,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         if kv_cache.ndim == 5:
             keys, values = kv_cache.unbind(0)
         else:
-            keys, values = kv_cache.transpose(1, 2).split(self.head_size, -1)
+            keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
         return keys, values
 
 

@@ -14,6 +14,7 @@ MODULES = (
     "rope",
     "sampling",
     "sparse",
+    "sparse_variable",
     "varlen",
     "verify",
 )

@@ -66,7 +66,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         block_cols: int,
         scale: float | None = None,
         return_lse: bool = False,
-        pattern: BlockPattern | None = None,
+        block_pattern: BlockPattern | None = None,
     ) -> Any:
         arguments = shape | {"sm_scale": scale}
         owner = ("flashinfer.block_sparse", *arguments.values())
@@ -74,11 +74,11 @@ def _load(facts: Facts) -> Callable[..., Any]:
         def make(each: BlockPattern) -> _Planned:
             return _Planned(each, arguments, query.device)
 
-        if pattern is None:
+        if block_pattern is None:
             here = owner, threading.get_ident(), torch.cuda.current_stream(query.device).cuda_stream
             planned = planned_alone(here, BlockPattern(block_indptr, block_indices), make)
         else:
-            planned = pattern.slot(owner, make)
+            planned = block_pattern.slot(owner, make)
         result = planned.run(query, key, value, return_lse=return_lse)
         return (result[0], (result[1] * math.log(2)).t().contiguous()) if return_lse else result
 
@@ -97,7 +97,7 @@ KERNELS = (
         operations=(NAME,),
         backend=FLASHINFER,
         load=_load,
-        accepts=("block_rows", "block_cols", "scale", "return_lse", "pattern"),
+        accepts=("block_rows", "block_cols", "scale", "return_lse", "block_pattern"),
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),

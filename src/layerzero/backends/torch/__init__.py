@@ -30,6 +30,7 @@ MODULES = (
     "rope_append",
     "sampling",
     "sparse",
+    "sparse_variable",
     "varlen",
     "verify",
 )

@@ -9,6 +9,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,21 +17,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.latent import joined
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import TORCH, positive_beside_causal
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.latent.declare import NAME
 from layerzero.ops.paged.gather import gathered
+from layerzero.ops.ragged import declare as ragged
 
 
 def _keys(
     ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor, context_lens: Tensor, max_context_len: int | None
 ) -> tuple[Tensor, Tensor]:
     """Keys (B, L, C + R) with zeros beyond each sequence, and where those are: (B, L)."""
-    planes = (cache.unsqueeze(2) for cache in (ckv_cache, kpe_cache))
+    planes = ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)
     keys = torch.cat([each.squeeze(2) for each in gathered(*planes, block_tables, context_lens, max_context_len)], -1)
     beyond = torch.arange(keys.shape[1], device=keys.device) >= context_lens.unsqueeze(1)
     return keys.masked_fill(beyond.unsqueeze(-1), 0.0), beyond
@@ -135,6 +138,39 @@ def _load_cuda(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_narrow_values(facts: Facts) -> Callable[..., Any]:
+    value_dim = facts.size("value_dim")
+    lacking = facts.size("head_dim") - value_dim
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        wide = functional.pad(value, (0, lacking))
+        pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+        sequences = ((query[a:b], key[c:d], wide[c:d], None) for (a, b), (c, d) in pairs)
+        found = attend_each(sequences, query, causal=causal, scale=scale, window=None, return_lse=return_lse)
+        if not return_lse:
+            return found[..., :value_dim].contiguous()
+        return found[0][..., :value_dim].contiguous(), found[1]
+
+    return run
+
+
+def _narrow_values(facts: Facts) -> Reason | None:
+    widths = facts.size("value_dim"), facts.size("head_dim")
+    if widths[0] < widths[1]:
+        return None
+    return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", f"below the head dim {widths[1]}", widths[0])
+
+
 def _gathered_bytes(facts: Facts) -> int:
     """The keys of every sequence twice, and their scores."""
     width = facts.size("latent_dim") + facts.size("rope_dim")
@@ -144,6 +180,23 @@ def _gathered_bytes(facts: Facts) -> int:
 
 
 KERNELS = (
+    Kernel(
+        id="torch.ragged_narrow_values",  # prefill with projected keys of 192 and values of 128
+        operations=ragged.RAGGED,
+        backend=TORCH,
+        load=_load_narrow_values,
+        accepts=("causal", "scale", "return_lse"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            limit.Custom("value_dim: below head_dim", _narrow_values),
+            limit.Custom("causal: scale > 0", positive_beside_causal),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key"),
+        ),
+        deterministic=True,
+        priority=45,
+    ),
     Kernel(
         id="torch.mla_gather",
         operations=(NAME,),

@@ -22,7 +22,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import block_mask
+from layerzero.ops.sparse.pattern import block_mask, in_blocks
 
 
 def _load_masked(facts: Facts) -> Callable[..., Any]:
@@ -61,13 +61,13 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        keys, values = (each.unflatten(0, (-1, block_cols)) for each in (key, value))
+        keys, values = (in_blocks(each, block_cols) for each in (key, value))
 
         def rows() -> Iterator[Slice]:
             for row, (first, last) in enumerate(pairwise(block_indptr.tolist())):
                 blocks = block_indices[first:last]
-                seen = (each[blocks].flatten(0, 1) for each in (keys, values))
-                yield query[row * block_rows : (row + 1) * block_rows], *seen, None
+                key, value = (each[blocks].flatten(0, 1) for each in (keys, values))
+                yield query[row * block_rows : (row + 1) * block_rows], key, value, None
 
         return attend_each(rows(), query, causal=False, scale=scale, window=None, return_lse=return_lse)
 
@@ -89,9 +89,7 @@ def _load_varlen(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        keys, values = (
-            each.unflatten(0, (-1, block_cols))[block_indices.long()].flatten(0, 1) for each in (key, value)
-        )
+        keys, values = (in_blocks(each, block_cols)[block_indices.long()].flatten(0, 1) for each in (key, value))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
         longest = max(len(key), 1)
         output, lse, *_ = operator(
@@ -113,7 +111,7 @@ def _gathered_bytes(facts: Facts) -> int:
     """Keys and values of every block that is seen."""
     block: Any = facts["block_cols"]
     width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
-    return facts.size("nonzero_blocks") * block * width * facts.tensors["query"].dtype.itemsize
+    return int(facts.size("nonzero_blocks") * block * width * facts.tensors["query"].dtype.itemsize)
 
 
 _BLOCKS = ("block_rows", "block_cols", "scale")

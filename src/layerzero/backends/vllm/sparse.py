@@ -21,7 +21,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import block_table
+from layerzero.ops.sparse.pattern import block_table, in_blocks
 
 
 def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        pages = [each.unflatten(0, (-1, block_cols)) for each in (key, value)]
+        pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
         table, counts = block_table(block_indptr, block_indices, len(pages[0]))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
         keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))

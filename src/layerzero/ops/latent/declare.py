@@ -51,7 +51,7 @@ def mla_reference(
     Dtype: computes in float32, or float64 for float64; returns q_nope.dtype; log-sum-exp float32, natural logarithm.
     Source: DeepSeek-V2, arXiv:2405.04434.
     """
-    planes = (cache.unsqueeze(2) for cache in (ckv_cache, kpe_cache))
+    planes = ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)
     latent, rotated = gathered(*planes, block_tables, context_lens, max_context_len)
     return attention_reference(
         torch.cat((q_nope, q_pe), -1),

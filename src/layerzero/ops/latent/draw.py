@@ -41,7 +41,7 @@ def mla_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         plane[places] = draw.normal((len(owner), width), dtype)
     q_nope, q_pe = (draw.normal((batch, seq_q, heads, width), dtype) for width in widths)
     if draw.chance(0.3):
-        q_nope, q_pe = torch.cat((q_nope, q_pe), -1).split(widths, -1)
+        q_nope, q_pe = torch.split(torch.cat((q_nope, q_pe), -1), [latent, rope], -1)
     else:
         q_nope, q_pe = draw.laid_out(q_nope), draw.laid_out(q_pe)
     arguments: dict[str, Any] = {

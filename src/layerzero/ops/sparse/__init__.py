@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sparse.declare import OPERATIONS
+from layerzero.ops.sparse import declare, route
 from layerzero.ops.sparse.pattern import BlockPattern
-from layerzero.ops.sparse.route import FUNCTIONS
+from layerzero.ops.sparse.variable import VARIABLE_SPARSE, VARIABLE_SPARSE_ATTENTION
 
 __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "BlockPattern"]
 
 EXPORTS = ("BlockPattern",)
+OPERATIONS = (*declare.OPERATIONS, VARIABLE_SPARSE)
+FUNCTIONS = (*route.FUNCTIONS, VARIABLE_SPARSE_ATTENTION)

@@ -22,6 +22,11 @@ def owners(block_indptr: Tensor, block_indices: Tensor) -> Tensor:
     return torch.searchsorted(block_indptr[1:].contiguous(), numbers, right=True)
 
 
+def in_blocks(tensor: Tensor, size: int) -> Tensor:
+    """Tokens in blocks of a size: (N, ...) as (N / size, size, ...), without a copy."""
+    return torch.unflatten(tensor, 0, (len(tensor) // size, size))
+
+
 def block_mask(block_indptr: Tensor, block_indices: Tensor, columns: int) -> Tensor:
     """Whether each row sees each column of blocks: (R, columns) of bool."""
     mask = torch.zeros((len(block_indptr) - 1, columns), dtype=torch.bool, device=block_indptr.device)
@@ -83,7 +88,7 @@ class BlockPattern(Handle):
 
         pattern = lz.BlockPattern(block_indptr, block_indices)
         for layer in layers:
-            output = lz.sparse_attention(q, k, v, block_indptr, block_indices, 64, 64, pattern=pattern)
+            output = lz.sparse_attention(q, k, v, block_indptr, block_indices, 64, 64, block_pattern=pattern)
 
     Args:
         block_indptr: (R + 1,) int32, where each row's blocks begin.

@@ -31,7 +31,7 @@ def sparse_attention(
     scale: float | None = None,
     *,
     return_lse: bool = False,
-    pattern: BlockPattern | None = None,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
 
@@ -44,7 +44,7 @@ def sparse_attention(
         block_rows, block_cols: queries and keys of a block.
         scale: factor on the scores, 1/sqrt(D) by default.
         return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
-        pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels that plan on the host do so once.
+        block_pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels which plan do so once.
     Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
         CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.
@@ -77,13 +77,13 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append(f"key: wanted whole blocks of {sizes[1]} keys, got {len(key)}")
     if indptr.is_cpu and type(indptr) is Tensor and not problems:
         problems += entry_problems(indptr, indices, len(key) // sizes[1])
-    pattern, scale = arguments["pattern"], arguments["scale"]
+    pattern, scale = arguments["block_pattern"], arguments["scale"]
     if isinstance(scale, (int, float)) and not math.isfinite(scale):
         problems.append(f"scale: wanted a finite number, got {scale}")
     belongs = pattern.kind_for(indptr, indices) if isinstance(pattern, BlockPattern) else ""
     if belongs in ("foreign", "stale"):
         wanted = "the BlockPattern of these two" if belongs == "foreign" else "advance() after they changed"
-        problems.append(f"pattern: wanted {wanted}, got a {belongs} one")
+        problems.append(f"block_pattern: wanted {wanted}, got a {belongs} one")
     canonical = dict(arguments)
     if isinstance(scale, (int, float)) and math.isclose(scale, query.shape[2] ** -0.5, rel_tol=1e-7):
         canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
