@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.one_thread import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -30,6 +31,8 @@ def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
 
 
 def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
+    operator = small_alone(operator)
+
     def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002  # torch's name
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
         operator(output, input)
@@ -39,7 +42,7 @@ def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
 
 
 def _load_gelu(facts: Facts) -> Callable[..., Any]:
-    operator: Callable[..., None] = operators(build_for(facts)).gelu_tanh.default
+    operator = small_alone(operators(build_for(facts)).gelu_tanh.default)
 
     def run(input: Tensor, *, approximate: str) -> Tensor:  # noqa: A002
         output = torch.empty_like(input)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.one_thread import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -60,8 +61,7 @@ def build_for(facts: Facts) -> str:
 
 
 def _rms_norm_operator(facts: Facts) -> Callable[..., None]:
-    operator: Callable[..., None] = operators(build_for(facts)).rms_norm.default
-    return operator
+    return small_alone(operators(build_for(facts)).rms_norm.default)
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:

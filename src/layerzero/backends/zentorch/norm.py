@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.one_thread import small_alone
 from layerzero.backends.zentorch.library import BFLOAT16, DTYPES, VECTORS, ZENTORCH, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -20,18 +21,19 @@ from layerzero.core.reasons import Reason, ReasonCode
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator: Callable[..., Tensor] = operators().zentorch_rms_norm.default
+    operator = small_alone(operators().zentorch_rms_norm.default)
     hidden = facts.size("hidden")
 
     def run(input: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:  # noqa: A002
         # It takes the first axis for the rows: of three axes it leaves most unwritten, of one it overruns the memory.
-        return operator(input.view(-1, hidden), weight, epsilon).view(input.shape)
+        output: Tensor = operator(input.view(-1, hidden), weight, epsilon)
+        return output.view(input.shape)
 
-    return operator if facts["input_ndim"] == 2 else run
+    return run
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator = operators().zentorch_add_rms_norm_.default
+    operator = small_alone(operators().zentorch_add_rms_norm_.default)
     hidden = facts.size("hidden")
 
     def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002

@@ -1,0 +1,85 @@
+"""Small work of a library stays in the calling thread, and the caller's threads are as they were afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.backends import one_thread
+from layerzero.backends.one_thread import GRAIN, small_alone
+
+needs_runtime = pytest.mark.skipif(one_thread.runtime() is None, reason="torch's OpenMP runtime is not the only one")
+
+
+@pytest.fixture
+def two_threads():
+    allowed = one_thread.runtime().omp_get_max_threads()
+    one_thread.runtime().omp_set_num_threads(2)
+    yield
+    one_thread.runtime().omp_set_num_threads(allowed)
+
+
+@needs_runtime
+def test_only_small_work_runs_alone_and_the_setting_comes_back(two_threads):
+    allowed = one_thread.runtime().omp_get_max_threads
+    run = small_alone(lambda tensor, *_: allowed())
+    assert run(torch.empty(GRAIN - 1), 0.5) == 1
+    assert allowed() == 2
+    assert run(torch.empty(GRAIN)) == 2
+
+    def fails(tensor):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        small_alone(fails)(torch.empty(3))
+    assert allowed() == 2
+
+
+@needs_runtime
+def test_other_threads_keep_theirs(two_threads):
+    allowed = one_thread.runtime().omp_get_max_threads
+    inside, seen = threading.Event(), []
+
+    def elsewhere():
+        one_thread.runtime().omp_set_num_threads(3)
+        assert inside.wait(10)
+        seen.append(allowed())
+
+    other = threading.Thread(target=elsewhere)
+    other.start()
+
+    def operator(tensor):
+        inside.set()
+        other.join()
+
+    small_alone(operator)(torch.empty(3))
+    assert seen == [3]
+
+
+def test_without_a_runtime_the_operator_is_as_it_was(monkeypatch):
+    monkeypatch.setattr(one_thread, "runtime", lambda: None)
+    operator = lambda tensor: tensor  # told apart by identity
+    assert small_alone(operator) is operator
+
+
+@needs_runtime
+@pytest.mark.parametrize("kernel", ["zentorch.add_rms_norm", "vllm.cpu.add_rms_norm", "zentorch.rms_norm"])
+@pytest.mark.parametrize("rows", [1, 40, 512])
+def test_norms_are_right_on_both_sides_of_the_limit(kernel, rows):
+    function = kernel.rpartition(".")[2]
+    tensors = [torch.randn(rows, 768) for _ in range(1 + (function == "add_rms_norm"))]
+    report = lz.explain(function, *tensors, torch.randn(768))
+    if not any(each.kernel.id == kernel and each.legal for each in report.candidates):
+        pytest.skip(f"{kernel} cannot run here")
+    weight = torch.randn(768)
+    summed = sum(tensors[1:], tensors[0].clone())
+    wanted = torch.nn.functional.rms_norm(summed, (768,), weight, 1e-6)
+    lz.lock(report.operation, kernel)
+    try:
+        got = getattr(lz, function)(*tensors, weight)
+    finally:
+        lz.unlock(report.operation)
+    torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, wanted, atol=1e-4, rtol=1e-4)
