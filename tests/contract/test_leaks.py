@@ -117,6 +117,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/cache.py": {"last": "a slot: the latest call"},
     "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "integrations/diffusers.py": dict.fromkeys(
+        ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
+    ),
     "integrations/optimize/attending.py": dict.fromkeys(("attention", "query"), _REPLACED),
     "integrations/optimize/blocks.py": dict.fromkeys(
         (
@@ -125,6 +128,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _REPLACED,
     ),
+    "integrations/optimize/diffusion.py": dict.fromkeys(("attention", "heads", "out_features"), _REPLACED),
     "integrations/optimize/entrance.py": {
         **dict.fromkeys(("attention", "bias"), _REPLACED),
         **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
