@@ -96,10 +96,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("causal", "kv", "query"), _OPTION),
     },
     "cli/contributing.py": dict.fromkeys(("attention", "rms_norm"), _EXAMPLES),
-    "cli/demo.py": {
-        **dict.fromkeys(("attention", "eps", "layer_norm", "normalized_shape"), "a model whose layers it replaces"),
-        "tokens": "what a tokenizer makes of text",
-    },
+    "cli/demo.py": dict.fromkeys(
+        ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
+    ),
+    "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/pages.py": {"heads": "a sentence of the support page on what adaptations provide"},
