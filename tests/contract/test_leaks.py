@@ -164,6 +164,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         (*("attention", "attn_mask", "dropout_p", "heads", "is_causal", "query", "sinks", "softcap", "window"),),
         _TRANSFORMERS,
     ),
+    "integrations/transformers_loading.py": {"attention": _TRANSFORMERS},
     "tuning/keeping/rows.py": {"rows": _MEMORY},
     "tuning/measuring/asked.py": {"head_dim": _SPECIFIED},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ import layerzero as lz
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-sys.path.insert(0, str(Path(__file__).parent))
-import architectures  # noqa: E402  # beside this file
+import architectures  # noqa: E402  # it imports transformers
 from architectures import Architecture, inputs, padded  # noqa: E402
 
 pytestmark = [
