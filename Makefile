@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all stress torture check fuzz bench docs install clean
 
-demo: $(VENV)/.demo ## run a real model through LayerZero and explain each choice
+demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
 
 test: $(VENV)/.dev ## run the tests that need no GPU and are not exhaustive

@@ -65,6 +65,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.tuning.measuring.tune": ("tune",),
     "layerzero.tuning.measuring.online": ("sampled",),
     "layerzero.tuning.proving.vetting": ("vet",),
+    "layerzero.integrations.diffusers": ("register_with_diffusers",),
     "layerzero.integrations.optimize": ("Optimized", "generate_step", "optimize"),
     "layerzero.integrations.tokenizers": ("tune_tokenizer",),
     "layerzero.integrations.torch": ("scaled_dot_product_attention",),

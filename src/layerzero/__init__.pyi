@@ -56,6 +56,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
+from layerzero.integrations.diffusers import register_with_diffusers
 from layerzero.integrations.optimize import Optimized, generate_step, optimize
 from layerzero.integrations.tokenizers import tune_tokenizer
 from layerzero.integrations.torch import scaled_dot_product_attention
@@ -198,6 +199,7 @@ __all__ = [
     "register_function",
     "register_kernel",
     "register_operation",
+    "register_with_diffusers",
     "register_with_transformers",
     "relu2",
     "rms_norm",

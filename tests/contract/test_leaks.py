@@ -99,10 +99,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("causal", "kv", "query"), _OPTION),
     },
     "cli/contributing.py": dict.fromkeys(("attention", "rms_norm"), _EXAMPLES),
-    "cli/demo.py": {
-        **dict.fromkeys(("attention", "eps", "layer_norm", "normalized_shape"), "a model whose layers it replaces"),
-        "tokens": "what a tokenizer makes of text",
-    },
+    "cli/demo.py": dict.fromkeys(
+        ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
+    ),
+    "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/pages.py": {"heads": "a sentence of the support page on what adaptations provide"},
@@ -120,6 +120,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/cache.py": {"last": "a slot: the latest call"},
     "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "integrations/diffusers.py": dict.fromkeys(
+        ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
+    ),
     "integrations/optimize/attending.py": dict.fromkeys(("attention", "query"), _REPLACED),
     "integrations/optimize/blocks.py": dict.fromkeys(
         (
@@ -135,6 +138,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _DRAWN,
     ),
+    "integrations/optimize/diffusion.py": dict.fromkeys(("attention", "heads", "out_features"), _REPLACED),
     "integrations/optimize/entrance.py": {
         **dict.fromkeys(("attention", "bias"), _REPLACED),
         **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
@@ -206,6 +210,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _TRANSFORMERS,
     ),
+    "integrations/transformers_loading.py": {"attention": _TRANSFORMERS},
     "tuning/keeping/rows.py": {"rows": _MEMORY},
     "tuning/measuring/asked.py": {"head_dim": _SPECIFIED},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},

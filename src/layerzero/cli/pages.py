@@ -49,7 +49,7 @@ def _page(*blocks: str) -> str:
 
 
 def libraries() -> str:
-    """The table of README.md: for each function, the libraries that have kernels for it, by where they run."""
+    """docs/libraries.md: for each function, the libraries that have kernels for it, by where they run."""
     rows = []
     known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
     for function in known:
@@ -59,7 +59,11 @@ def libraries() -> str:
         if isinstance(function, PlainFunction):
             cells[1:] = "on its CPU", "on its CPU"
         rows.append([f"`lz.{function.name}`", *cells])
-    return table(["function", "on a CPU", "on NVIDIA GPUs", "elsewhere"], rows)
+    intro = (
+        "Libraries that have kernels for a function; which of them is taken, [support.md](support.md) and `layerzero "
+        "explain` say. Where there is none, plain PyTorch runs, slow and right, and says so."
+    )
+    return _page("# Libraries by function", intro, table(["function", "on a CPU", "on NVIDIA GPUs", "elsewhere"], rows))
 
 
 def _libraries_on(platforms: tuple[str, ...], kernels: Iterable[Kernel]) -> str:

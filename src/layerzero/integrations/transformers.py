@@ -20,11 +20,12 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.transformers_loading import check_at_load, settings_of
 
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
-    "indices": "no sparse selection of keys beside the mask; use attn_implementation='sdpa'",
-    "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='sdpa'",
+    "indices": "no sparse selection of keys beside the mask; use attn_implementation='eager'",
+    "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='eager'",
     "sinks": "no sinks for each token, only s_aux for each head; use attn_implementation='eager'",
     "cache": "no paged cache of continuous batching; use attn_implementation='sdpa'",
     "head_mask": "no mask on whole heads; use attn_implementation='eager'",
@@ -68,7 +69,9 @@ _float_masked: set[type] = set()
 def register_with_transformers(name: str = "layerzero") -> None:
     """Make ``attn_implementation=name`` known to Transformers, for ``from_pretrained`` and ``set_attn_implementation``.
 
-    Registers the attention and the mask function; doing it again changes nothing.
+    Registers the attention and the mask function; doing it again changes nothing. Models that cannot be served are then
+    refused when they are loaded, with the settings that work for them; one that computes no attention is told so.
+    Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
     Raises: ImportError without Transformers 5; ValueError for a name that Transformers gives a meaning.
     """
     try:
@@ -82,6 +85,7 @@ def register_with_transformers(name: str = "layerzero") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     _registered.add(name)
+    check_at_load(_registered)
 
 
 def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:
@@ -179,7 +183,7 @@ def attention_forward(
         causal = False
     if query.shape[0] != key.shape[0]:  # learned queries, one set for the batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    if torch.is_autocast_enabled(query.device.type):  # as torch does for its own attention
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):  # as torch does for its own
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
@@ -252,7 +256,7 @@ def _check_model(config: Any) -> None:
     if models and not any(model._can_set_attn_implementation() for model in models):
         problem = (
             f"wanted a model that calls its attention through AttentionInterface, got {models[0].__name__}, which "
-            "computes it by itself; load it with attn_implementation='eager' or 'sdpa'"
+            f"computes it by itself; load it with {settings_of(models[0])}"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if models and not any(model._supports_sdpa for model in models):

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import attending
+from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.candidate import Candidate, compared
@@ -69,7 +69,8 @@ def optimize(
     under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
-        model: a module in evaluation mode, or what has one (a pipeline, a SentenceTransformer).
+        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers, a
+            SentenceTransformer).
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
         graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
@@ -90,6 +91,7 @@ def optimize(
         raise InvalidCallError("optimize", [f"memory_limit: wanted bytes from 0 or None, got {memory_limit!r}"])
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
+    model = diffusion.whole(model)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit)
     if root.training:
@@ -127,6 +129,12 @@ def optimize(
         report._exchanges.append(exchange)
         report.replaced.append(
             Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", BY_CALL, error)
+        )
+    for theirs, error in diffusion.attention(root, report, None if workload is None else workload.run):
+        theirs.on()
+        report._exchanges.append(theirs)
+        report.replaced.append(
+            Replaced(theirs.path, type(theirs.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
     if graph:
         _steps(attention, report)

@@ -1,0 +1,178 @@
+"""Models and pipelines of diffusers: which of their attentions ``lz.optimize`` takes, and what it leaves there."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import LayerNorm, Module
+from torch.nn.functional import scaled_dot_product_attention
+
+import layerzero as lz
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance
+from layerzero.integrations.optimize.report import Left, Optimized
+
+
+class Pipeline:
+    """A pipeline of diffusers with all its models as one module, called with the same noise each time.
+
+    Attributes:
+        model: the models, by their names in the pipeline.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        from layerzero.integrations.diffusers import module_of
+
+        self.pipe, self.model = pipe, module_of(pipe)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        generators: Any = named.get("generator") or torch.Generator().manual_seed(0)
+        several = isinstance(generators, list)
+        copies = [each.clone_state() for each in (generators if several else [generators])]
+        return self.pipe(*given, **named | {"generator": copies if several else copies[0]})
+
+
+def whole(model: Any) -> Any:
+    """A pipeline of diffusers as what has one module; anything else as it is."""
+    library = sys.modules.get("diffusers")
+    return Pipeline(model) if library is not None and isinstance(model, library.DiffusionPipeline) else model
+
+
+class AttentionOf:
+    """The attentions of one model, on or off together.
+
+    Attributes:
+        path, model: the model and where it lies.
+        left: how many of its attentions are left, by the reason.
+    """
+
+    def __init__(self, path: str, model: Module) -> None:
+        from layerzero.integrations.diffusers import ProcessorSwap, attentions_of, backend_of_diffusers
+
+        self.path, self.model = path, model
+        backend = backend_of_diffusers()
+        self.left: Counter[str] = Counter()
+        self._swaps: list[ProcessorSwap] = []
+        for _, module, why in attentions_of(model):
+            if why:
+                self.left[why] += 1
+            else:
+                self._swaps.append(ProcessorSwap(module, backend))
+
+    def __bool__(self) -> bool:
+        return bool(self._swaps)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether LayerZero computes any of them now."""
+        return any(each.is_on for each in self._swaps)
+
+    def on(self) -> None:
+        """Let LayerZero compute them."""
+        for each in self._swaps:
+            each.on()
+
+    def off(self) -> None:
+        """Give them back what they had."""
+        for each in self._swaps:
+            each.off()
+
+    def examples(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Random queries, keys and values (2, H, 5 or 7, D) for each size of heads, a view of BSHD."""
+        sizes = set()
+        for swap in self._swaps:
+            module: Any = swap.module
+            heads, product = getattr(module, "heads", None), getattr(module, "to_q", None)
+            if heads and isinstance(product, torch.nn.Linear):
+                weight = product.weight
+                sizes.add((heads, product.out_features // heads, weight.dtype, weight.device))
+        generator = torch.Generator().manual_seed(0)
+        for heads, size, dtype, device in sorted(sizes, key=str):
+            made = (torch.randn(2, length, heads, size, generator=generator).to(device, dtype) for length in (5, 7, 7))
+            query, key, value = (each.transpose(1, 2) for each in made)
+            yield query, key, value
+
+
+def attention(
+    root: Module, report: Optimized, run: Callable[[], Any] | None
+) -> Iterator[tuple[AttentionOf, float | None]]:
+    """The attentions that gave what torch's function gives, on the inputs or on random ones, with their errors.
+
+    What is left, and the norms and rotations that no module of its own computes, go into the report.
+    """
+    for path, model in _models_of(root):
+        found = AttentionOf(path, model)
+        name = type(model).__name__
+        report.left += [Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items()]
+        report.left += [Left(path, name, why) for why in _unserved(model)]
+        if not found:
+            continue
+        error, why = _compared(found, run)
+        if why:
+            report.left.append(Left(path, name, f"attention: {why}"))
+        else:
+            yield found, error
+
+
+def _models_of(root: Module) -> Iterator[tuple[str, Module]]:
+    """The outermost models of diffusers within a module, with their paths."""
+    library = sys.modules.get("diffusers")
+    if library is None:  # nobody made a model of it
+        return
+    within: set[int] = set()
+    for path, module in root.named_modules():
+        if isinstance(module, library.ModelMixin) and id(module) not in within:
+            within |= {id(each) for each in module.modules()}
+            yield path, module
+
+
+def _unserved(model: Module) -> Iterator[str]:
+    """Why norms and rotations that are no module with weights are left."""
+    bare = sum(isinstance(each, LayerNorm) and not any(True for _ in each.parameters()) for each in model.modules())
+    if bare:
+        yield f"{bare} layer norms without a weight, whose scale and shift come with the step: torch's kernel runs them"
+    turned = sum(_rotates(each) for each in model.modules())
+    if turned:
+        yield f"{turned} rotations of queries and keys: the processor computes each in plain torch, one after the other"
+
+
+def _rotates(module: Module) -> bool:
+    processor: Any = type(getattr(module, "processor", None))
+    code = getattr(vars(processor).get("__call__"), "__code__", None)
+    return code is not None and any("rotary" in name for name in (*code.co_names, *code.co_varnames))
+
+
+def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float | None, str]:
+    """The largest difference from torch's function, and what is wrong, empty where nothing."""
+    from layerzero.integrations.diffusers import COMPARED
+
+    errors: list[tuple[float, torch.dtype]] = []
+
+    def compare(ours: Tensor, theirs: Tensor) -> None:
+        errors.append((distance(ours, theirs), theirs.dtype))
+
+    if run is None:
+        for query, key, value in found.examples():
+            seen = torch.ones(2, 1, 5, 7, dtype=torch.bool, device=query.device)
+            seen[0, :, :, 4:] = False
+            for mask in (None, seen):
+                ours = lz.scaled_dot_product_attention(query, key, value, mask)
+                compare(ours, scaled_dot_product_attention(query, key, value, mask))
+    else:
+        keeping = COMPARED.set(compare)
+        found.on()
+        try:
+            run()
+        finally:
+            found.off()
+            COMPARED.reset(keeping)
+        if not errors:
+            return None, "no attention was computed on these inputs"
+    wrong = [error for error, dtype in errors if not error <= TOLERANCE.get(dtype, 0.0)]
+    if wrong:
+        return max(wrong), f"it was off by {max(wrong):.2g} of the largest value"
+    return max((error for error, _ in errors), default=None), ""

@@ -1,0 +1,402 @@
+"""diffusers on small random models: UNets, SD3, Flux, Wan, an autoencoder, by the backend's name and by processors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+
+diffusers = pytest.importorskip("diffusers", "0.36", reason="needs diffusers >= 0.36")
+
+from layerzero.integrations import diffusers as integration  # noqa: E402  # it imports nothing of diffusers itself
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+UNET = {
+    "sample_size": 8,
+    "block_out_channels": (16, 32),
+    "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "cross_attention_dim": 24,
+    "norm_num_groups": 4,
+}
+
+
+def unet() -> tuple[Any, dict[str, Any]]:
+    """Self- and cross-attention, one text of which is padded."""
+    seen = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    call = {"sample": randn(2, 4, 8, 8), "timestep": torch.tensor(3), "encoder_hidden_states": randn(2, 7, 24)}
+    return diffusers.UNet2DConditionModel(**UNET, attention_head_dim=4), call | {"encoder_attention_mask": seen}
+
+
+def unet_xl() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.UNet2DConditionModel(
+        **UNET,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=6 * 8 + 16,
+    )
+    added = {"text_embeds": randn(2, 16), "time_ids": randn(2, 6)}
+    call = {"sample": randn(2, 4, 8, 8), "timestep": torch.tensor(3), "encoder_hidden_states": randn(2, 7, 24)}
+    return model, call | {"added_cond_kwargs": added}
+
+
+def autoencoder() -> tuple[Any, dict[str, Any]]:
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    model = diffusers.AutoencoderKL(block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, **blocks)
+    return model, {"sample": randn(1, 3, 16, 16)}
+
+
+def sd3() -> tuple[Any, dict[str, Any]]:
+    """Joint attention of image and text, norms of queries and keys, and a second attention in the first block."""
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=16,
+        qk_norm="rms_norm",
+        dual_attention_layers=(0,),
+    )
+    call = {"hidden_states": randn(2, 4, 8, 8), "encoder_hidden_states": randn(2, 7, 32)}
+    return model, call | {"pooled_projections": randn(2, 16), "timestep": torch.tensor([3, 4])}
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    places = torch.stack([torch.zeros(16), torch.arange(16.0) % 4, torch.arange(16.0) // 4], 1)
+    call = {"hidden_states": randn(1, 16, 4), "encoder_hidden_states": randn(1, 5, 32), "img_ids": places}
+    return model, call | {
+        "pooled_projections": randn(1, 32),
+        "timestep": torch.tensor([0.3]),
+        "txt_ids": torch.zeros(5, 3),
+    }
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    call = {"hidden_states": randn(1, 4, 2, 8, 8), "encoder_hidden_states": randn(1, 6, 16)}
+    return model, call | {"timestep": torch.tensor([4])}
+
+
+MODELS = {unet: 8, unet_xl: 16, autoencoder: 2, sd3: 3, flux: 3, wan: 4}
+"""With their numbers of attentions."""
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """diffusers keeps the backend that was set last for the whole process."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
+    before = Registry._active_backend
+    torch.manual_seed(0)
+    yield
+    Registry._active_backend = before
+
+
+@contextmanager
+def attentions() -> Iterator[list[tuple[str, Any]]]:
+    calls: list[tuple[str, Any]] = []
+
+    def watch(function: Any, plan: Any) -> None:
+        if function.name == "attention":
+            calls.append((plan.kernel_id, plan))
+
+    ENGINE.watch(watch)
+    try:
+        yield calls
+    finally:
+        ENGINE.unwatch(watch)
+
+
+def run(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**call)[0]
+
+
+@pytest.mark.parametrize("make", [pytest.param(each, marks=[pytest.mark.slow] * (each is unet_xl)) for each in MODELS])
+def test_every_attention_is_served_and_equal_and_given_back(make: Any) -> None:
+    model, call = make()
+    model.eval()
+    wanted = run(model, call)
+    before = [each.processor for each in model.modules() if hasattr(each, "processor")]
+    names = list(model.state_dict())
+    served = lz.register_with_diffusers(model)
+    assert (len(served.served), served.left) == (MODELS[make], {})
+    with attentions() as calls:
+        torch.testing.assert_close(run(model, call), wanted, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(run(copy.deepcopy(model), call), wanted, atol=2e-6, rtol=1e-5)
+    assert len(calls) == 2 * MODELS[make]
+    assert list(model.state_dict()) == names
+    again = lz.register_with_diffusers(model)
+    assert set(again.left.values()) == {"it is LayerZero's already"}
+    served.undo()
+    with attentions() as calls:
+        assert torch.equal(run(model, call), wanted)
+    assert not calls
+    after = [each.processor for each in model.modules() if hasattr(each, "processor")]
+    assert all(one is other for one, other in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_and_dtypes_are_those_of_torch(dtype: torch.dtype) -> None:
+    model, call = flux()
+    model.to(dtype)
+    call = {name: each.to(dtype) for name, each in call.items()}
+    call["hidden_states"].requires_grad_()
+    results = []
+    for served in (False, True):
+        if served:
+            lz.register_with_diffusers(model)
+        output = model(**call)[0]
+        (gradient,) = torch.autograd.grad(output.float().square().mean(), call["hidden_states"])
+        results.append((output.detach(), gradient))
+    for got, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-2 if dtype is torch.bfloat16 else 1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("make", [pytest.param(unet, marks=pytest.mark.slow), flux])
+def test_compiles_without_a_graph_break(make: Any) -> None:
+    model, call = make()
+    model.eval()
+    wanted = run(model, call)
+    lz.register_with_diffusers(model)
+    try:
+        got = run(torch.compile(model, fullgraph=True, backend="eager"), call)
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_the_name_serves_the_dispatcher_by_method_and_by_context() -> None:
+    assert lz.register_with_diffusers().served == {}
+    model, call = flux()
+    model.eval()
+    wanted = run(model, call)
+    with diffusers.attention_backend("layerzero"), attentions() as calls:
+        torch.testing.assert_close(run(model, call), wanted)
+    assert len(calls) == 3
+    model.set_attention_backend("layerzero")
+    with attentions() as calls:
+        run(model, call)
+    assert len(calls) == 3
+    model.reset_attention_backend()
+    with diffusers.attention_backend("native"), attentions() as calls:
+        run(model, call)
+    assert not calls
+
+
+def test_processors_still_say_their_class_and_are_saved_as_stock() -> None:
+    """diffusers asks all processors for their class before it puts others in their place."""
+    model, call = unet()
+    model.eval()
+    wanted = run(model, call)
+    lz.register_with_diffusers(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with attentions() as calls:
+        assert torch.equal(run(loaded, call), wanted)
+    assert not calls
+    model.set_default_attn_processor()
+    kinds = {type(each.processor).__name__ for each in model.modules() if hasattr(each, "processor")}
+    assert kinds == {"AttnProcessor"}
+
+
+def test_what_somebody_chose_meanwhile_is_not_taken_back() -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    model, _ = unet()
+    served = lz.register_with_diffusers(model)
+    chosen = AttnProcessor()
+    model.set_attn_processor(chosen)
+    served.undo()
+    assert {id(each.processor) for each in model.modules() if hasattr(each, "processor")} == {id(chosen)}
+
+
+def test_what_cannot_be_served_is_left_with_a_reason() -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    model, call = unet()
+    model.set_attn_processor(AttnProcessor())
+    wanted = run(model, call)
+    served = lz.register_with_diffusers(model)
+    assert set(served.left.values()) == {"AttnProcessor computes its scores itself"}
+    assert str(served) == "left 8: AttnProcessor computes its scores itself"
+    assert torch.equal(run(model, call), wanted)
+    model, _ = flux()
+    model.set_attention_backend("_native_math")
+    assert set(lz.register_with_diffusers(model).left.values()) == {"the backend '_native_math' was chosen for it"}
+    video = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]
+    )
+    reasons = set(lz.register_with_diffusers(video).left.values())
+    assert reasons == {"WanAttentionBlock calls torch's function itself and has no processor"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"), [("none", False), ("none", True), ("keys", False), ("bool", False), ("float", False)]
+)
+def test_the_backend_computes_what_the_native_one_does_on_views(mask: str, causal: bool) -> None:
+    """Also with other numbers of queries and keys, grouped heads, a scale and autocast."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    backend = integration.backend_of_diffusers()
+    seen = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    given = {"none": None, "keys": seen, "bool": seen[:, None, None], "float": torch.randn(2, 4, 5, 6)}[mask]
+    for heads, scale, cast in ((4, None, False), (2, 0.3, False), (4, None, True)):
+        joint = torch.randn(2, 5, 3, 4, 8)[:, :, 0]  # a view of queries, keys and values in one tensor
+        key, value = torch.randn(2, 6, heads, 8), torch.randn(2, 6, heads, 8)
+        named = {"attn_mask": given, "is_causal": causal, "scale": scale, "enable_gqa": heads != 4}
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            wanted = dispatch_attention_fn(joint, key, value, **named)
+            got = dispatch_attention_fn(joint, key, value, **named, backend=backend)
+        assert got.dtype is wanted.dtype
+        torch.testing.assert_close(got, wanted)
+
+
+def test_no_copy_is_made_of_views() -> None:
+    """Shapes of Flux: queries, keys and values are BSHD, each a part of a larger tensor."""
+    backend_inputs = torch.randn(1, 40, 3, 4, 16)
+    query, key, value = backend_inputs.unbind(2)
+    with attentions() as calls:
+        output = integration.attend(query, key, value)
+    assert output.shape == query.shape
+    assert len(calls) == 1
+    adaptations = [
+        each.text for each in lz.explain("attention", query, key, value, False, layout="BSHD").chosen.adaptations
+    ]
+    assert all("copy" not in text and "contiguous" not in text for text in adaptations), adaptations
+
+
+def test_what_the_backend_cannot_honour_is_an_error() -> None:
+    query = torch.randn(1, 4, 2, 8)
+    with pytest.raises(
+        lz.InvalidCallError, match="return_lse: wanted no logarithms of sums, only the output; got True"
+    ):
+        integration.attend(query, query, query, return_lse=True)
+    with pytest.raises(lz.InvalidCallError, match="_parallel_config: wanted no context parallelism"):
+        integration.attend(query, query, query, _parallel_config=object())
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "version", lambda name: "0.99.0")
+    with pytest.raises(ImportError, match=r"wanted diffusers .*0.36.*, got 0.99.0; pip install"):
+        lz.register_with_diffusers()
+    with pytest.raises(TypeError, match="wanted a model or a pipeline with models, got int"):
+        integration.module_of(3)
+
+
+# lz.optimize
+
+
+@pytest.mark.parametrize("make", [sd3, *(pytest.param(each, marks=pytest.mark.slow) for each in (wan, autoencoder))])
+def test_optimize_takes_attention_norms_and_products_and_tells_the_rest(make: Any) -> None:
+    model, call = make()
+    model.eval()
+    wanted = run(model, call)
+    report = lz.optimize(model)
+    assert {each.kind for each in report.replaced} >= {"attention", "linear"}
+    (attention,) = (each for each in report.replaced if each.kind == "attention")
+    assert attention.error is not None
+    assert attention.error < 1e-5
+    if make is sd3:
+        assert sum(each.calls == "lz.rms_norm" for each in report.replaced) >= 8
+        assert any("8 layer norms without a weight" in each.why for each in report.left)
+    if make is wan:
+        assert any("4 rotations of queries and keys" in each.why for each in report.left)
+    with attentions() as calls:
+        torch.testing.assert_close(run(model, call), wanted, atol=2e-5, rtol=1e-4)
+    assert len(calls) == MODELS[make]
+    report.undo()
+    assert torch.equal(run(model, call), wanted)
+
+
+@pytest.mark.slow
+def test_a_wrong_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = autoencoder()
+    model.eval()
+    wanted = run(model, call)
+    monkeypatch.setattr(
+        integration.lz, "scaled_dot_product_attention", lambda query, key, value, *_, **__: value * 0 + 1
+    )
+    for inputs in (None, call):
+        report = lz.optimize(model, inputs, budget_s=0.0, rounds=1, isolate=False)
+        assert all(each.kind != "attention" for each in report.replaced)
+        assert any(each.why.startswith("attention: it was off by") for each in report.left)
+        torch.testing.assert_close(run(model, call), wanted, atol=2e-5, rtol=1e-4)
+        report.undo()
+
+
+@pytest.mark.slow
+def test_optimize_takes_the_models_of_a_pipeline() -> None:
+    model, _ = flux()
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4,), norm_num_groups=1, latent_channels=1, shift_factor=0.0, use_post_quant_conv=False
+    )
+    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.FluxPipeline(scheduler=scheduler, vae=vae.eval(), transformer=model.eval(), **parts)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt_embeds": randn(1, 5, 32), "pooled_prompt_embeds": randn(1, 32), "output_type": "pt"}
+    call |= {"height": 16, "width": 16, "num_inference_steps": 2, "guidance_scale": 0.0}
+    call["generator"] = torch.Generator().manual_seed(3)
+    noise = call["generator"].clone_state()
+    wanted = pipe(**call | {"generator": noise.clone_state()}).images
+    report = lz.optimize(pipe)
+    assert {each.path for each in report.replaced if each.kind == "attention"} == {"transformer", "vae"}
+    report.undo()
+    report = lz.optimize(pipe, call, budget_s=0.0, rounds=1, isolate=False)
+    assert report.error is not None
+    assert report.error < 1e-4
+    assert torch.equal(call["generator"].get_state(), noise.get_state())
+    got = pipe(**call | {"generator": noise.clone_state()}).images
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
+    report.undo()
+    assert torch.equal(pipe(**call | {"generator": noise.clone_state()}).images, wanted)

@@ -1,0 +1,231 @@
+"""Many architectures of Transformers, small and random: what eager attention gives, LayerZero's gives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+import architectures  # noqa: E402  # it imports transformers
+from architectures import Architecture, inputs, padded  # noqa: E402
+
+pytestmark = [
+    # a softcap and sinks have no kernel on the CPU but the reference, and LayerZero says so once
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+EVERY = architectures.everything()
+DECODERS = architectures.decoders()
+QUICK = {"Llama", "Mistral", "Gemma2", "GptOss", "DeepseekV3", "Qwen3Moe", "Qwen3Next", "Bert", "Bart", "ViT", "Llava"}
+"""One of each kind, for every run of the tests."""
+
+
+def named(given: list[Architecture], quick: frozenset[str] | set[str] = frozenset()) -> Any:
+    return pytest.mark.parametrize(
+        "architecture",
+        [pytest.param(each, id=each.name, marks=[] if each.name in quick else pytest.mark.slow) for each in given],
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    lz.register_with_transformers()
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def result(output: Any) -> torch.Tensor:
+    return next(output[name] for name in ("logits", "logits_per_image", "last_hidden_state") if name in output)
+
+
+def assert_equal(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """In units of the largest value: layers without a norm at their end make large ones."""
+    largest = wanted.abs().max()
+    torch.testing.assert_close(got / largest, wanted / largest, atol=2e-5, rtol=1e-4)
+
+
+def assert_same_calls(pair: tuple[Any, Any], call: dict[str, Any]) -> None:
+    with torch.no_grad():
+        wanted, got = (result(model(**call)) for model in pair)
+    seen = call.get("attention_mask")
+    if seen is not None and seen.shape == wanted.shape[:2]:  # what stands at padded positions means nothing
+        wanted, got = wanted[seen.bool()], got[seen.bool()]
+    assert_equal(got, wanted)
+
+
+def test_there_are_more_than_forty_of_all_kinds() -> None:
+    assert len({each.name for each in EVERY}) >= 60
+    kinds = {each.kind for each in EVERY}
+    assert kinds >= {"dense", "sliding", "softcap", "sinks", "MLA", "experts", "hybrid", "encoder", "twice"}
+    assert kinds >= {"vision", "audio", "speech", "both"}
+    assert {each.name for each in EVERY} >= QUICK
+
+
+@named(EVERY, QUICK)
+def test_left_padded_rows_give_what_eager_gives(architecture: Architecture) -> None:
+    assert_same_calls(architecture.pair(), inputs(architecture.kind, "left"))
+
+
+@named(EVERY)
+def test_right_padded_and_full_rows_give_what_eager_gives(architecture: Architecture) -> None:
+    pair = architecture.pair()
+    for side in ("right", "none"):
+        assert_same_calls(pair, inputs(architecture.kind, side))
+
+
+@named([each for each in DECODERS if each.kind != "hybrid"], {"Llama"})
+def test_packed_rows_do_not_see_each_other(architecture: Architecture) -> None:
+    pair = architecture.pair()
+    ids, positions = torch.randint(2, 99, (1, 17)), torch.cat([torch.arange(9), torch.arange(8)])[None]
+    with torch.no_grad():
+        wanted, got = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for model in pair)
+    assert_equal(got, wanted)
+
+
+@named(DECODERS, {"Mistral"})
+def test_chunks_through_a_cache_give_what_eager_gives(architecture: Architecture) -> None:
+    pair = architecture.pair()
+    ids = torch.randint(2, 99, (2, 16))
+    logits = []
+    with torch.no_grad():
+        for model in pair:
+            cache, parts = None, []
+            for start, stop in ((0, 9), (9, 14), (14, 15), (15, 16)):
+                output = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                parts.append(output.logits)
+            logits.append(torch.cat(parts, 1))
+    assert_equal(logits[1], logits[0])
+
+
+@named([each for each in DECODERS if each.kind != "hybrid"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_writes_the_same_tokens(architecture: Architecture, cache: str) -> None:
+    batch = padded("left")
+    told = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
+    wanted, got = (model.generate(**batch, **told) for model in architecture.pair())
+    assert got.tolist() == wanted.tolist()
+
+
+@named(EVERY)
+def test_gradients_are_those_of_eager(architecture: Architecture) -> None:
+    pair = architecture.pair()
+    call = inputs(architecture.kind, "left")
+    for model in pair:
+        output = result(model(**call))
+        seen = call.get("attention_mask")
+        rows = output[seen.bool()] if seen is not None and seen.shape == output.shape[:2] else output
+        rows.float().square().mean().backward()
+    gradients = [{name: each.grad for name, each in model.named_parameters()} for model in pair]
+    for name, wanted in gradients[0].items():
+        assert (wanted is None) == (gradients[1][name] is None), name
+        if wanted is not None:
+            torch.testing.assert_close(gradients[1][name], wanted, atol=1e-4, rtol=2e-3, msg=name)
+
+
+@pytest.mark.slow
+@named([each for each in EVERY if each.name in {"Llama", "Gemma2", "Bert", "ViT", "Qwen3", "DistilBert"}])
+def test_it_compiles_as_one_graph(architecture: Architecture) -> None:
+    _, ours = architecture.pair()
+    call = inputs(architecture.kind, "left")
+    with torch.no_grad():
+        wanted = result(ours(**call))
+        try:
+            got = result(torch.compile(ours, fullgraph=True, backend="eager")(**call))
+        finally:
+            torch._dynamo.reset()
+    assert_equal(got, wanted)
+
+
+# what is refused, and when
+
+ITS_OWN = {
+    "BloomModel": ({"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99}, "'eager'"),
+    "FalconModel": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99},
+        "'eager' or 'sdpa'",
+    ),
+    "DebertaModel": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99},
+        "'eager'",
+    ),
+    "SamVisionModel": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8},
+        "'eager' or 'sdpa'",
+    ),
+}
+"""Scores of their own, a table of classes without our name, and one that would call nothing and say nothing."""
+
+
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_a_model_with_attention_of_its_own_is_refused_when_it_is_made(name: str) -> None:
+    sizes, works = ITS_OWN[name]
+    config = getattr(transformers, f"{name.removesuffix('Model')}Config")(**sizes)
+    wanted = f"wanted a model that calls .*, got {name}, which computes it by itself; load it with attn_impl.*={works}"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        getattr(transformers, name)._from_config(config, attn_implementation="layerzero")
+    model = getattr(transformers, name)._from_config(config, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_without_attention_is_told() -> None:
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=99)
+    with pytest.warns(lz.LayerZeroWarning, match="MambaModel computes no attention through Transformers'"):
+        transformers.MambaModel._from_config(config, attn_implementation="layerzero")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transformers.MambaModel._from_config(
+            transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=99)
+        )
+
+
+def test_the_check_is_put_there_once_and_leaves_other_names_alone() -> None:
+    check = transformers.PreTrainedModel._check_and_adjust_attn_implementation
+    lz.register_with_transformers()
+    assert transformers.PreTrainedModel._check_and_adjust_attn_implementation is check
+    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=99)
+    assert transformers.BloomModel._from_config(config).config._attn_implementation == "eager"
+
+
+def test_continuous_batching_is_refused_with_what_works() -> None:
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    _, ours = llama.pair()
+    told = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=-1)
+    with pytest.raises(ValueError, match=r"layerzero is not supported for continuous batching\. Use 'paged"):
+        ours.generate_batch([[1, 2, 3]], generation_config=told)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    config = transformers.LlamaConfig(**architectures.GQA)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="layerzero")
+        logits = model(torch.zeros(2, 5, dtype=torch.long)).logits
+    assert (logits.shape, logits.device.type) == ((2, 5, 101), "meta")
+
+
+def test_a_pipeline_takes_it_as_an_argument(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w0")
+    model = transformers.BertModel._from_config(transformers.BertConfig(**architectures.SIZES)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = {"model": str(tmp_path), "tokenizer": str(tmp_path), "device": "cpu"}
+    stock = transformers.pipeline("feature-extraction", **told)
+    ours = transformers.pipeline("feature-extraction", **told, model_kwargs={"attn_implementation": "layerzero"})
+    assert (stock.model.config._attn_implementation, ours.model.config._attn_implementation) == ("sdpa", "layerzero")
+    for text in ("w3 w4 w5", "w9"):
+        wanted, got = (torch.tensor(each(text)) for each in (stock, ours))
+        assert_equal(got, wanted)
