@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -137,7 +138,9 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
     if problems:
         raise InvalidCallError("append_kv", problems)
-    return routed
+    shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
+    long_enough = (1 << int(seq).bit_length()) - 1 <= length
+    return replace(routed, varies=(*(("batch",) if shared else ()), *(("seq",) if long_enough else ())))
 
 
 def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Routed:
