@@ -268,7 +268,7 @@ def test_a_reused_plan_is_legal_for_the_call_that_reuses_it(pair):
     for hit, miss in zip(results, again, strict=True):
         assert hit.dtype == miss.dtype
         assert torch.equal(hit.isnan(), miss.isnan())
-        wide = torch.promote_types(hit.dtype, torch.float32)  # float8 can do little
+        wide = torch.float32 if hit.dtype.itemsize == 1 else hit.dtype  # float8 can do little
         assert torch.equal(hit.to(wide).nan_to_num(), miss.to(wide).nan_to_num())
 
 
