@@ -171,6 +171,13 @@ def call_dtype(routed: Routed) -> torch.dtype:
     return leading.dtype
 
 
+def flipped(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """A tensor the other way round along some axes; torch flips no float8, so that its bytes are."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8).flip(axes).view(tensor.dtype)
+    return tensor.flip(axes)
+
+
 def widened(value: Any) -> Any:
     """A float64 copy of a floating tensor; a copy of another tensor or of a generator; anything else as it is."""
     if not isinstance(value, Tensor):

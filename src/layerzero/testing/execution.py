@@ -145,7 +145,7 @@ def advanced(trial: Trial) -> Outcome:
         if name in sources and not tensor.is_floating_point() and tensor.ndim == 1:  # counts may shrink, not grow
             tensor.copy_((tensor + 1) // 2)
         elif name in sources:
-            tensor.copy_(tensor.flip(0))
+            tensor.copy_(compare.flipped(tensor, (0,)))
     _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)

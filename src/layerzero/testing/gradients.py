@@ -38,7 +38,7 @@ def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCal
     taken, refused = 0, ""
     for call in calls:
         trial = attempt(kernel, operation, call)
-        if trial is None or trial.reasons or not all(each.isfinite().all() for each in tensors(call).values()):
+        if trial is None or trial.reasons or not all(each.double().isfinite().all() for each in tensors(call).values()):
             refused = refused or (trial.codes if trial else "")
             continue
         outcome = gradients(trial)
@@ -95,7 +95,7 @@ def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     leaves = {
         name: value.detach().clone().requires_grad_()
         for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize > 1  # no float8
     }
     return leaves, {name: leaves[name] * 1.0 if name in leaves else value for name, value in arguments.items()}
 

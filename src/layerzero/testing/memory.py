@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import FUNCTIONS
+from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import tensors
 
@@ -72,7 +73,7 @@ def other_values(call: RandomCall) -> RandomCall:
     schemas = [operation.schema for operation in FUNCTIONS[call.function].operations]
     places = {tensor.name for schema in schemas for tensor in schema.inputs if tensor.is_index}
     changed = {
-        name: tensor.flip(tuple(range(tensor.ndim)))
+        name: compare.flipped(tensor, tuple(range(tensor.ndim)))
         for name, tensor in tensors(call).items()
         if name not in places and tensor.dtype is not torch.bool
     }

@@ -236,12 +236,15 @@ COPY_BLOCKS = Operation(
 
 
 def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even."""
+    """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even.
+
+    An infinity becomes NaN in float8: not every one of its forms has infinities.
+    """
     wide = new.to(torch.promote_types(new.dtype, torch.float32)) / scale
     if not dtype.is_floating_point:
         return wide.round().clamp(-127, 127).to(dtype)
     most = torch.finfo(dtype).max
-    return wide.clamp(-most, most).to(dtype)
+    return wide.masked_fill(wide.isinf(), float("nan")).clamp(-most, most).to(dtype)
 
 
 def append_quantized_reference(

@@ -62,9 +62,9 @@ def gather_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 def copy_kv_blocks(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.copy_kv_blocks``: a page may be read and written."""
-    pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
+    pages, page_size = draw.of((1, 2, 9, 12)), draw.of((1, 3, 8, 16))
     arguments, _ = _caches(draw, (pages, page_size), dtype)
-    copies = min(draw.of((0, 1, 2, 5)), pages)
+    copies = min(draw.of((0, 1, 2, 3, 5, 6), (1, 2, 3, 3, 4, 4)), pages)
     sources = torch.randint(0, pages, (copies,), generator=draw.data).to(draw.device)
     targets = torch.randperm(pages, generator=draw.data)[:copies].to(draw.device)
     named = {"from_pages": draw.laid_out(sources, expand=False), "to_pages": draw.laid_out(targets, expand=False)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -93,7 +94,7 @@ def append_quantized_kv(
     Args:
         slot_mapping: as of ``lz.append_paged_kv``.
         key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
-            become its largest number; those of int8 are rounded to even, from -127 to 127.
+            become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
         in debug mode for slots beyond the cache, too.
@@ -137,7 +138,9 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
     if problems:
         raise InvalidCallError("append_kv", problems)
-    return routed
+    shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
+    long_enough = (1 << int(seq).bit_length()) - 1 <= length
+    return replace(routed, varies=(*(("batch",) if shared else ()), *(("seq",) if long_enough else ())))
 
 
 def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Routed:
