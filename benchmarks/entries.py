@@ -57,12 +57,19 @@ def _flashinfer(
 ) -> Call:
     from flashinfer import single_prefill_with_kv_cache
 
+    _one_sequence(query)
     return lambda: single_prefill_with_kv_cache(query[0], key[0], value[0], causal=causal, backend=backend)[None]
+
+
+def _one_sequence(query: torch.Tensor) -> None:
+    if query.shape[0] != 1:
+        raise ValueError(f"FlashInfer's functions without a plan take one sequence, got {query.shape[0]}")
 
 
 def _flashinfer_decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> Call:
     from flashinfer import single_decode_with_kv_cache
 
+    _one_sequence(query)
     return lambda: single_decode_with_kv_cache(query[0, 0], key[0], value[0])[None, None]
 
 

@@ -50,6 +50,9 @@ STATES = ("first", "built", "restarted", "tuned")
 DEVICE = torch.device("cuda")
 EFFORT = Effort(samples=12, budget_s=0.25, steady=0.0)
 
+LAYERS, STEPS = 32, 8
+"""Calls of each length, and lengths, where decoding is timed as models call it."""
+
 QUICK_TO_BUILD = ("flash_attn", "quack")
 """Libraries whose kernels compile in seconds: they are timed, whether a state built them or not."""
 
@@ -166,8 +169,44 @@ def timed(job: Job, kernels: Sequence[str | None], clock: Clock) -> dict[str, An
                 lz.unlock(job.operation)
             best = min(burst(again[name]) for name in first) if first else math.nan
             through[kernel] = {"us": burst(again["lz"]), "direct_us": best}
+        grows = job.operation.endswith(".decode") and "torch" in runs
+        lengths = growing(call, wanted, job.operation) if grows else {}
     device = {name: each.device_us or math.nan for name, each in raced.items()}
-    return {"call": job.name, "device_us": device, "through": through, "direct": first, "out": out}
+    found = {"call": job.name, "device_us": device, "through": through, "direct": first}
+    return found | {"growing_us": lengths, "out": out}
+
+
+def growing(call: RandomCall, kernels: Sequence[str], operation: str) -> dict[str, float]:
+    """Decoding as models call it, us of a call: each length for so many layers, then the next; by torch and by kernel.
+
+    What a function plans anew for every length shows here, and not where one call is repeated.
+    """
+    last = call.arguments["key"].shape[1]
+
+    def per_call(run: Callable[..., Any]) -> float:
+        spent = 0.0
+        for back in range(STEPS, 0, -1):
+            cut = {name: call.arguments[name][:, : last - back].contiguous() for name in ("key", "value")}
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(LAYERS):
+                run({**call.arguments, **cut})
+            torch.cuda.synchronize()
+            spent += time.perf_counter() - started
+        return spent * 1e6 / STEPS / LAYERS
+
+    def own(arguments: dict[str, Any]) -> Any:
+        function = torch_default(call.function, arguments)
+        return None if function is None else function()
+
+    found = {"torch": per_call(own)}
+    for kernel in kernels:
+        lz.lock(operation, kernel)
+        try:
+            found[kernel] = per_call(lambda arguments: getattr(lz, call.function)(**arguments))
+        finally:
+            lz.unlock(operation)
+    return found
 
 
 def burst(each: Runner) -> float:
@@ -197,7 +236,7 @@ def mean(values: list[float]) -> float:
 
 def row_of(state: list[str | None], found: list[dict[str, Any]]) -> dict[str, Any]:
     """What a state's choices took over the best, over torch's own, and with launching."""
-    best, own, through = [], [], []
+    best, own, through, grown = [], [], [], []
     worst = {"over_best": ("", 0.0), "over_torch": ("", 0.0)}
     for each in found:
         kernel, device = state[each["number"]], each["device_us"]
@@ -211,12 +250,14 @@ def row_of(state: list[str | None], found: list[dict[str, Any]]) -> dict[str, An
             own.append(device[kernel] / device["torch"])
             text = f"{each['call']}: {kernel} {device[kernel]:.1f}, torch {device['torch']:.1f}"
             worst["over_torch"] = max(worst["over_torch"], (text, own[-1]), key=lambda pair: pair[1])
+        if kernel in each["growing_us"]:
+            grown.append(each["growing_us"][kernel] / each["growing_us"]["torch"])
         launched = each["through"].get(kernel)
         if launched and math.isfinite(launched["direct_us"]):
             through.append(launched["us"] / launched["direct_us"])
     return {"calls": len(best), "over_best": mean(best), "worst_over_best": max(best, default=math.nan),
             "over_torch": mean(own), "worst_over_torch": max(own, default=math.nan), "launching": mean(through),
-            "launched": len(through), "worst": worst}  # fmt: skip
+            "launched": len(through), "growing": mean(grown), "worst": worst}  # fmt: skip
 
 
 def in_process(state: str, options: argparse.Namespace, environment: dict[str, str], **more: Any) -> Any:
@@ -284,12 +325,13 @@ def show(found: dict[str, Any]) -> None:
     took = f"in {again['seconds']:.1f} s, {again['since_start_s']:.1f} s with imports"
     print(f"restarted: {same} of {len(again['chosen'])} as before {took}; built again: {again['built']}")
     print(f"{found['device']}, torch {found['torch']}")
-    print("| state | calls | over best | worst | over torch | worst | with launching over direct | calls |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = "state, calls, over best, worst, over torch, worst, with launching over direct, calls, growing over torch"
+    print("| " + heads.replace(", ", " | ") + " |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for state, row in found["rows"].items():
         cells = ("over_best", "worst_over_best", "over_torch", "worst_over_torch", "launching")
         print(f"| {state} | {row['calls']} | " + " | ".join(f"{row[name]:.3f}" for name in cells)
-              + f" | {row['launched']} |")  # fmt: skip
+              + f" | {row['launched']} | {row['growing']:.3f} |")  # fmt: skip
     for state, row in found["rows"].items():
         print(state, "worst:", "; ".join(f"{name} {ratio:.2f}: {text}" for name, (text, ratio) in row["worst"].items()))
 
