@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -26,7 +27,10 @@ def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two wait for each other on a busy machine
     yield module
+    torch.set_num_threads(threads)
     del sys.modules[spec.name]
 
 

@@ -39,10 +39,12 @@ def named(given: list[Architecture], quick: frozenset[str] | set[str] = frozense
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     lz.register_with_transformers()
-    before = transformers.logging.get_verbosity()
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # two wait for each other on a busy machine
     yield
     transformers.logging.set_verbosity(before)
+    torch.set_num_threads(threads)
 
 
 def result(output: Any) -> torch.Tensor:
