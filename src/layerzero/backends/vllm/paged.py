@@ -31,6 +31,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.paged.limits import DenseTokens
 from layerzero.ops.paged.step import StepMetadata
 
 
@@ -224,7 +225,8 @@ KERNELS = (
             limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.equal("value_dim", "head_dim"),
-            limit.contiguous("key", "value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
+            DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
+            limit.contiguous("slot_mapping"),
             limit.last_stride_one("key_cache", "value_cache"),
             limit.Custom("key_cache and value_cache: the same strides", same_strides),
             SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),

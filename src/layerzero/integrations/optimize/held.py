@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import layerzero as lz
+from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.turns import Turns, on, stream_of, used_here
 
 PAGE = 256
@@ -35,7 +37,7 @@ class Memory:
 
     Attributes:
         keys, values: of each layer (B, capacity, heads, entries).
-        index: (1,) int64, where the next token is written.
+        index: (1,) int64, where the next token is written; slots: (B,) int64, its slots in ``pages``.
         lengths: (B,) int32, tokens of each sequence, that one included.
         held: the cache that has them now.
     """
@@ -52,12 +54,41 @@ class Memory:
         self.positions = torch.zeros(self.batch, 1, dtype=torch.int64, device=device)
         pages = torch.arange(self.batch * capacity // PAGE, dtype=torch.int32, device=device)
         self.table = pages.view(self.batch, -1)
+        self._first = torch.arange(0, self.batch * capacity, capacity, dtype=torch.int64, device=device)
+        self.slots = self._first.clone()
+        self._appends: bool | None = None
         self.held: Held | None = None
 
     def _empty(self, like: Tensor) -> Tensor:
         """Zeros: what lies beyond a sequence's end is multiplied by 0 in some kernels."""
         batch, heads, _, width = like.shape
         return torch.zeros(batch, self.capacity, heads, width, dtype=like.dtype, device=like.device)
+
+    def place(self, length: int) -> None:
+        """Say where the token behind so many others goes."""
+        self.index.fill_(length)
+        self.lengths.fill_(length + 1)
+        torch.add(self._first, length, out=self.slots)
+
+    def pages(self, number: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values as pages (P, PAGE, heads, entries)."""
+        keys, values = self.keys[number], self.values[number]
+        return keys.view(-1, PAGE, *keys.shape[2:]), values.view(-1, PAGE, *values.shape[2:])
+
+    def write(self, number: int, keys: Tensor, values: Tensor) -> None:
+        """Write a token of each sequence (B, heads, 1, entries): by one launch of a library, or by two of torch.
+
+        On an H200 two took 4.7 us a layer in a captured step (torch 2.11, 2026-11-22).
+        """
+        key, value = keys[:, :, 0], values[:, :, 0]
+        given = key, value, *self.pages(number), self.slots
+        if self._appends is None:
+            self._appends = runs_a_library("append_paged_kv", *given)
+        if self._appends:
+            lz.append_paged_kv(*given)
+            return
+        for place, each in ((self.keys[number], keys), (self.values[number], values)):
+            place.index_copy_(1, self.index, each.transpose(1, 2))
 
     @property
     def bytes(self) -> int:
@@ -283,9 +314,8 @@ def _step_layer() -> Any:
 
     def update(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         memory, number = layer.memory, layer.number
+        memory.write(number, keys, values)
         places = memory.keys[number], memory.values[number]
-        for place, each in zip(places, (keys, values), strict=True):
-            place.index_copy_(1, memory.index, each.transpose(1, 2))
         first, second = (place[:, : layer.length].transpose(1, 2) for place in places)
         return first, second
 

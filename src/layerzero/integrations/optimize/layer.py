@@ -17,10 +17,11 @@ import layerzero as lz
 from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
 from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
-from layerzero.integrations.transformers import attention_forward
+from layerzero.integrations.transformers import ONE_TOKEN, attention_forward
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
@@ -38,6 +39,7 @@ class Normed:
         self.module, self.form, self.norm = module, norm.form, norm
         self._made_of: tuple[Any, ...] = ()
         self._factor = torch.empty(0)
+        self._writes_both: bool | None = None
 
     @property
     def weight(self) -> Parameter:
@@ -73,6 +75,21 @@ class Normed:
         if self.form == "layer":
             return self.alone(fresh.add_(rows))
         return lz.add_rms_norm(rows, fresh, self._scale(), self.norm.eps_for(rows))
+
+    def over_both(self, rows: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; ``rows`` may be written over, too.
+
+        A step that nobody looks into spares a launch: on an H200 the addition alone took 1.4 us of a captured step and
+        the norm 2.3 (torch 2.11, 2026-11-22).
+        """
+        if self._writes_both is None:
+            self._writes_both = self.form != "layer" and runs_a_library(
+                "add_rms_norm_", fresh, rows, self._scale(), self.norm.eps_for(rows)
+            )
+        if not self._writes_both:
+            return self.of_sum(rows, fresh), fresh
+        lz.add_rms_norm_(fresh, rows, self._scale(), self.norm.eps_for(rows))
+        return fresh, rows
 
 
 class Heads(Packs):
@@ -300,12 +317,15 @@ def module_weights(state: Layer) -> list[Tensor | None]:
 
 def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
     before, behind, before_block, behind_block = state.norms
+    ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nobody looks
     rows = hidden if before is None else _begun(hidden, before)
     attended = state.heads.attend(rows, named)
     if behind is not None:
         attended = behind.alone(attended)
     if before_block is None:
         rows = total = attended.add_(hidden)
+    elif ours:
+        rows, total = before_block.over_both(hidden, attended)
     else:
         rows, total = before_block.of_sum(hidden, attended), attended
     output: Tensor = compute(state.block, rows)
@@ -314,7 +334,10 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
     following = state.following
     if following is None or output.is_inference():  # in inference mode nobody would see a write in between
         return output.add_(total)
-    normed = following.of_sum(total, output)
+    if ONE_TOKEN.get() is not None:
+        normed, output = following.over_both(total, output)
+    else:
+        normed = following.of_sum(total, output)
     setattr(output, _NORMED, (normed, following.weight, output._version))
     return output
 

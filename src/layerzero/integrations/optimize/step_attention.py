@@ -9,7 +9,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.held import PAGE, Held, Memory
+from layerzero.integrations.optimize.held import Held, Memory
 
 
 def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def attend_pages(
     if named["s_aux"] is not None:
         raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
     memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
-    keys, values = (each.view(-1, PAGE, *each.shape[2:]) for each in (memory.keys[number], memory.values[number]))
+    keys, values = memory.pages(number)
     output = lz.paged_attention(
         query.transpose(1, 2), keys, values, step.block_tables, step.context_lens, scaling, step=step, **told
     )

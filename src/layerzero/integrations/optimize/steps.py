@@ -211,8 +211,7 @@ class Steps(State):
                 memory.positions.fill_(held.length)
             else:
                 memory.positions.copy_(positions.expand(memory.batch, 1))
-            memory.index.fill_(held.length)
-            memory.lengths.fill_(held.length + 1)
+            memory.place(held.length)
             output = self._on_host(held) if ids.device.type in ON_HOST else self._on_device(held)
             held.length += 1
         return type(output)(logits=output.logits, past_key_values=cache)
