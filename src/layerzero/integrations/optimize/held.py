@@ -184,7 +184,8 @@ def _part(held: Held, layer: Any, name: str) -> Tensor:
     length, memory = held.length, held.memory
     tokens = (memory.keys if name == "keys" else memory.values)[vars(layer)["_number"]]
     first = max(0, length - _longest(layer, length))
-    return tokens[:, first:length].transpose(1, 2)
+    part: Tensor = tokens[:, first:length].transpose(1, 2)
+    return part
 
 
 def _hold(held: Held, number: int, layer: Any) -> None:
@@ -244,6 +245,7 @@ def _counting() -> property:
 @functools.cache
 def _classes() -> tuple[Any, Any]:
     """Classes of layers, as Transformers' own and reading a memory: one that keeps all tokens, one with a window."""
+    plain: Any
     plain, window = _known()
 
     def get_seq_length(layer: Any) -> int:
