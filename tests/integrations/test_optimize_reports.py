@@ -328,3 +328,30 @@ def test_a_model_on_the_meta_device_is_left_with_a_reason() -> None:
     assert any("meta" in each.why for each in report.left), report
     assert not any("_layerzero" in vars(each) for each in model.modules())
     assert not report.is_on
+
+
+def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an unpadded prefill; then left padding, tokens after it, gradients, another dtype: equal to stock."""
+    monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", -1e9)  # all is kept, however slow
+    model, stock = made("Qwen3"), made("Qwen3")
+    report = lz.optimize(model, {"input_ids": tokens(1, 9)}, rounds=1, budget_s=0.0, isolate=False)
+    assert {"attention", "layer"} <= {each.kind for each in report.replaced}
+    assert all(each.error is None or each.error < 1e-4 for each in report.replaced)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[0, :5], mask[1, :2] = 0, 0
+    seen = mask.bool()
+    got, expected = (output(each, tokens(3, 12), attention_mask=mask)[seen] for each in (model, stock))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    given = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask}
+    assert torch.equal(model.generate(tokens(3, 12), **given), stock.generate(tokens(3, 12), **given))
+    for each in (model, stock):
+        each(tokens(), labels=tokens()).loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    wide = [output(each.double(), tokens()) for each in (model, stock)]
+    torch.testing.assert_close(*wide, rtol=1e-6, atol=1e-6)
+    half = [output(each.bfloat16(), tokens()).float() for each in (model, stock)]
+    truth = wide[1].float()
+    assert (half[0] - truth).abs().max() <= 1.5 * (half[1] - truth).abs().max() + 1e-3
+    report.undo()
+    assert torch.equal(output(model, tokens()), output(stock, tokens()))

@@ -83,11 +83,10 @@ def _check(cache: Any, tokens: Tensor, **given: float | None) -> None:
     }
     for name, (first, last) in bounds.items():
         value = given[name]
-        wanted = int if name in {"top_k", "seed"} else (int, float)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, wanted) or not first <= value <= last
-        ):
-            kind = "a whole number" if wanted is int else "a number"
+        whole = name in {"top_k", "seed"}
+        fits = isinstance(value, int) or (isinstance(value, float) and not whole)
+        if value is not None and (isinstance(value, bool) or not fits or not first <= value <= last):
+            kind = "a whole number" if whole else "a number"
             problems.append(f"{name}: wanted {kind} from {first:g} to {last:g} or None, got {value!r}")
     temperature, (coldest, hottest) = given["temperature"], TEMPERATURES
     if temperature is not None and temperature != 0 and not coldest <= temperature <= hottest:

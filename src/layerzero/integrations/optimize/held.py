@@ -215,7 +215,8 @@ def _part(held: Held, layer: Any, name: str) -> Tensor:
     length, memory = held.length, held.memory
     tokens = (memory.keys if name == "keys" else memory.values)[vars(layer)["_number"]]
     first = max(0, length - _longest(layer, length))
-    return tokens[:, first:length].transpose(1, 2)
+    part: Tensor = tokens[:, first:length].transpose(1, 2)
+    return part
 
 
 def _hold(held: Held, number: int, layer: Any) -> None:
@@ -275,6 +276,7 @@ def _counting() -> property:
 @functools.cache
 def _classes() -> tuple[Any, Any]:
     """Classes of layers, as Transformers' own and reading a memory: one that keeps all tokens, one with a window."""
+    plain: Any
     plain, window = _known()
 
     def get_seq_length(layer: Any) -> int:

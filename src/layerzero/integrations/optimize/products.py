@@ -28,8 +28,10 @@ class Product(Packs):
 def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     parameters = self._parameters
     weight, bias = parameters["weight"], parameters["bias"]
-    mine = weight is not None and not stays_stock(self, input, weight, bias)
-    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
+    if weight is not None and not stays_stock(self, input, weight, bias):
+        state = self.__dict__.get(MARK)
+        if state is None:  # another thread has undone it
+            return type(self).forward(self, input)
         try:
             return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])
         except InvalidCallError:

@@ -112,7 +112,7 @@ def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> 
     def mark() -> Any:
         if not on_device:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 

@@ -272,17 +272,17 @@ class Steps(State):
             attend = functools.partial(attend_pages, held, step)
             run = functools.partial(self._drawn, held, places, attend, drawing, numbers)
             output, ids = run()
+            made = None
             try:
-                graph, kept = self._captured(run, memory.index.device)
+                graph, (kept, drawn) = self._captured(run, memory.index.device)
+                made = self._graphs[key] = _Graph(graph, kept, drawn, step, state)
             except (LayerZeroError, RuntimeError) as error:  # the step itself was computed
                 self._failed(error, captured=False)
-                graph = None
-            if graph is not None:
-                self._graphs[key] = found = _Graph(graph, *kept, step, state)
-            if graph is None or drawing is None or not drawing.is_random:
+            if made is None or drawing is None or not drawing.is_random:
                 if drawing is not None:
                     drawing.ids = ids
                 return output
+            found = made
         # a graph may draw by another kernel than a step without: the same seed must give the same at every step
         found.step.advance()
         if drawing is None:

@@ -32,7 +32,7 @@ class Turns:
             stream = torch.cuda.current_stream(device)
             event, before = self._last.get(device, (None, stream))
             if event is None:
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             elif before != stream:
                 stream.wait_event(event)
             try:
