@@ -323,7 +323,10 @@ def test_the_code_of_the_serving_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     names = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(code, names)
+        own = dict(names)
+        exec(code, own)  # a later section's names are not this one's
+        if not names or "KVCache(" in code:
+            names.update(own)
     cache, group = names["cache"], names["group"]
     assert (group.shared_blocks, group.rows) == (2, (0, 1, 2))
     assert ([*cache], cache.usage().swapped, cache.length("system")) == (["system", 0, 2], 1, 40)

@@ -152,7 +152,7 @@ def test_shapes_find_their_operations():
         ("attention.gqa.decode", "1x1x4x16:1x9x2x16")
     ]
     assert names("norm.*", [(3, 4, 8)], ["float32"], "cpu") == [
-        (f"norm.{kind}", "3x4x8") for kind in ("add_rms", "layer", "rms")
+        (f"norm.{kind}", "3x4x8") for kind in ("add_rms", "add_rms.inplace", "layer", "rms")
     ]
     (job,) = asked_jobs("attention.causal", [(1, 8, 4, 16)], ["float32"], "cpu")
     assert job.case.params == {"causal": True}
@@ -204,6 +204,7 @@ def test_cases_grid_and_parts_of_the_grid():
         "norm.rms",
         "norm.layer",
         "norm.add_rms",
+        "norm.add_rms.inplace",
     }
     jobs = asked_jobs("attention", None, ["float32"], "cpu", head_dim=96, seq_lens=[7, 9], batch_sizes=[2])
     assert {job.case.sizes["head_dim"] for job in jobs} == {96}

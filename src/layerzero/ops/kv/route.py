@@ -9,13 +9,13 @@ from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense, overlaps
+from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.kv import draw
 from layerzero.ops.kv.declare import APPEND, APPEND_QUANTIZED, COPY_BLOCKS, GATHER
 from layerzero.ops.paged import written
 from layerzero.ops.paged.problems import layout_problems, shape_problems
 from layerzero.ops.paged.quantized import scale_problems
-from layerzero.ops.rope.route import apart, write_problems
+from layerzero.ops.rope.route import apart
 
 _CACHES = ("key_cache", "value_cache")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from layerzero.core import forking
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.planes import Plane
@@ -83,7 +83,7 @@ class Virtual(Fixed):
         self._row_bytes, self._count = self._row(grain), layers
         self._limit = limit_bytes
         self._has = [0] * pages
-        self._lock = threading.RLock()
+        self._lock = forking.rlock()
         self._worker: ThreadPoolExecutor | None = None
         self._coming: dict[int, Future[None]] = {}
         self.reserved_bytes = layers * pages * self._row_bytes

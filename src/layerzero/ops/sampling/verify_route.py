@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense
@@ -55,7 +56,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("verify_speculative", arguments)
     greedy = arguments["greedy"]
     if not isinstance(greedy, bool):
-        raise InvalidCallError("verify_speculative", [f"greedy: wanted bool, got {greedy!r}"])
+        raise InvalidCallError("verify_speculative", [f"greedy: wanted bool, got {told(greedy)}"])
     operation = GREEDY if greedy else VERIFY if arguments["parents"] is None else TREE
     idle = [] if not greedy else [name for name in ("draft_probs", "seed", "generator") if arguments[name] is not None]
     problems = [f"{name}: wanted none where the draft is verified greedily, got one" for name in idle]

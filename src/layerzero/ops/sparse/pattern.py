@@ -102,6 +102,10 @@ class BlockPattern(Handle):
             raise InvalidCallError("BlockPattern", problems)
         super().__init__((block_indptr, block_indices), "eager")
 
+    def __repr__(self) -> str:
+        rows, blocks = (len(each) for each in self._tensors)
+        return f"BlockPattern({max(rows - 1, 0)} rows, {blocks} blocks)"
+
     @cached_property
     def host(self) -> tuple[Tensor, Tensor]:
         """Both on the CPU: one copy, which waits for the device."""

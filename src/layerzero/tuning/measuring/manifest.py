@@ -140,7 +140,7 @@ def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") 
     """
     manifest = Manifest.load(path, model=model)
     jobs = jobs_of(manifest, device)
-    elsewhere = ", ".join(sorted({each.call.device for each in manifest.calls}))
+    elsewhere = ", ".join(sorted({each.call.device for each in manifest.calls} - {device}))
     if elsewhere and not jobs:
         got = f"{len(manifest.calls)} on {elsewhere}"
         raise ValueError(f"{path}: wanted calls on {device}, got {got}; device= says where, or record it again here")

@@ -21,8 +21,7 @@ def scaled(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
     if not sizes or min(sizes.values()) <= 0 or not {*model.axes} <= sizes.keys():
         return None
     wanted = [math.log2(sizes[name]) for name in model.axes]
-    points = {point for leaf in model.leaves for point in leaf.points}
-    nearest = min(sorted(points), key=lambda point: apart(wanted, point), default=None)
+    nearest = min(sorted({*model.points}), key=lambda point: apart(wanted, point), default=None)
     if nearest is None:
         return None
     there = {name: 2.0**place for name, place in zip(model.axes, nearest, strict=True)} | model.fixed
