@@ -55,8 +55,21 @@ STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def with_its_step(arguments):
-    """A step belongs to the tables, lengths and starts that it was made of; each call has its own."""
+    """A step or pattern belongs to the tensors that it was made of; each call has its own."""
     step = arguments.get("step")
+    if arguments.get("block_indptr") is not None:  # it ends with the blocks: what is beyond is left out
+        both = arguments["block_indptr"].detach().clamp(max=len(arguments["block_indices"])), arguments["block_indices"]
+        arguments |= {"block_indptr": both[0], "block_indices": both[1].detach()}
+        if arguments.get("block_pattern") is not None:
+            arguments["block_pattern"] = lz.BlockPattern(arguments["block_indptr"], arguments["block_indices"])
+    for name, tokens in (("row_sizes", "query"), ("col_sizes", "key")):
+        if arguments.get(name) is None or not arguments[name].shape[1]:
+            continue
+        count, ends = len(arguments[tokens]), arguments[name].cumsum(1)
+        if not (ends[:, -1] == count).all():  # sizes of blocks sum up to the tokens
+            ends = ends.clamp(max=count)
+            ends[:, -1] = count
+            arguments[name] = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).to(arguments[name].dtype)
     if step is not None:
         names = ("block_tables", "context_lens", *STARTS)
         arguments |= {name: arguments[name].detach() for name in names if arguments.get(name) is not None}
