@@ -85,6 +85,19 @@ def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
 
 
+def aligned_rows(tensor: Tensor) -> Tensor:
+    """Copy what does not start every row at a multiple of 16 bytes on dense rows; on a CPU nothing has to.
+
+    Of float32 the memory-efficient kernel has no other form from sm 8.0 on, and asks for the stride of heads even
+    where there is one head; a first row off the boundary ends in "misaligned address" (torch 2.11, H200, 2026-11-22).
+    """
+    step = 16 // tensor.element_size()
+    dense = tensor.stride(-1) == 1 and not any(stride % step for stride in tensor.stride()[:-1])
+    if not tensor.is_cuda or (dense and not tensor.data_ptr() % 16):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
     if _cudnn_is_first(facts):  # torch's function takes this kernel then, and 4 to 7 us less than the operator
         return _through_torch

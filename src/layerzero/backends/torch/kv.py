@@ -77,7 +77,9 @@ def _load_quantized(facts: Facts) -> Callable[..., None]:
     return append
 
 
-def _kernel(name: str, operation: str, load: Callable[[Facts], Callable[..., Any]]) -> Kernel:
+def _kernel(
+    name: str, operation: str, load: Callable[[Facts], Callable[..., Any]], *, graph_safe: bool = True
+) -> Kernel:
     return Kernel(
         id=f"torch.{name}",
         operations=(operation,),
@@ -86,7 +88,7 @@ def _kernel(name: str, operation: str, load: Callable[[Facts], Callable[..., Any
         layout="NHD",
         limits=(limit.dtype(*_FLOATS),),
         deterministic=True,
-        graph_safe=True,
+        graph_safe=graph_safe,
         device_guard=True,
         priority=20,
     )
@@ -96,5 +98,7 @@ KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", _load_append),
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
     _kernel("copy_pages", "kv.copy_blocks", _load_copy),
-    _kernel("append_codes", "kv.append.quantized", _load_quantized),
+    _kernel(
+        "append_codes", "kv.append.quantized", _load_quantized, graph_safe=False
+    ),  # broke captures (H200, 2026-11-22)
 )

@@ -78,7 +78,7 @@ def _load_cuda(facts: Facts) -> Callable[..., Any]:
             scale=scale,
             window_size_left=left,
             window_size_right=0 if causal else right,
-            seqused_k=kv_lens.to(torch.int32),
+            seqused_k=kv_lens.to(torch.int32).contiguous(),  # one of expanded or sliced rows is refused
         )
         return _by_sequence(
             (output, lse_of_tokens(output, lse)) if return_lse else output, batch, return_lse=return_lse

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.cuda_attention import aligned_rows
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -41,7 +42,7 @@ def _load_masked(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         seen = block_mask(block_indptr, block_indices, len(key) // block_cols)
         mask = seen.repeat_interleave(block_rows, 0).repeat_interleave(block_cols, 1)
-        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        q, k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(0)) for each in (query, key, value))
         output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
         return output[0].transpose(0, 1).masked_fill(~mask.any(1)[:, None, None], 0.0)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.cuda_attention import aligned_rows
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -33,8 +34,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         mask = variable_mask(seen_blocks, row_sizes, col_sizes, len(query), len(key))
         q = query.transpose(0, 1).reshape(kv_heads, group, *query.shape[::2])  # the heads of a key head as a batch
-        k, v = (each.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for each in (key, value))
-        output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
+        k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(1)).expand(-1, group, -1, -1) for each in (key, value))
+        output = functional.scaled_dot_product_attention(
+            aligned_rows(q), k, v, attn_mask=mask.unsqueeze(1), scale=scale
+        )
         output = output.masked_fill(~mask.any(2)[:, None, :, None], 0.0)
         return output.flatten(0, 1).transpose(0, 1)
 

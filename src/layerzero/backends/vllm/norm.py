@@ -55,7 +55,12 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
-    return operators("_C.abi3.so", "_C").fused_add_rms_norm.default  # type: ignore[no-any-return]
+    operator: Callable[..., Any] = operators("_C.abi3.so", "_C").fused_add_rms_norm.default
+
+    def one_row(input: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> None:  # noqa: A002
+        operator(input.view(1, -1), residual.view(1, -1), weight, epsilon)
+
+    return one_row if facts.size("input_ndim") == 1 else operator  # it asks for the stride of the axis before the last
 
 
 _LIMITS = (

@@ -61,7 +61,7 @@ def make_step(arguments: Mapping[str, Any], capturable: bool) -> StepMetadata:
         arguments["block_tables"],
         arguments["context_lens"],
         cu_seqlens_q=arguments.get("cu_seqlens_q"),
-        max_context_len=arguments.get("max_context_len"),
+        max_context_len=arguments.get("max_context_len") or None,  # a call over no blocks promises 0: no bound helps
         capturable=capturable,
     )
 
