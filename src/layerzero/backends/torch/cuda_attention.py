@@ -88,8 +88,8 @@ def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def aligned_rows(tensor: Tensor) -> Tensor:
     """Copy what does not start every row at a multiple of 16 bytes on dense rows; on a CPU nothing has to.
 
-    Of float32 the memory-efficient kernel has no other form from sm 8.0 on, and asks for the stride of heads even
-    where there is one head; a first row off the boundary ends in "misaligned address" (torch 2.11, H200, 2026-11-22).
+    The memory-efficient kernel ended in "no kernel found to launch" for strided float32 rows, and in a misaligned address
+    for a first row off the boundary (torch 2.11, H200, 2026-11-22).
     """
     step = 16 // tensor.element_size()
     dense = tensor.stride(-1) == 1 and not any(stride % step for stride in tensor.stride()[:-1])
