@@ -233,6 +233,8 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
     output = torch.zeros(8, 4, 16)
     impl.forward(None, made.query, made.new(made.keys), made.new(made.values), None, metadata_of(vllm, made), output)
     torch.testing.assert_close(output, made.wanted(causal=False, scale=0.25), rtol=1e-5, atol=1e-5)
+    windowed = vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, sliding_window=3, attn_type="encoder_only")
+    assert windowed.window == (2, 2), "to both sides, as vLLM's own backends have it"
     assert impl.forward(None, *[made.query] * 3, None, None, output).abs().max() == 0
     for wrong in ({"alibi_slopes": [0.5]}, {"attn_type": "encoder_decoder"}, {"kv_cache_dtype": "fp8"}, {"sinks": 1}):
         with pytest.raises(NotImplementedError, match=f"{next(iter(wrong))}: wanted"):

@@ -585,3 +585,20 @@ def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
 def test_scales_go_with_codes(change, message):
     with pytest.raises(lz.InvalidCallError, match=message):
         lz.KVCache(**{"layers": 1, "kv_heads": 2, "head_dim": 8, "pages": 4, "dtype": torch.float32} | change)
+
+
+@pytest.mark.parametrize("end", ["free", "truncate", "swap_out", "abort"])
+def test_a_step_whose_sequence_gave_tokens_back_reads_and_writes_no_others(end):
+    cache = lz.KVCache(layers=1, kv_heads=2, head_dim=32, pages=4, page_size=16, dtype=torch.float32)
+    cache.allocate("alice")
+    query, *_ = drawn(4)
+    step = cache.writing(["alice"], [4])
+    if end == "abort":
+        cache.abort(step)
+    else:
+        cache.commit(step)
+        lz.paged_attention(query, cache.layer(0), step=step)
+        cache.truncate("alice", 3) if end == "truncate" else getattr(cache, end)("alice")
+    for use in (lambda: step.slots, lambda: lz.paged_attention(query, cache.layer(0), step=step)):
+        with pytest.raises(lz.KVCacheError, match="aborted" if end == "abort" else "freed, truncated or swapped out"):
+            use()

@@ -114,7 +114,10 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         )
         encoder = str(getattr(layer.attn_type, "value", layer.attn_type)) == "encoder_only"
         window, left = None, layer.sliding_window_size
-        if left is not None and left >= 0 and not encoder:
+        if left is not None and left >= 0:
+            if encoder:
+                problem = f"sliding_window_size: wanted none beside encoder_only, got {left}"
+                raise NotImplementedError(f"{problem}; use another attention backend of SGLang")
             window = (left, 0)
         output = self.step.attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

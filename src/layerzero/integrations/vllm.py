@@ -106,7 +106,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, str(getattr(attn_type, "value", attn_type))
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.window = None if sliding_window is None else (sliding_window - 1, 0)
+        ahead = sliding_window - 1 if sliding_window is not None and self.attn_type in _ENCODERS else 0
+        self.window = None if sliding_window is None else (sliding_window - 1, ahead)
         self.softcap = logits_soft_cap or None
 
     def forward(

@@ -76,7 +76,8 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int])
     exact = chance or not weights.isdisjoint(wanted)
     dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if exact else torch.bfloat16
     promised = {name: recipe.params[name] for name in schema.bounds if recipe.params.get(name) is not None}
-    made = operation.examples(Case("again", sizes, promised), dtype, torch.device(recipe.device), None)
+    chosen = {name: recipe.params[name] for name in schema.chosen if recipe.params.get(name) is not None}
+    made = operation.examples(Case("again", sizes, chosen | promised), dtype, torch.device(recipe.device), None)
     shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
     found: dict[str, Any] = {
         name: made[name].view(shape) if made[name].numel() == math.prod(shape) else made[name]

@@ -88,8 +88,8 @@ def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def aligned_rows(tensor: Tensor) -> Tensor:
     """Copy what does not start every row at a multiple of 16 bytes on dense rows; on a CPU nothing has to.
 
-    The memory-efficient kernel ended in "no kernel found to launch" for strided float32 rows, and in a misaligned address
-    for a first row off the boundary (torch 2.11, H200, 2026-11-22).
+    The memory-efficient kernel ended in "no kernel found to launch" for strided float32 rows, and in a misaligned
+    address for a first row off the boundary (torch 2.11, H200, 2026-11-22).
     """
     step = 16 // tensor.element_size()
     dense = tensor.stride(-1) == 1 and not any(stride % step for stride in tensor.stride()[:-1])

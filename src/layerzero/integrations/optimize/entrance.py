@@ -25,7 +25,7 @@ from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
-from layerzero.integrations.optimize.steps import Steps, stepping
+from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
 from layerzero.integrations.optimize.swapping import Packs, State, Swap, has_own_forward, is_swapped, weight_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 
@@ -180,10 +180,12 @@ def _steps(attention: list[_Attention], report: Optimized) -> None:
         if why:
             report.left.append(Left(path, type(model).__name__, f"graph: {why}"))
             continue
+        on_host = all(each.device.type in ON_HOST for each in model.parameters())
+        how = "keys and values in memory that stays" if on_host else "a CUDA graph a length"
         swap = Swap(model, stepping(model), Steps(model))
         swap.on()
         report._exchanges.append(swap)
-        report.replaced.append(Replaced(path, type(model).__name__, "step", "a CUDA graph a length", BY_CALL, None))
+        report.replaced.append(Replaced(path, type(model).__name__, "step", how, BY_CALL, None))
 
 
 def module_of(model: Any) -> Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def generate_step(
         more: passed to the model, as ``attention_mask``, ``position_ids``.
     Raises: InvalidCallError for numbers out of range; whatever the model raises.
     """
-    _check(cache, tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    _check(cache, tokens, more, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     drawing = Drawing(temperature, top_k, top_p, min_p, seed)
     token = DRAWING.set(drawing)
     before = cache.get_seq_length()
@@ -66,9 +67,13 @@ def generate_step(
     return drawing.ids.view(-1, 1)
 
 
-def _check(cache: Any, tokens: Tensor, **given: float | None) -> None:
+OWN = ("input_ids", "past_key_values", "use_cache", "return_dict")
+"""Arguments of the model that a step gives itself."""
+
+
+def _check(cache: Any, tokens: Tensor, more: Mapping[str, Any], **given: float | None) -> None:
     """Raise for what does not fit, each with what was wanted and got."""
-    problems = []
+    problems = [f"{name}: wanted none, a step gives it itself; got one" for name in OWN if name in more]
     if not hasattr(cache, "get_seq_length"):
         wanted = "a cache of Transformers, as DynamicCache(config=model.config)"
         problems.append(f"cache: wanted {wanted}, got {type(cache).__name__}")
@@ -89,7 +94,8 @@ def _check(cache: Any, tokens: Tensor, **given: float | None) -> None:
             kind = "a whole number" if whole else "a number"
             problems.append(f"{name}: wanted {kind} from {first:g} to {last:g} or None, got {value!r}")
     temperature, (coldest, hottest) = given["temperature"], TEMPERATURES
-    if temperature is not None and temperature != 0 and not coldest <= temperature <= hottest:
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if temperature is not None and not (number and (temperature == 0 or coldest <= temperature <= hottest)):
         problems.append(f"temperature: wanted 0, {coldest:g} to {hottest:g} or None, got {temperature!r}")
     if problems:
         raise InvalidCallError("generate_step", problems)

@@ -159,7 +159,7 @@ class Optimized:
             lines += ["", *_table(("left", "module", "why"), reasons)]
         lines += ["", self._memory()]
         for state in (getattr(each, "state", None) for each in self._exchanges):
-            lines += [f"{count} steps without a graph: {why}" for why, count in getattr(state, "left", {}).items()]
+            lines += [f"{count} steps ran as they are: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:

@@ -18,11 +18,15 @@ from layerzero.ops.kv.errors import KVCacheError
 
 @dataclass(slots=True)
 class Entry:
-    """One sequence: its pages in order, its tokens, and what was swapped to the host where it is not on the device."""
+    """One sequence: its pages in order, its tokens, and what was swapped to the host where it is not on the device.
+
+    ``returned`` counts how often it gave tokens back: whoever knows older tables knows pages that may be another's.
+    """
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
     swapped: Any = None
+    returned: int = 0
 
 
 @dataclass(slots=True)
@@ -167,6 +171,7 @@ class Book:
         """Forget the tokens behind the first so many; the pages that nobody has now."""
         keep = self._blocks(tokens)
         gone, entry.pages = entry.pages[keep:], entry.pages[:keep]
+        entry.returned += tokens < entry.length
         entry.length = tokens
         return [page for page in gone if self.give(page)]
 

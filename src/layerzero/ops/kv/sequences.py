@@ -272,20 +272,33 @@ class CachedSequences:
         """End a step and take its tokens back."""
         self._mine(step)
         self._book.undo(step.end())
+        step.is_aborted = True
         self._step = None
 
     def _mine(self, step: CacheStep) -> None:
         if step is not self._step:
             raise KVCacheError("wanted the step that is open, got another one; writing() begins one")
 
+    def returned(self, names: Sequence[Hashable]) -> list[tuple[Any, int]]:
+        """Sequences, and how often each gave tokens back until now."""
+        return [(entry, entry.returned) for entry in map(self._book.known, names)]
+
     def check_moved(self, step: object) -> None:
-        """Refuse the step of another cache, or one from before pages moved. Raises: KVCacheError."""
+        """Refuse the step of another cache, and one whose pages may be another sequence's by now.
+
+        Raises: KVCacheError.
+        """
         if not isinstance(step, CacheStep):
             return
         if step.cache is not self:
             raise KVCacheError("wanted a step of this cache, got one of another")
         if step.moves != self.moves:
             raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
+        if step.is_aborted:
+            raise KVCacheError("wanted a step that was not aborted, got one that was; writing() begins another")
+        if any(entry.returned != count for entry, count in step.returned):
+            got = "got one that was freed, truncated or swapped out"
+            raise KVCacheError(f"wanted a step whose sequences are as they were, {got}; writing() begins another")
 
     def host_tables(
         self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None

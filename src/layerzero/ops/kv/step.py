@@ -43,7 +43,8 @@ class CacheStep(StepMetadata):
         capturable: bool,
     ) -> None:
         self.cache, self.sequences, self.counts = cache, tuple(sequences), tuple(counts)
-        self._growths, self.is_open = growths, True
+        self._growths, self.is_open, self.is_aborted = growths, True, False
+        self.returned = cache.returned(self.sequences)
         tables, lens, starts = cache.host_tables(self.sequences, self.counts, blocks)
         host = (lens,) if starts is None else (lens, starts)
         device = cache.device
@@ -59,7 +60,8 @@ class CacheStep(StepMetadata):
 
     @property
     def slots(self) -> Tensor:
-        """Where the new tokens belong, (T,) int64."""
+        """Where the new tokens belong, (T,) int64. Raises: KVCacheError where another sequence may have that place."""
+        self.cache.check_moved(self)
         return self.slot_mapping(self.cache.page_size)
 
     @property
@@ -79,6 +81,7 @@ class CacheStep(StepMetadata):
         if starts is not None and self.cu_seqlens_q is not None:
             self.cu_seqlens_q.copy_(starts)
         self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True
+        self.is_aborted, self.returned = False, self.cache.returned(self.sequences)
         self.advance(host=(lens,) if starts is None else (lens, starts))
 
     def end(self) -> list[Growth]:
