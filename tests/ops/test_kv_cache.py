@@ -308,10 +308,14 @@ def test_a_latent_cache_brings_its_two_planes():
     with cache.writing(["a"], [20]) as step:
         new = torch.randn(20, 512, dtype=torch.bfloat16), torch.randn(20, 64, dtype=torch.bfloat16)
         layer.append(*new, step.slots)
-        given = {"ckv_cache": layer, "step": step, "block_tables": None}
-        brought = layer.arguments_of("mla", "ckv_cache", given)
-    assert (brought["ckv_cache"], brought["kpe_cache"]) == (layer.ckv_cache, layer.kpe_cache)
-    assert brought["block_tables"] is step.block_tables
+        queries = torch.randn(1, 2, 16, 512, dtype=torch.bfloat16), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
+        output = lz.mla_attention(*queries, layer, step=step, scale=0.07)
+        tables = step.block_tables, step.context_lens
+        planes = layer.ckv_cache.contiguous(), layer.kpe_cache.contiguous()
+        torch.testing.assert_close(output, lz.mla_attention(*queries, *planes, *tables, 0.07), rtol=2e-2, atol=2e-2)
+    assert layer.ckv_cache.untyped_storage().data_ptr() == layer.kpe_cache.untyped_storage().data_ptr()
+    with pytest.raises(TypeError, match="missing required arguments: 'scale'"):
+        lz.mla_attention(*queries, layer, step=step)
     slots = step.slots
     assert torch.equal(layer.ckv_cache.flatten(0, 1)[slots], new[0])
     assert torch.equal(layer.kpe_cache.flatten(0, 1)[slots], new[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,3 +62,8 @@ def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> 
 def scale_planes(page_size: int, kv_heads: int) -> tuple[Plane, ...]:
     """A scale for each token and head, tokens first whatever the layout."""
     return tuple(Plane(name, (page_size, kv_heads), 1, torch.float32) for name in ("key_scale", "value_scale"))
+
+
+def are_columns(planes: Sequence[Plane]) -> bool:
+    """Whether the planes of a layer lie side by side in one tensor: those of latent attention, as most kernels read."""
+    return [each.name for each in planes] == ["ckv", "kpe"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerzero.core import forking
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import KVCacheError
-from layerzero.ops.kv.planes import Plane
+from layerzero.ops.kv.planes import Plane, are_columns
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
 
 OVERREAD = 256
@@ -33,10 +33,16 @@ class Fixed:
         self, planes: Sequence[Plane], layers: int, pages: int, device: torch.device, *, shared: bool = False
     ) -> None:
         make = managed_zeros if shared and device.type == "cuda" else torch.zeros
-        self.layers: Layers = [
-            {each.name: make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes}
-            for _ in range(layers)
-        ]
+        joined = are_columns(planes)
+        self.layers: Layers = []
+        for _ in range(layers):
+            if joined:
+                widths = [each.inner[1] for each in planes]
+                shape = pages, planes[0].inner[0], sum(widths)
+                parts = make(shape, dtype=planes[0].dtype, device=device).split(widths, -1)
+            else:
+                parts = [make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes]
+            self.layers.append({each.name: part for each, part in zip(planes, parts, strict=True)})
         self.reserved_bytes = sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
         self.growths = self.waited_growths = 0
         self.growth_us = 0.0

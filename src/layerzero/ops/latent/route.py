@@ -84,6 +84,12 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 _PLANES = ("ckv_cache", "kpe_cache")
 
 MLA_ATTENTION = Function(
-    name=NAME, signature=mla_attention, route=_route, operations=OPERATIONS, draw=draw, state=frozenset({"sdpa"})
+    name=NAME,
+    signature=mla_attention,
+    route=_route,
+    operations=OPERATIONS,
+    draw=draw,
+    state=frozenset({"sdpa"}),
+    brought=("kpe_cache", "block_tables", "context_lens", "scale"),  # no object brings the last, which follows them
 )
 FUNCTIONS = (MLA_ATTENTION,)
