@@ -606,3 +606,15 @@ def test_a_step_whose_sequence_gave_tokens_back_reads_and_writes_no_others(end):
     for use in (lambda: step.slots, lambda: lz.paged_attention(query, cache.layer(0), step=step)):
         with pytest.raises(lz.KVCacheError, match="aborted" if end == "abort" else "freed, truncated or swapped out"):
             use()
+
+
+@pytest.mark.parametrize("strategy", ["paged", "virtual"])
+def test_a_limit_of_memory_holds_from_the_beginning(strategy):
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32, "strategy": strategy}
+    sizes |= {"pages": 4, "page_size": 16} if strategy == "paged" else {"max_sequences": 4, "max_length": 64}
+    with pytest.raises(lz.KVCacheError, match="got a limit of 100"):
+        lz.KVCache(**sizes, limit_bytes=100)
+    for wrong in (0, -5, "x", True):
+        with pytest.raises(lz.InvalidCallError, match="limit_bytes: wanted a number"):
+            lz.KVCache(**sizes, limit_bytes=wrong)
+    lz.KVCache(**sizes, limit_bytes=2**24).close()

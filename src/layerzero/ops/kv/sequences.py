@@ -13,6 +13,7 @@ from torch import Tensor
 from layerzero.core import forking
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
 from layerzero.ops.kv.book import Book, Growth
 from layerzero.ops.kv.errors import KVCacheError
@@ -62,6 +63,9 @@ class CachedSequences:
         scales: str | None = None,
     ) -> None:
         self._closed = True  # until it is made
+        if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes < 1):
+            problem = f"limit_bytes: wanted a number of at least 1 or None, got {told(limit_bytes)}"
+            raise InvalidCallError("KVCache", [problem])
         made = asked(
             *(layers, kv_heads, head_dim, value_dim, latent, pages, page_size, max_sequences, max_length),
             *(layout, dtype, device, strategy, captured, scales),
@@ -73,6 +77,12 @@ class CachedSequences:
         if made.choice.strategy is KVCacheStrategy.VIRTUAL:
             self._storage: Fixed = Virtual(*sizes, limit_bytes)
         else:
+            needed = made.layers * made.pages * made.page_size * sum(each.bytes_of_token for each in made.planes)
+            if limit_bytes is not None and needed > limit_bytes:
+                problem = (
+                    f"wanted {needed} bytes for {made.pages} pages, got a limit of {limit_bytes}; take fewer pages"
+                )
+                raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
             self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
         self._book = Book(made.pages, made.page_size)
         self._lock = forking.rlock()

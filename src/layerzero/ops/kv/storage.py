@@ -87,6 +87,10 @@ class Virtual(Fixed):
         self._range = reserve(device, lambda grain: layers * pages * self._row(grain))
         grain = self._range.granularity
         self._row_bytes, self._count = self._row(grain), layers
+        if limit_bytes is not None and layers * grain > limit_bytes:
+            self._range.close()
+            problem = f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}"
+            raise KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
         self._limit = limit_bytes
         self._has = [0] * pages
         self._lock = forking.rlock()
