@@ -24,7 +24,8 @@ from layerzero.tuning.proving.child import rebuilt
 def taken_over(each: Chosen) -> Outcome:
     """Load what a child built, so that no call waits for that either."""
     if not BUILT.ready(each.kernel, each.facts):
-        why = "a child process built it, but left nothing where its library would keep it; is there room?"
+        why = "a child process built it, but left nothing where its library would keep it: there is no room, or only"
+        why += " the driver keeps it; lz.warmup builds it in this process"
         return Outcome(why, lasting=False)
     try:
         _beside_captures(each)
