@@ -355,3 +355,16 @@ def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pyt
     assert (half[0] - truth).abs().max() <= 1.5 * (half[1] - truth).abs().max() + 1e-3
     report.undo()
     assert torch.equal(output(model, tokens()), output(stock, tokens()))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rounds": 0}, "rounds: wanted"),
+        ({"memory_limit": "1GB"}, "memory_limit: wanted"),
+        ({"memory_limit": 1.5}, "wanted bytes"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_before_anything_is_looked_at(given, said):
+    with pytest.raises(lz.InvalidCallError, match=said):
+        lz.optimize(torch.nn.Linear(4, 4), **given)

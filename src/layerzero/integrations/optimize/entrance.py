@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Linear, Module
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block, block
@@ -87,8 +88,13 @@ def optimize(
     Returns: the report, which prints what was done and why, and takes it back.
     Raises: TypeError for what has no modules; whatever the model raises on the inputs.
     """
-    if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
-        raise InvalidCallError("optimize", [f"memory_limit: wanted bytes from 0 or None, got {memory_limit!r}"])
+    problems = []
+    if memory_limit is not None and (type(memory_limit) is not int or memory_limit < 0):
+        problems.append(f"memory_limit: wanted bytes from 0 or None, got {told(memory_limit)}")
+    if type(rounds) is not int or rounds < 1:
+        problems.append(f"rounds: wanted a number of at least 1, got {told(rounds)}")
+    if problems:
+        raise InvalidCallError("optimize", problems)
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
     model = diffusion.whole(model)
