@@ -145,10 +145,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "step": "a kind of what is replaced: one token of a decoder",
     },
     "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens"), _DRAWN),
-    "integrations/optimize/held.py": dict.fromkeys(("positions", "tokens"), _CACHE),
+    "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
         (
-            *("add_rms_norm", "bias", "cos", "eps", "heads", "k_bias", "k_weight", "layer_norm", "linear", "norm"),
+            *("add_rms_norm", "add_rms_norm_", "bias", "cos", "eps", "heads", "k_bias", "k_weight", "layer_norm"),
+            *("linear", "norm"),
             *("packed_k", "packed_q", "packed_v", "plus_one", "positions", "q_bias", "q_weight", "qk_norm_rope"),
             *("qkv_linear", "rms_norm", "rope_", "sin", "split_qkv_norm_rope", "v_bias", "weight"),
         ),

@@ -222,7 +222,8 @@ def arguments_of(call):
 
 def _fresh(value):
     """A copy to write into, which asks for gradients where the tensor does and is no leaf then, either."""
-    return value * 1 if isinstance(value, torch.Tensor) and value.requires_grad else copied(value)
+    asks = isinstance(value, torch.Tensor) and value.requires_grad and value.dtype.itemsize > 1  # float8 has no product
+    return value * 1 if asks else copied(value)
 
 
 def run(call):

@@ -137,8 +137,9 @@ def gather_reference(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tenso
     slots = slot_mapping.clamp(min=0)
     found = []
     for cache in (key_cache, value_cache):
-        held = cache if cache.shape[0] else cache.new_zeros((1, *cache.shape[1:]))
-        found.append(held[slots // cache.shape[1], slots % cache.shape[1]].masked_fill(none, 0.0))
+        pages, size = max(cache.shape[0], 1), max(cache.shape[1], 1)
+        held = cache if cache.shape[0] and cache.shape[1] else cache.new_zeros((pages, size, *cache.shape[2:]))
+        found.append(held[slots // size, slots % size].masked_fill(none, 0.0))
     return found[0], found[1]
 
 

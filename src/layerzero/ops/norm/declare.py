@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.arguments import Axis, Param, TensorSchema, told
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
@@ -221,7 +221,7 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
     given = arguments["normalized_shape"]
     sizes = (given,) if isinstance(given, (int, torch.SymInt)) else given
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
-        raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {given!r}"])
+        raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {told(given)}"])
     shape = tuple(int(size) for size in sizes)
     arguments["normalized_shape"] = shape
     input_ = arguments["input"]

@@ -150,7 +150,14 @@ BLOCK_SPARSE = Operation(
             _block("block_cols"),
             SCALE,
             RETURN_LSE,
-            Param("block_pattern", BlockPattern, None, Role.HANDLE, made_of=("block_indptr", "block_indices")),
+            Param(
+                "block_pattern",
+                BlockPattern,
+                None,
+                Role.HANDLE,
+                made_of=("block_indptr", "block_indices"),
+                make=lambda given, _: BlockPattern(given["block_indptr"], given["block_indices"]),
+            ),
         ),
         axes=(
             Axis("tokens", scales=True, live=True, codes=LENGTH),

@@ -85,11 +85,11 @@ class Priors:
         self._nearest: dict[tuple[frozenset[tuple[str, str]], bool], list[tuple[float, Table, Family]]] = {}
         self._learnt: dict[int, Learnt] = {}
         own = [each for each in self._read(folder, f"{slug(device.name)}*.json") if each.device == device.name]
-        self._worth = CONFIDENCE if own else CONFIDENCE * ELSEWHERE
-        for table in own or _akin(self._read(folder, "*.json"), device):
+        self._device = device.name
+        for table in (*own, *_akin(self._read(folder, "*.json"), device)):  # what its own tables lack, its kin's have
             for family in table.families:
                 for graph in (False, True) if family.graph is None else (family.graph,):
-                    self._families[frozenset(family.facts.items()), graph] = (table, family)
+                    self._families.setdefault((frozenset(family.facts.items()), graph), (table, family))
 
     def __bool__(self) -> bool:
         return bool(self._families)
@@ -130,20 +130,25 @@ class Priors:
     def _neighbours(self, key: frozenset[tuple[str, str]], graph: bool) -> list[tuple[float, Table, Family]]:
         """The family of a call, or else those beside it, nearest first, with what each counts."""
         if (key, graph) in self._families:
-            return [(self._worth, *self._families[key, graph])]
+            table, family = self._families[key, graph]
+            return [(self._worth(table), table, family)]
         found: list[tuple[float, Table, Family]] = []
         for (other, of_graph), (table, family) in self._families.items():
             away = _apart(dict(key), dict(other)) if of_graph == graph else math.inf
             if away <= MAX_APART:
                 found.append((away, table, family))
-        return [(self._worth * NEIGHBOUR, table, family) for _, table, family in sorted(found, key=itemgetter(0))]
+        near = sorted(found, key=itemgetter(0))
+        return [(self._worth(table) * NEIGHBOUR, table, family) for _, table, family in near]
+
+    def _worth(self, table: Table) -> float:
+        return CONFIDENCE if table.device == self._device else CONFIDENCE * ELSEWHERE
 
 
 def _akin(tables: Iterable[Table], device: Device) -> list[Table]:
     """The tables of the first other device of the same compute capability."""
     if device.sm is None:
         return []
-    names = {each.name for each in KNOWN_DEVICES.values() if each.sm == device.sm}
+    names = {each.name for each in KNOWN_DEVICES.values() if each.sm == device.sm} - {device.name}
     akin = [table for table in tables if table.device in names]
     return [table for table in akin if table.device == akin[0].device]
 
