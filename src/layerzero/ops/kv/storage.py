@@ -39,7 +39,7 @@ class Fixed:
             if joined:
                 widths = [each.inner[1] for each in planes]
                 shape = pages, planes[0].inner[0], sum(widths)
-                parts = make(shape, dtype=planes[0].dtype, device=device).split(widths, -1)
+                parts = list(torch.split(make(shape, dtype=planes[0].dtype, device=device), widths, -1))
             else:
                 parts = [make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes]
             self.layers.append({each.name: part for each, part in zip(planes, parts, strict=True)})
