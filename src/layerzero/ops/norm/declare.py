@@ -228,12 +228,12 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
     if isinstance(input_, Tensor):
         ending = tuple(input_.shape[max(input_.ndim - len(shape), 0) :])
         if not shape or ending != shape:
-            wanted = f"input: wanted a shape that ends in normalized_shape {shape}, got {tuple(input_.shape)}"
+            wanted = f"input: wanted a shape that ends in normalized_shape {told(shape)}, got {tuple(input_.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
     for name in ("weight", "bias"):
         tensor = arguments[name]
         if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
-            wanted = f"{name}: wanted shape {shape} like normalized_shape, got {tuple(tensor.shape)}"
+            wanted = f"{name}: wanted shape {told(shape)} like normalized_shape, got {tuple(tensor.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
     return routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
 
