@@ -302,19 +302,30 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
 
 
 def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense("add_rms_norm", arguments)
+    return route_sum("add_rms_norm", ADD_RMS, arguments, written=("residual",))
+
+
+def route_sum(
+    function: str,
+    operation: Operation,
+    arguments: dict[str, Any],
+    written: tuple[str, ...],
+    read: tuple[str, ...] = (),
+) -> Routed:
+    """Check a norm of ``residual += input`` that writes over some tensors, which share no memory with those read."""
+    check_dense(function, arguments)
     input_, residual = arguments["input"], arguments["residual"]
     if isinstance(input_, Tensor) and isinstance(residual, Tensor):
         problems = []
         if residual.shape != input_.shape:
             wanted, got = tuple(input_.shape), tuple(residual.shape)
             problems.append(f"residual: wanted shape {wanted} like input, got {got}")
-        problems += write_problems(arguments, ("residual",), ())
+        problems += write_problems(arguments, written, read)
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
         if problems:
-            raise InvalidCallError("add_rms_norm", problems)
-    return routed("add_rms_norm", ADD_RMS, arguments)
+            raise InvalidCallError(function, problems)
+    return routed(function, operation, arguments)
 
 
 def routed(

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.schema import OperationSchema
-from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.norm import declare, draw, stock
 
 
@@ -78,19 +76,7 @@ def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 
 
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense("add_rms_norm_", arguments)
-    input_, residual = arguments["input"], arguments["residual"]
-    if isinstance(input_, Tensor) and isinstance(residual, Tensor):
-        problems = []
-        if residual.shape != input_.shape:
-            wanted, got = tuple(input_.shape), tuple(residual.shape)
-            problems.append(f"residual: wanted shape {wanted} like input, got {got}")
-        problems += write_problems(arguments, ("input", "residual"), ("weight",))
-        if residual is input_ or overlaps(residual, input_):
-            problems.append("residual: wanted memory of its own, got memory that it shares with input")
-        if problems:
-            raise InvalidCallError("add_rms_norm_", problems)
-    return declare.routed("add_rms_norm_", ADD_RMS_INPLACE, arguments)
+    return declare.route_sum("add_rms_norm_", ADD_RMS_INPLACE, arguments, ("input", "residual"), ("weight",))
 
 
 ADD_RMS_NORM_IN_PLACE = Function("add_rms_norm_", add_rms_norm_, _route, (ADD_RMS_INPLACE,), draw=draw.add_rms_norm_)
