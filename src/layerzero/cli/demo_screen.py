@@ -18,7 +18,8 @@ NEXT = (
 
 def show(console: Console, result: Mapping[str, Any]) -> None:
     """Print the answer of the demonstration."""
-    runs = " to ".join(str(each) for each in sorted({row["runs"] for row in result["results"]}))
+    counts = [row["runs"] for row in result["results"]]
+    runs = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
     threads = f", {result['threads']} threads" if not result["gpu"] else ""
     _say(
         console, f"[bold]{result['device']}[/]{threads}, torch {result['torch']}; medians of {runs} runs, taken in turn"
