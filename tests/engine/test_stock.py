@@ -141,6 +141,31 @@ def test_the_more_doubtful_times_are_the_more_must_be_gained(library, monkeypatc
     assert chosen().kernel_id == winner
 
 
+@pytest.mark.parametrize("priority", [20, 100])
+@pytest.mark.parametrize(("provenance", "noise", "winner"), [
+    ("measured", 0.3, "fast.rms_norm"),  # 10 / 1.3 is more than 1.5 * 2.5 * 1.3
+    ("measured", 0.9, "torch.rms_norm"),
+    ("predicted", 0.3, "torch.rms_norm"),  # how far it may be off is no noise of its own
+])  # fmt: skip
+def test_no_doubt_keeps_what_was_surely_slower(monkeypatch, priority, provenance, noise, winner):
+    kernel = lz.Kernel(
+        id="fast.rms_norm", operations=("norm.rms",), backend=BACKEND, load=lambda _: norm, accepts=("eps",),
+        priority=priority,
+    )  # fmt: skip
+    REGISTRY.register_kernels([kernel])
+
+    def evidence(_, kernels, facts):
+        times = {"torch.rms_norm": 10.0, kernel.id: 2.5}
+        return {name: Evidence(us, Provenance(provenance), 0.02, noise) for name, us in times.items()}
+
+    monkeypatch.setattr(type(ENGINE.ledger), "evidence", evidence)
+    monkeypatch.setattr(type(ENGINE.ledger), "untimed", lambda *_: False)
+    try:
+        assert chosen().kernel_id == winner
+    finally:
+        lz.unregister_kernel(kernel.id)
+
+
 @pytest.mark.usefixtures("library")
 def test_a_call_gets_what_the_question_says_where_a_program_has_a_kernel_of_its_own():
     ran = []

@@ -124,7 +124,8 @@ KERNELS = (
         accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
         limits=(
             *FLASH,
-            limit.last_stride_one("query"),
+            # gathering keeps the order of a cache's axes (seen with torch 2.11: "must have contiguous last dimension")
+            limit.last_stride_one("query", "key_cache", "value_cache"),
             limit.aligned(16, "query"),
             limit.contiguous("context_lens", "cu_seqlens_q"),
         ),
