@@ -239,6 +239,9 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
         [kernel], lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64))
     )
     assert found["torch.rms_norm"].time_us == 8.0
+    for change in ({"threads": table.threads + 1}, {"capability": "another"}):  # the same name, another processor
+        archive.export_prior(msgspec.structs.replace(table, **change), file)
+        assert not Priors(Device.detect("cpu"), tmp_path)
     rows = [*archive.rows(store.database)]
     other = msgspec.structs.replace(rows[0], environment=msgspec.structs.replace(rows[0].environment, torch="1.0"))
     with pytest.raises(ValueError, match="wanted times of one device, driver and torch"):

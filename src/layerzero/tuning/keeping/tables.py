@@ -61,6 +61,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions: by kernel, the version of its library, empty where torch brings it.
         date, script: when, and by what.
         resolution_us: what the times were rounded to.
+        threads, capability: of a CPU, whose name alone tells neither; such a table counts for the same ones only.
     """
 
     format: int
@@ -73,6 +74,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     script: str
     families: list[Family]
     resolution_us: float = 0.0
+    threads: int = 0
+    capability: str = ""
 
 
 def read_table(file: Path) -> Table:
@@ -134,18 +137,28 @@ def table_of(found: Iterable[Row], script: str) -> Table:
         if row.kernel not in case or case[row.kernel].written_at < row.written_at:
             case[row.kernel] = row
     versions = {(row.kernel, row.environment.version) for row in rows}
-    about = {(row.environment.device, row.environment.driver, row.environment.torch) for row in rows}
+    about = {_about(row) for row in rows}
     if len(about) != 1 or len(dict(versions)) != len(versions):
-        got = ", ".join(sorted({" ".join(filter(None, each)) for each in (*about, *versions)})) or "nothing"
+        got = ", ".join(sorted({" ".join(map(str, filter(None, each))) for each in (*about, *versions)})) or "nothing"
         wanted = "wanted times of one device, driver and torch, and of one version of each library"
         raise ValueError(f"a table of priors: {wanted}, got {got}")
-    (device, driver, torch), *_ = about
+    ((device, driver, torch, threads, capability),) = about
     families = [
         Family(dict(sorted(facts)), list(_cases(cases)), graph)
         for (facts, graph), cases in sorted(times.items(), key=lambda each: (sorted(each[0][0]), each[0][1]))
     ]
     day = max(row.written_at for row in rows)[:10]
-    return Table(FORMAT, KIND, device, driver, torch, dict(sorted(versions)), day, script, families)
+    names = dict(sorted(versions))
+    return Table(
+        FORMAT, KIND, device, driver, torch, names, day, script, families, threads=threads, capability=capability
+    )
+
+
+def _about(row: Row) -> tuple[str, str, str, int, str]:
+    """What the rows of one table share."""
+    environment = row.environment
+    told = (environment.threads, environment.capability) if environment.platform == "cpu" else (0, "")
+    return (environment.device, environment.driver, environment.torch, *told)
 
 
 def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) -> Iterator[Case]:

@@ -1,7 +1,8 @@
 """Times that ship with the package: what was measured on a device of this name, where the user has measured nothing.
 
 A table is JSON under ``priors/``, one or more a device. It is matched more loosely than measured times are: layouts and
-row strides do not count, and neither do the driver and minor versions; so it decides less.
+row strides do not count, and neither do the driver and minor versions; so it decides less. A CPU's counts for the
+number of threads and the instruction sets that it was measured with, since kernels gain differently from both.
 
 Times travel, for less again. Where no family of a table is about a call, the nearest one of the same function is, whose
 fixed sizes (a head's features) are at most twice or half as large: kernels round them up, so the next larger comes
@@ -24,6 +25,7 @@ from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine import probe
+from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import axes_of, is_plain, work_of
 from layerzero.tuning.keeping.tables import Family, Table, read_table, slug, told_apart
 from layerzero.tuning.predicting.fitting import fit
@@ -80,11 +82,13 @@ class Priors:
     """The tables of one device, or of its kind, read when it is first asked about."""
 
     def __init__(self, device: Device, folder: Path) -> None:
+        threads, capability = _of_cpu(device)
         self.problems: list[str] = []
         self._families: dict[tuple[frozenset[tuple[str, str]], bool], tuple[Table, Family]] = {}
         self._nearest: dict[tuple[frozenset[tuple[str, str]], bool], list[tuple[float, Table, Family]]] = {}
         self._learnt: dict[int, Learnt] = {}
         own = [each for each in self._read(folder, f"{slug(device.name)}*.json") if each.device == device.name]
+        own = [each for each in own if (each.threads, each.capability) == (threads, capability)]
         self._device = device.name
         for table in (*own, *_akin(self._read(folder, "*.json"), device)):  # what its own tables lack, its kin's have
             for family in table.families:
@@ -172,15 +176,21 @@ def _apart(asked: Mapping[str, str], other: Mapping[str, str]) -> float:
     return away
 
 
-_LOADED: dict[str, Priors] = {}
+_LOADED: dict[tuple[str, int], Priors] = {}
 
 
 def priors_of(device: Device) -> Priors:
-    """The tables of a device."""
-    found = _LOADED.get(device.name)
+    """The tables of a device, of a CPU as many threads as torch's operators use now."""
+    about = device.name, torch.get_num_threads() if device.platform == "cpu" else 0
+    found = _LOADED.get(about)
     if found is None:
-        found = _LOADED[device.name] = Priors(device, FOLDER)
+        found = _LOADED[about] = Priors(device, FOLDER)
     return found
+
+
+def _of_cpu(device: Device) -> tuple[int, str]:
+    """Threads and capability of a CPU; those of other devices follow from their names."""
+    return (torch.get_num_threads(), capability_hash(device)) if device.platform == "cpu" else (0, "")
 
 
 def problems() -> list[str]:
