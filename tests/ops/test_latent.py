@@ -163,7 +163,6 @@ ON_GPUS = [
     ("vllm.flashmla", {"page_size": 16}, {"CONSTRAINT_FAILED"}),
     ("vllm.flashmla", {"apart": True}, {"NOT_CONTIGUOUS"}),
     ("vllm.flashmla", {"widths": (256, 64)}, {"HEAD_DIM_INVALID"}),
-    ("vllm.flash_attn.v3.mla", {"page_size": 16, "apart": True}, set()),
     ("flashinfer.fa3.mla", {"page_size": 16, "apart": True}, {"JIT_DISABLED"}),
     ("flashinfer.fa2.mla", {"queries": 4, "heads": 3}, {"CONSTRAINT_FAILED"}),
     ("flashinfer.fa2.mla", {"dtype": torch.float32}, {"DTYPE_UNSUPPORTED"}),
