@@ -68,6 +68,10 @@ def real_text(size: int) -> str:
     return "\n".join(texts)
 
 
+FEW, FAR = 5, 2.0
+"""Turns of everybody, and how many times the quickest one's time ends that."""
+
+
 def exact(tokenizer, batched: bool) -> dict[str, Callable]:
     """What each library that may run calls, by kernel."""
     given = {"tokenizer": tokenizer, "items": ["a"] if batched else "a", "batched": batched, "return_offsets": False}
@@ -77,24 +81,30 @@ def exact(tokenizer, batched: bool) -> dict[str, Callable]:
     return {each.kernel.id: each.kernel.load(facts) for each in ranked if each.legal}
 
 
-def race(runs: dict[str, Callable[[], object]], turns: int, burst_s: float) -> dict[str, list[float]]:
-    """Microseconds of each in each turn: the mean of a burst."""
+def race(runs: dict[str, Callable[[int], object]], turns: int, burst_s: float) -> dict[str, list[float]]:
+    """Microseconds of each in each turn: the mean of a burst, which begins at the same text for all of them."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     counts = {}
     for name, run in runs.items():
-        run()
+        run(0)
         started = time.perf_counter()
-        run()
+        run(1)
         counts[name] = max(1, round(burst_s / max(time.perf_counter() - started, 1e-7)))
-    order = list(runs)
-    for _ in range(turns):
+    others = [count for name, count in counts.items() if name != "lz"]
+    counts["lz"] = min(others, key=lambda count: abs(count - counts["lz"]))  # as many texts as who is nearest
+    order, first = list(runs), 2
+    for turn in range(turns):
+        if turn == FEW:  # who is far behind needs no more of them
+            bound = FAR * min(map(min, taken.values()))
+            order = [name for name in order if name == "lz" or min(taken[name]) < bound]
         random.shuffle(order)
         for name in order:
-            run, count = runs[name], counts[name]
+            run, last = runs[name], first + counts[name]
             started = time.perf_counter()
-            for _ in range(count):
-                run()
-            taken[name].append((time.perf_counter() - started) / count * 1e6)
+            for number in range(first, last):
+                run(number)
+            taken[name].append((time.perf_counter() - started) / counts[name] * 1e6)
+        first += max(counts.values())
     return taken
 
 
@@ -107,19 +117,10 @@ def paired(taken: dict[str, list[float]], one: str, other: str) -> float:
     return statistics.median(first / second for first, second in zip(taken[one], taken[other], strict=True))
 
 
-def over(texts: list, call: Callable) -> Callable[[], object]:
+def over(texts: list, call: Callable) -> Callable[[int], object]:
     """Another text at each call, so that no cache of whole texts helps."""
-    place = iter(())
-
-    def run():
-        nonlocal place
-        text = next(place, None)
-        if text is None:
-            place = iter(texts)
-            text = next(place)
-        return call(text)
-
-    return run
+    count = len(texts)
+    return lambda number: call(texts[number % count])
 
 
 def correctness(names: dict[str, str], size: int) -> list[list[str]]:
