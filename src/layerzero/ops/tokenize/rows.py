@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ class Asked(NamedTuple):
         for name in ("max_length", "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                found.append(f"{name}: wanted a number of at least 1 or None, got {value!r}")
+                found.append(f"{name}: wanted a number of at least 1 or None, got {told(value)}")
         flags = ("add_special_tokens", "parse_special", "return_attention_mask")
         wrong = [name for name in flags if getattr(self, name) not in (None, True, False)]
         return [*found, *(f"{name}: wanted a bool or None, got {getattr(self, name)!r}" for name in wrong)]
