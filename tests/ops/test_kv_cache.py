@@ -618,3 +618,31 @@ def test_a_limit_of_memory_holds_from_the_beginning(strategy):
         with pytest.raises(lz.InvalidCallError, match="limit_bytes: wanted a number"):
             lz.KVCache(**sizes, limit_bytes=wrong)
     lz.KVCache(**sizes, limit_bytes=2**24).close()
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"layers": 2**40}, lz.InvalidCallError, "layers: wanted at most 65536"),
+    ({"pages": 2**40}, lz.InvalidCallError, "pages: wanted at most"),
+    ({"page_size": 2**40}, lz.InvalidCallError, "page_size: wanted at most"),
+    ({"head_dim": 2**62}, lz.KVCacheError, "KV_CACHE_EXHAUSTED.*take fewer pages"),
+    ({"device": "nowhere"}, lz.InvalidCallError, "device: wanted one such as cpu"),
+])  # fmt: skip
+def test_a_cache_larger_than_any_memory_is_an_error_at_once(change, error, message):
+    with pytest.raises(error, match=message):
+        lz.KVCache(**{"layers": 1, "kv_heads": 1, "head_dim": 8, "pages": 4} | change)
+
+
+def test_what_is_no_name_and_no_sequence_is_an_error():
+    cache = lz.KVCache(1, 1, 8, pages=4)
+    name = cache.allocate()
+    for wrong in ([1], {}, ([],)):
+        with pytest.raises(lz.KVCacheError, match="wanted a name that can be looked up"):
+            cache.allocate(wrong)
+        with pytest.raises(lz.KVCacheError, match="wanted a name that can be looked up"):
+            cache.fork(name, wrong)
+        with pytest.raises(lz.KVCacheError, match="wanted a sequence that was allocated"):
+            cache.writing([wrong], 1)
+    for given in ((5, 1), ([name], 1.5)):
+        with pytest.raises(lz.InvalidCallError, match="wanted a sequence of them"):
+            cache.writing(*given)
+    assert len(cache) == 1

@@ -166,7 +166,8 @@ def test_unknown_tokenizers_are_errors_and_nothing_is_downloaded(name, monkeypat
 
 @pytest.mark.parametrize(
     "asked",
-    [{"truncation": "some"}, {"padding": 7}, {"max_length": 0}, {"max_length": 2.5}, {"max_length": -(10**5000)}, {"pad_to_multiple_of": -1},
+    [{"truncation": "some"}, {"padding": 7}, {"max_length": 0}, {"max_length": 2.5}, {"max_length": -(10**5000)},
+     {"pad_to_multiple_of": -1},
      {"add_special_tokens": "yes"}],
 )  # fmt: skip
 def test_arguments_that_mean_nothing_are_errors(known, asked):

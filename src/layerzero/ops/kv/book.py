@@ -61,12 +61,17 @@ class Book:
         return len(self._free)
 
     def add(self, name: Hashable | None) -> Hashable:
-        """Write an empty sequence into the book. Raises: KVCacheError for a name that is taken."""
+        """Write an empty sequence into the book. Raises: KVCacheError for a name that is taken, or can be none."""
         if name is None:
             while self._names in self.entries:
                 self._names += 1
             name = self._names
             self._names += 1
+        try:
+            hash(name)
+        except TypeError:
+            wanted = "wanted a name that can be looked up, such as a number or text"
+            raise KVCacheError(f"{wanted}, got {told(name)}") from None
         if name in self.entries:
             raise KVCacheError(f"wanted a name that no sequence has, got {told(name)}; free that one first")
         self.entries[name] = Entry()

@@ -12,6 +12,15 @@ from layerzero.ops.kv.planes import LAYOUTS, Plane, heads_planes, latent_planes,
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.paged.quantized import QUANTIZED
 
+MOST = {
+    "layers": 2**16,
+    "pages": 2**31 - 1,
+    "max_sequences": 2**31 - 1,
+    "page_size": 2**31 - 1,
+    "max_length": 2**31 - 1,
+}
+"""Layers of any model, and what tables and lengths of int32 can name."""
+
 SCALES = ("tensor", "head", "token")
 """What a scale of a cache of float8 or int8 is for."""
 
@@ -80,7 +89,7 @@ def asked(
         problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
     if problems:
         raise InvalidCallError("KVCache", problems)
-    where = torch.device("cpu" if device is None else device)
+    where = _device(device)
     paged = pages is not None
     choice = kv_cache_strategy(
         where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
@@ -121,9 +130,22 @@ def asked(
     return Making(planes, layers, pages, page_size, layout, where, choice)
 
 
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        problem = f"device: wanted one such as cpu or cuda:0, or None, got {told(device)}"
+        raise InvalidCallError("KVCache", [problem]) from None
+
+
 def _size_problems(sizes: dict[str, int | None]) -> list[str]:
-    return [
+    problems = [
         f"{name}: wanted a number of at least 1, got {told(size)}"
         for name, size in sizes.items()
         if type(size) is not int or size < 1 or too_large(size)
+    ]
+    return problems or [
+        f"{name}: wanted at most {MOST[name]}, got {size}"
+        for name, size in sizes.items()
+        if size is not None and size > MOST.get(name, size)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -78,12 +78,15 @@ class CachedSequences:
             self._storage: Fixed = Virtual(*sizes, limit_bytes)
         else:
             needed = made.layers * made.pages * made.page_size * sum(each.bytes_of_token for each in made.planes)
+            wanted = f"wanted {needed} bytes for {made.pages} pages"
             if limit_bytes is not None and needed > limit_bytes:
-                problem = (
-                    f"wanted {needed} bytes for {made.pages} pages, got a limit of {limit_bytes}; take fewer pages"
-                )
+                problem = f"{wanted}, got a limit of {limit_bytes}; take fewer pages"
                 raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
-            self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
+            try:
+                self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
+            except (RuntimeError, MemoryError) as error:  # torch's allocators; its out of memory is the first, too
+                problem = f"{wanted}, {made.device} has less ({str(error).splitlines()[0][:160]}); take fewer pages"
+                raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED) from error
         self._book = Book(made.pages, made.page_size)
         self._lock = forking.rlock()
         self._step: CacheStep | None = None
@@ -191,10 +194,12 @@ class CachedSequences:
         Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
             InvalidCallError for counts that are none.
         """
-        names = tuple(sequences)
+        names = _listed("sequences", sequences)
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
-        numbers = (counts,) * len(names) if isinstance(counts, int) else tuple(counts)
+        for name in names:
+            self._book.entry(name)
+        numbers = (counts,) * len(names) if isinstance(counts, int) else _listed("counts", counts)
         self._check_counts(names, numbers, blocks, reuse)
         growths = self._grown(names, numbers)
         try:
@@ -333,3 +338,10 @@ class CachedSequences:
             for layer in self.layers:
                 layer.forget()
             self._storage.close()
+
+
+def _listed(what: str, given: Iterable[Any]) -> tuple[Any, ...]:
+    """What a step is of. Raises: InvalidCallError for what is no sequence."""
+    if isinstance(given, Iterable):
+        return tuple(given)
+    raise InvalidCallError("KVCache.writing", [f"{what}: wanted a sequence of them, got {told(given)}"])

@@ -38,4 +38,6 @@ def check_ids(rows: Sequence[Sequence[Any]], tokenizer: Tokenizer) -> None:
     for row in rows:
         if row and not (set(map(type, row)) <= {int} and min(row) >= 0 and max(row) < tokenizer.bound):
             wrong = next(each for each in row if type(each) is not int or not 0 <= each < tokenizer.bound)
-            raise InvalidCallError("detokenize", [f"tokens: wanted ids from 0 to {tokenizer.bound - 1}, got {told(wrong)}"])
+            raise InvalidCallError(
+                "detokenize", [f"tokens: wanted ids from 0 to {tokenizer.bound - 1}, got {told(wrong)}"]
+            )
