@@ -56,6 +56,8 @@ class Scores(NamedTuple):
     softcap: float
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    """Of queries, keys and values in float8, what their numbers are multiples of: (B, K), read by version 3 alone."""
 
 
 class Forward(Protocol):
@@ -95,7 +97,7 @@ def forward_of_v3() -> Forward:
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, None, None, None, out, starts, keys.starts, None, None, keys.lens),
             *(longest, keys.longest, keys.table, None, None),
-            *(None, None, None, None, None, None, scores.scale, scores.causal, *scores.window, scores.softcap),
+            *(None, None, None, *scores.descales, scores.scale, scores.causal, *scores.window, scores.softcap),
             *(True, None, 0, None, 0, scores.sinks, 1, 0, None),
         )
         return output, lse
