@@ -144,7 +144,7 @@ def _with(tensor: TensorSchema, **changes: Any) -> TensorSchema:
 
 
 def _operation(
-    name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any, narrow: Mapping[str, int]
+    name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any, sizes: Mapping[str, int]
 ) -> Operation:
     schema = like.schema
     narrow, caches = {"dtype_constraint": QUANTIZED, "same_dtype": False}, ("key_cache", "value_cache")
@@ -152,7 +152,7 @@ def _operation(
     assert like.derive is not None
     assert like.work is not None
     small = like.cases[0]
-    allowed = Case("narrow_query", {**small.sizes, **narrow}, {**small.params, NARROW_QUERY.name: True})
+    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
     return replace(
         like,
         schema=OperationSchema(
