@@ -37,7 +37,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
-from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, of_heads, scales_of_heads
+from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 from layerzero.ops.paged.step import StepMetadata
 
 
@@ -49,12 +49,12 @@ def _told(facts: Facts) -> dict[str, Any]:
 def scaled_query(query: Tensor, key_scale: Tensor, kv_heads: int) -> Tensor:
     """Queries (T, H, D) multiplied by the scale of the keys that each head reads."""
     scale = of_heads(key_scale, kv_heads).view(-1, 1, 1)
-    return (query.unflatten(1, (kv_heads, -1)) * scale).to(query.dtype).flatten(1, 2)
+    return (by_key_head(query, kv_heads) * scale).to(query.dtype).flatten(1, 2)
 
 
 def scale_output(output: Tensor, value_scale: Tensor, kv_heads: int) -> Tensor:
     """Multiply outputs (T, H, D_v) by the scale of the values that each head read, in place."""
-    output.unflatten(1, (kv_heads, -1)).mul_(of_heads(value_scale, kv_heads).view(-1, 1, 1))
+    by_key_head(output, kv_heads).mul_(of_heads(value_scale, kv_heads).view(-1, 1, 1))
     return output
 
 
@@ -78,8 +78,10 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         step: StepMetadata | None = None,
         **_: Any,  # what acts on the scores, which the plan was told
     ) -> Any:
-        alone = StepMetadata(block_tables, context_lens) if step is None else None
-        planned = step.slot(owner, make) if step is not None else planned_alone(here(owner, query), alone, make)
+        if step is None:
+            planned: Planned = planned_alone(here(owner, query), StepMetadata(block_tables, context_lens), make)
+        else:
+            planned = step.slot(owner, make)
         scaled = scaled_query(query.squeeze(1), key_scale, kv_heads)
         result = planned.run(scaled, (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:

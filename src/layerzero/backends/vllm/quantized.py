@@ -28,7 +28,7 @@ from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged.limits import DenseTokens
-from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, of_heads, scales_of_heads
+from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_E4M3).max
@@ -39,7 +39,7 @@ def in_float8(query: Tensor, kv_heads: int, *, each: bool) -> tuple[Tensor, Tens
 
     A NaN stays one, and an infinity becomes one; neither makes a scale.
     """
-    heads = query.unflatten(1, (kv_heads, -1)).float()
+    heads = by_key_head(query, kv_heads).float()
     largest = heads.abs().nan_to_num(0.0, 0.0, 0.0).amax((2, 3) if each else (0, 2, 3))
     scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     codes = heads / scale.unsqueeze(-1).unsqueeze(-1)

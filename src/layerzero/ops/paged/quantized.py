@@ -59,6 +59,11 @@ def of_heads(scale: Tensor, kv_heads: int) -> Tensor:
     return scale.expand(kv_heads)
 
 
+def by_key_head(tokens: Tensor, kv_heads: int) -> Tensor:
+    """Tokens (T, H, D) as a view (T, K, H / K, D): heads beside the others that read the same keys."""
+    return tokens.view(len(tokens), kv_heads, tokens.shape[1] // kv_heads, tokens.shape[2])
+
+
 def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
     """What is wrong with scales as tensors, given caches of four axes."""
     pages, *inner = arguments["key_cache"].shape[:3]
