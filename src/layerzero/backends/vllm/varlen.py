@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
-from layerzero.backends.torch.varlen import longest_or
+from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_sinks, fitting_values
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
@@ -77,6 +77,7 @@ def forward_of_v2() -> Forward:
     ) -> tuple[Tensor, Tensor]:
         slopes = None if scores.slopes is None else scores.slopes.float()
         starts_k = starts if keys.starts is None else keys.starts  # read only without lengths
+        longest = longest_queries(longest, len(query), len(starts) - 1)
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, out, starts, starts_k, keys.lens, None, keys.table, slopes),
             *(longest, keys.longest, 0.0, scores.scale, False, scores.causal, *scores.window, scores.softcap),
