@@ -89,9 +89,10 @@ def own_heads(key: Tensor, value: Tensor) -> Tensor:
     """Copy keys (B, H, S, D) whose heads are one memory, like those of the values: each head has its own then.
 
     Of such heads the memory-efficient kernel takes the last query of a tile, where it is alone there, for all heads at
-    once, and reads the mask's rows as if they were heads': wrong in silence where S_q leaves 1 of its tile (64 or 32),
-    so for one query, too (advance_to_block in kernel_forward.h). Of 65 and of 129 queries, 2 heads on one, the last were
-    up to 1.3 off in float32 and bfloat16; 64, 72 and 127 were right (torch 2.11, H200, 2026-11-23). pytorch issue 191937.
+    once, and reads the mask's rows as if they were heads': wrong in silence where S_q leaves 1 of its tile (64 or 32);
+    by its source (advance_to_block in kernel_forward.h) for one query, too. Of 65 and of 129 queries of 2 heads on one
+    the last were up to 1.3 off in float32 and bfloat16, of 64, 72 and 127 none (torch 2.11, H200, 2026-11-23). See
+    pytorch issue 191937.
     """
     return key.contiguous() if key.stride(1) == 0 and value.stride(1) == 0 else key
 

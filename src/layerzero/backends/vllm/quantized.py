@@ -3,8 +3,8 @@
 FlashAttention 3 multiplies float8 by float8: queries are rounded to float8 here, by a scale for each key head (in a
 decode each sequence's own), and probabilities in the kernel. So it is legal only where the caller allows it. Scales of
 queries, keys and values go in as (B, K), which may be views of one number. Only e4m3 was compiled, and its output is
-bfloat16. The append writes e4m3 and e5m2 by one scale a tensor. Attention was right in 187 checks on an H200, the append
-in 3 (2026-11-23).
+bfloat16. The append writes e4m3 and e5m2 by one scale a tensor. Attention was right in 187 checks on an H200, the
+append in 3 (2026-11-23).
 Argument orders are those of vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0 and of csrc/cache_kernels.cu.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2407.08608.
 """
