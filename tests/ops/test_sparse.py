@@ -8,12 +8,16 @@ import types
 
 import pytest
 import torch
+from torch.nn import functional
 
 import layerzero as lz
 from layerzero.backends.flashinfer import sparse as flashinfer
+from layerzero.backends.torch import sparse_variable
+from layerzero.core.facts import FactsBuilder
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.sparse.declare import NAME
 from layerzero.ops.sparse.pattern import block_mask, block_table
+from layerzero.ops.sparse.variable import VARIABLE_SPARSE, variable_reference
 
 STARTS, COLUMNS = (0, 2, 2, 5, 6), (4, 1, 0, 2, 5, 3)
 
@@ -153,6 +157,24 @@ def test_blocks_of_unlike_sizes_are_a_mask_for_each_key_head(kernel):
         output = lz.variable_sparse_attention(**given)
     torch.testing.assert_close(output, wanted)
     assert output[1:3, 2:].abs().max() == 0  # the second row of the second key head sees a block without a key
+
+
+@pytest.mark.parametrize("device", ["H100", "cpu"])
+def test_on_a_gpu_each_head_has_keys_of_its_own(monkeypatch, device):
+    given, attend, seen = of_unlike_sizes(), functional.scaled_dot_product_attention, []
+
+    def attended(query, key, value, *, attn_mask, scale):
+        seen.append(key)
+        return attend(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(sparse_variable.functional, "scaled_dot_product_attention", attended)
+    named = lz.Device.detect("cpu") if device == "cpu" else lz.Device.named(device)
+    facts = FactsBuilder(VARIABLE_SPARSE).build(**given, device=named)
+    output = sparse_variable._load(facts)(*given.values())
+    torch.testing.assert_close(output, variable_reference(**given))
+    (key,) = seen
+    assert key.shape == (2, 2, 20, 16)
+    assert (key.stride(1) == 0) is (device == "cpu")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ BUILTIN: tuple[str, ...] = (
     "apex",
     "bpe_openai",
     "cudnn_frontend",
+    "cudnn_ragged",
     "fastokens",
     "flash_attn",
     "flashinfer",

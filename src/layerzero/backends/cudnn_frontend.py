@@ -64,14 +64,14 @@ class _Settings(NamedTuple):
         )
 
 
-class _Graph(NamedTuple):
+class Graph(NamedTuple):
     """A built graph and the bytes it needs beside its results."""
 
     execute: Callable[..., None]
     workspace_bytes: int
 
 
-def _handle(index: int) -> Any:
+def handle(index: int) -> Any:
     """This thread's handle for a device, on its current stream."""
     import cudnn
 
@@ -83,21 +83,39 @@ def _handle(index: int) -> Any:
     return handles[index]
 
 
-def _build(
-    index: int, dtype: torch.dtype, layouts: tuple[tuple[tuple[int, ...], ...], ...], settings: _Settings
-) -> _Graph:
-    """Build the graph for tensors of these (shape, strides), BHSD; the output is dense in BSHD."""
+def begun(name: str, index: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """An empty graph that computes in float32, and the library's word for the dtype of its tensors."""
+    import cudnn
+
+    kind = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}[dtype]
+    wide = {"intermediate_data_type": cudnn.data_type.FLOAT, "compute_data_type": cudnn.data_type.FLOAT}
+    return cudnn.pygraph(name=name, io_data_type=kind, handle=handle(index), **wide), kind
+
+
+def built(graph: Any) -> Graph:
+    """Plan a graph by engines of cuDNN's own."""
     import cudnn
     from cudnn.engines.engine_ids import is_python_engine
 
-    kind = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}[dtype]
-    graph = cudnn.pygraph(
-        name="layerzero_sdpa",
-        io_data_type=kind,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        handle=_handle(index),
-    )
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    plans = enumerate(graph.plans)
+    compiling = [graph.get_plan_name_at_index(number) for number, plan in plans if is_python_engine(plan.engine_id)]
+    if compiling:
+        graph.deselect_engines(compiling)
+    graph.check_support()
+    graph.build_plans()
+    return Graph(graph.execute, int(graph.get_workspace_size()))
+
+
+def _build(
+    index: int, dtype: torch.dtype, layouts: tuple[tuple[tuple[int, ...], ...], ...], settings: _Settings
+) -> Graph:
+    """Build the graph for tensors of these (shape, strides), BHSD; the output is dense in BSHD."""
+    import cudnn
+
+    graph, kind = begun("layerzero_sdpa", index, dtype)
     query, key, value = (
         graph.tensor(dim=list(shape), stride=list(strides), data_type=kind, name=name, uid=uid)
         for (shape, strides), name, uid in zip(layouts, "qkv", (_Q, _K, _V), strict=True)
@@ -121,16 +139,7 @@ def _build(
         stats.set_output(True).set_uid(_STATS).set_data_type(cudnn.data_type.FLOAT)
         stats.set_dim([batch, heads, seq_q, 1])
         stats.set_stride([heads * seq_q, seq_q, 1, 1])
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    plans = enumerate(graph.plans)
-    compiling = [graph.get_plan_name_at_index(number) for number, plan in plans if is_python_engine(plan.engine_id)]
-    if compiling:
-        graph.deselect_engines(compiling)
-    graph.check_support()
-    graph.build_plans()
-    return _Graph(graph.execute, int(graph.get_workspace_size()))
+    return built(graph)
 
 
 _GRAPHS = Prepared(_build, 512)
@@ -148,14 +157,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
     index, settings, capturing = facts.device.index, _Settings.of(facts), bool(facts["capturing"])
     batch, seq_q, heads, value_dim = (facts.size(name) for name in ("batch", "seq_q", "heads", "value_dim"))
     uids = (_Q, _K, _V, _OUT, _STATS) if settings.lse else (_Q, _K, _V, _OUT)
-    built: _Graph | None = None
+    made: Graph | None = None
 
     # causal, scale and window arrive by keyword, too; the plan's facts have said them already
     def sdpa(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: Any) -> Any:
-        nonlocal built
-        if built is None:  # not before: an adaptation may have changed the strides that the facts name
+        nonlocal made
+        if made is None:  # not before: an adaptation may have changed the strides that the facts name
             layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in (query, key, value))
-            built = _GRAPHS.get(index, query.dtype, layouts, settings, capturing=capturing)
+            made = _GRAPHS.get(index, query.dtype, layouts, settings, capturing=capturing)
         if query.requires_grad or key.requires_grad or value.requires_grad:  # a leaf, in no_grad: no exchange takes it
             query, key, value = query.detach(), key.detach(), value.detach()
         output = query.new_empty((batch, seq_q, heads, value_dim)).transpose(1, 2)
@@ -164,8 +173,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if return_lse:
             lse = query.new_empty((batch, heads, seq_q), dtype=torch.float32)
             tensors = (*tensors, lse.unsqueeze(-1))
-        workspace = query.new_empty(max(built.workspace_bytes, 1), dtype=torch.uint8)
-        built.execute(tensors, workspace, _handle(index), tensor_uids=uids)
+        workspace = query.new_empty(max(made.workspace_bytes, 1), dtype=torch.uint8)
+        made.execute(tensors, workspace, handle(index), tensor_uids=uids)
         return output if lse is None else (output, lse)
 
     return sdpa

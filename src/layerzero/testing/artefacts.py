@@ -30,8 +30,8 @@ def built(kernel: Kernel, setting: Setting, note: Callable[[str], None]) -> Outc
     if spent > BUILDING_SECONDS:
         return Outcome("not tried", f"not built: building others took {spent:.0f} s already")
     with SCOPES.scope({"allow_jit_compile": True}):
-        case, _ = base_case(kernel, setting)
-    call = setting.call(case)
+        case, trial = base_case(kernel, setting)
+    call = setting.call(case) if trial is None else trial.call  # with handles, where it takes none without
     note(f"building for {call.text}")
     started = time.perf_counter()
     build(kernel, setting.operation, call)

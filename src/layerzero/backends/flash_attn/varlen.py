@@ -20,7 +20,7 @@ from layerzero.backends.cute_dsl import stamps
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE, FLASH_ATTN_2, FLASH_ATTN_3
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
 from layerzero.backends.flash_attn.kept import cache_folder, kept
-from layerzero.backends.torch.varlen import longest_or
+from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -51,7 +51,7 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
         own = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes.float()}
         result = function(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k),
-            *(longest_or(max_seqlen_q, len(query)), longest_or(max_seqlen_k, len(key))),
+            *(longest_queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1), longest_or(max_seqlen_k, len(key))),
             softmax_scale=scale,
             causal=causal,
             window_size=window or (-1, -1),

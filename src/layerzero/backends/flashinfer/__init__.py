@@ -11,6 +11,7 @@ MODULES = (
     "norm",
     "paged",
     "pod",
+    "quantized",
     "rope",
     "sampling",
     "sparse",

@@ -21,6 +21,7 @@ from layerzero.backends.flashinfer.varlen import OF_PAGES, STEPPED, PlannedPages
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.cascade.declare import CASCADE
 from layerzero.ops.cascade.merge import MERGE_STATES
 from layerzero.ops.paged.step import StepMetadata
@@ -108,9 +109,19 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _merged_heads(facts: Facts) -> Reason | None:
+    """As many heads as a block of its merge has room for: 1024 threads, one for 8 numbers of a head."""
+    most = 8 * 1024 // facts.size("value_dim")
+    if facts.size("heads") <= most:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "heads", f"at most {most} beside this value_dim", facts.size("heads"))
+
+
 def _merge_built(facts: Facts) -> bool:
     return is_built("cascade", facts)
 
+
+_MERGED_HEADS = limit.Custom("heads * value_dim <= 8192", _merged_heads)  # "invalid argument" beyond (H200, 2026-11-22)
 
 KERNELS = (
     Kernel(
@@ -120,7 +131,7 @@ KERNELS = (
         load=_load_cascade,
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "step", "shared_blocks"),
-        limits=(limit.platform("cuda"), limit.arch(min=(8, 0)), *OF_PAGES, *STEPPED),
+        limits=(limit.platform("cuda"), limit.arch(min=(8, 0)), *OF_PAGES, *STEPPED, _MERGED_HEADS),
         graph_safe=True,
         jit=True,
         build_key=lambda facts: ("cascade", batches_key("fa2")(facts)),
@@ -139,6 +150,7 @@ KERNELS = (
             limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("value_dim", one_of=(64, 128, 256)),
+            _MERGED_HEADS,
             limit.contiguous("output_a", "output_b"),
             limit.aligned(16, "output_a", "output_b"),
         ),

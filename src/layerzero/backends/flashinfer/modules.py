@@ -48,9 +48,10 @@ class Variant(NamedTuple):
 
 def compiled_for(facts: Facts) -> tuple[Any, ...]:
     """The arguments that name a module, in the library's order, less index dtype and the precision of scores."""
-    variant, dtype = Variant.of(facts), facts["dtype"]
+    variant, dtype, cache = Variant.of(facts), facts["dtype"], facts.tensors.get("key_cache")
+    dtypes = dtype, dtype if cache is None else cache.dtype, dtype
     dims = facts.size("head_dim"), facts.size("value_dim")
-    return (dtype, dtype, dtype, *dims, NO_POSITIONS, variant.left >= 0, variant.softcap > 0)
+    return (*dtypes, *dims, NO_POSITIONS, variant.left >= 0, variant.softcap > 0)
 
 
 @functools.cache
@@ -106,18 +107,18 @@ def _version() -> str | None:
         return None
 
 
-_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _SUFFIX = {"fa2": "_kv_stride_equal", "fa3": "_sm90"}
 
 
 def _named(kind: str, facts: Facts, index: str = "") -> str | None:
     """The name of a module for a call, up to what each kind has at its end; None for a dtype that none is made for."""
-    dtype, _, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
-    if dtype not in _SHORT:
+    dtype, held, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
+    if dtype not in _SHORT or held not in _SHORT:
         return None
     short = _SHORT[dtype]
     return (
-        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}{index}_head_dim_qk_{head_dim}"
+        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}{index}_head_dim_qk_{head_dim}"
         f"_head_dim_vo_{value_dim}_posenc_{positions}_use_swa_{windowed}_use_logits_cap_{capped}"
     )
 

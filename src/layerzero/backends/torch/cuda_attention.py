@@ -69,7 +69,7 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         if attn_mask is not None:
-            attn_mask = padded_mask(attn_mask, query, key)
+            attn_mask, key = padded_mask(attn_mask, query, key), own_heads(key, value)
         return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
 
     return efficient
@@ -83,6 +83,18 @@ def padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         rows = mask.new_empty((*mask.shape[:-1], size + -size % step))[..., :size]
         mask = rows.copy_(mask)
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], size)
+
+
+def own_heads(key: Tensor, value: Tensor) -> Tensor:
+    """Copy keys (B, H, S, D) whose heads are one memory, like those of the values: each head has its own then.
+
+    Of such heads the memory-efficient kernel takes the last query of a tile, where it is alone there, for all heads at
+    once, and reads the mask's rows as if they were heads': wrong in silence where S_q leaves 1 of its tile (64 or 32);
+    by its source (advance_to_block in kernel_forward.h) for one query, too. Of 65 and of 129 queries of 2 heads on one
+    the last were up to 1.3 off in float32 and bfloat16, of 64, 72 and 127 none (torch 2.11, H200, 2026-11-23). See
+    pytorch issue 191937.
+    """
+    return key.contiguous() if key.stride(1) == 0 and value.stride(1) == 0 else key
 
 
 def aligned_rows(tensor: Tensor) -> Tensor:

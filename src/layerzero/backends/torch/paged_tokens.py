@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
-from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, longest_or, lse_of_tokens
+from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -76,7 +76,7 @@ def load_cuda(facts: Facts) -> Callable[..., Any]:
         keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
         batch, capacity = keys.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity
-        longest, (left, right) = longest_or(max_seqlen_q, len(query)), window or (-1, -1)
+        longest, (left, right) = longest_queries(max_seqlen_q, len(query), batch), window or (-1, -1)
         output, lse, *_ = operator(
             *(query, keys.flatten(0, 1), values.flatten(0, 1), cu_seqlens_q, starts, longest, capacity, 0.0),
             *(causal, False),

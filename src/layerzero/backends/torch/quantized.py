@@ -40,6 +40,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         block_tables: Tensor,
         context_lens: Tensor,
         *rest: Tensor,
+        narrow_query: bool = False,  # allowed, and not done
         **arguments: Any,
     ) -> Any:
         *starts, key_scale, value_scale = rest
@@ -62,7 +63,7 @@ def _gathered_bytes(facts: Facts) -> int:
     return tokens * width * (5 + 3 * facts.tensors["query"].dtype.itemsize)
 
 
-_ACCEPTS = ("causal", "scale", "window", "return_lse")
+_ACCEPTS = ("causal", "scale", "window", "return_lse", "narrow_query")
 _ROUNDED_TWICE = {name: Tolerance(2 * each.rtol, 2 * each.atol) for name, each in TOLERANCE.items()}
 _COMMON: dict[str, Any] = {
     "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED_TWICE.items()},
@@ -80,7 +81,7 @@ KERNELS = (
     Kernel(
         id="torch.quantized_gather",
         operations=(DECODE.name,),
-        accepts=("scale", "window"),
+        accepts=("scale", "window", "narrow_query"),
         limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math"), _CODES),
         graph_safe=True,
         **_COMMON,

@@ -1,5 +1,6 @@
 """Attention to blocks of unlike sizes in torch: the blocks as a mask of all pairs.
 
+On NVIDIA each head gets keys of its own: see :func:`layerzero.backends.torch.cuda_attention.own_heads`.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.cuda_attention import aligned_rows
+from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -20,7 +21,7 @@ from layerzero.ops.sparse.variable import NAME, variable_mask
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    kv_heads, group = facts.size("kv_heads"), facts.size("group")
+    kv_heads, group, on_cuda = facts.size("kv_heads"), facts.size("group"), facts.device.platform == "cuda"
 
     def run(
         query: Tensor,
@@ -35,6 +36,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         mask = variable_mask(seen_blocks, row_sizes, col_sizes, len(query), len(key))
         q = query.transpose(0, 1).reshape(kv_heads, group, *query.shape[::2])  # the heads of a key head as a batch
         k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(1)).expand(-1, group, -1, -1) for each in (key, value))
+        if on_cuda:
+            k = own_heads(k, v)
         output = functional.scaled_dot_product_attention(
             aligned_rows(q), k, v, attn_mask=mask.unsqueeze(1), scale=scale
         )

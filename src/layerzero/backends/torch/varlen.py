@@ -135,6 +135,16 @@ def longest_or(promised: int | None, tokens: int) -> int:
     return max(tokens if promised is None else min(promised, tokens), 1)
 
 
+def longest_queries(promised: int | None, tokens: int, sequences: int) -> int:
+    """The same of queries for FlashAttention 2: at least 2 where a sequence has none.
+
+    For a longest of 1 it lays the heads of a group in place of queries and takes it that every sequence has one:
+    "shape is invalid" for 1 token of 3 sequences (vllm 0.20, H200, 2026-11-22).
+    """
+    longest = longest_or(promised, tokens)
+    return longest if longest > 1 or tokens == sequences else 2
+
+
 def _load_cuda_ragged(facts: Facts) -> Callable[..., Any]:
     operator = torch.ops.aten._flash_attention_forward.default
 
@@ -152,7 +162,8 @@ def _load_cuda_ragged(facts: Facts) -> Callable[..., Any]:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Any:
-        longest = longest_or(max_seqlen_q, len(query)), longest_or(max_seqlen_k, len(key))
+        longest_q = longest_queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1)
+        longest = longest_q, longest_or(max_seqlen_k, len(key))
         left, right = window or (-1, -1)
         output, lse, *_ = operator(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, False),

@@ -11,6 +11,7 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "quantized",
     "rope",
     "rope_append",
     "sparse",

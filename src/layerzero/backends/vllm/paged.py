@@ -40,7 +40,8 @@ def _starts(device_index: int, batch: int) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=f"cuda:{device_index}")
 
 
-def _starts_key(facts: Facts) -> tuple[int, int]:
+def starts_key(facts: Facts) -> tuple[int, int]:
+    """What the starts of one query a sequence depend on."""
     return facts.device.index, facts.size("batch")
 
 
@@ -49,7 +50,7 @@ def _scales(device_index: int) -> Tensor:
     return torch.ones((), device=f"cuda:{device_index}")
 
 
-_STARTS, SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
+STARTS, SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
 
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _load_v2(facts: Facts) -> Callable[..., Any]:
     operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
-    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    starts = STARTS.get(*starts_key(facts), capturing=bool(facts["capturing"]))
     longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
 
     def v2(
@@ -105,7 +106,7 @@ class _Schedule:
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     library = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C")
     operator, schedule = library.fwd.default, library.get_scheduler_metadata.default
-    starts = _STARTS.get(*_starts_key(facts), capturing=bool(facts["capturing"]))
+    starts = STARTS.get(*starts_key(facts), capturing=bool(facts["capturing"]))
     longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
     sizes = (facts.size("heads"), facts.size("kv_heads"), facts.size("head_dim"), facts.size("value_dim"))
     dtype, window_of_plan = facts.tensors["query"].dtype, facts["window"]
@@ -170,7 +171,7 @@ _SHAPES = (
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
-    _STARTS.before_capture("its tensor of starts", _starts_key),
+    STARTS.before_capture("its tensor of starts", starts_key),
 )
 _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
-from layerzero.backends.torch.varlen import longest_or
+from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_sinks, fitting_values
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
@@ -56,6 +56,8 @@ class Scores(NamedTuple):
     softcap: float
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    """Of queries, keys and values in float8, what their numbers are multiples of: (B, K), read by version 3 alone."""
 
 
 class Forward(Protocol):
@@ -75,6 +77,7 @@ def forward_of_v2() -> Forward:
     ) -> tuple[Tensor, Tensor]:
         slopes = None if scores.slopes is None else scores.slopes.float()
         starts_k = starts if keys.starts is None else keys.starts  # read only without lengths
+        longest = longest_queries(longest, len(query), len(starts) - 1)
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, out, starts, starts_k, keys.lens, None, keys.table, slopes),
             *(longest, keys.longest, 0.0, scores.scale, False, scores.causal, *scores.window, scores.softcap),
@@ -95,7 +98,7 @@ def forward_of_v3() -> Forward:
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, None, None, None, out, starts, keys.starts, None, None, keys.lens),
             *(longest, keys.longest, keys.table, None, None),
-            *(None, None, None, None, None, None, scores.scale, scores.causal, *scores.window, scores.softcap),
+            *(None, None, None, *scores.descales, scores.scale, scores.causal, *scores.window, scores.softcap),
             *(True, None, 0, None, 0, scores.sinks, 1, 0, None),
         )
         return output, lse

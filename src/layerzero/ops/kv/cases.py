@@ -33,6 +33,7 @@ SLOTS = (
     _paged("llama3_8b_b64", ("tokens", 64), 1024, 8, 128),
     _paged("llama3_8b_s2048", ("tokens", 2048), 1024, 8, 128),
 )
+ONE_HEAD = _paged("one_head", ("tokens", 7), 5, 1, 128)
 COPIES = (
     _paged("small", ("copied_pages", 3), 8, 2, 64),
     _paged("llama3_8b_16", ("copied_pages", 16), 1024, 8, 128),

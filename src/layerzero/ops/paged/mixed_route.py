@@ -18,7 +18,7 @@ from layerzero.ops.paged.step import StepMetadata, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
 from layerzero.ops.ragged.starts import value_problems
 
-NOT_OF_FLOATS = ("layout", "key_scale", "value_scale")
+NOT_OF_FLOATS = ("layout", "key_scale", "value_scale", "narrow_query")
 """What is no argument of an operation over a cache of the queries' dtype."""
 
 

@@ -4,7 +4,8 @@
     attention.quantized.prefill.paged   any number of queries a sequence
 
 Operations of their own, so that no kernel for caches of the queries' dtype is ever offered one. A scale is one number,
-one a head, or one a token and head.
+one a head, or one a token and head. Kernels that multiply float8 by float8 round queries and probabilities, too, which
+nobody gets who did not allow it (``narrow_query``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import TensorSchema
+from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
 from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.declare import GQA_DECODE_PAGED, table_examples
@@ -36,6 +39,29 @@ SCALES = tuple(
     for name in ("key_scale", "value_scale")
 )
 """(), (K,) or (P, N, K), whatever the layout of the cache."""
+
+NARROW_QUERY = Param("narrow_query", bool, False, works=False)
+"""Whether a kernel may round queries and probabilities to the dtype of the cache."""
+
+SCALES_OF_HEADS = "scales: one number, or one a head"
+
+
+def scales_of_heads(facts: Facts) -> Reason | None:
+    """Scales that no token has of its own."""
+    for name in ("key_scale", "value_scale"):
+        if len(facts.tensors[name].shape) > 1:
+            return Reason(ReasonCode.CONSTRAINT_FAILED, name, "one number, or one a head", "one a token and head")
+    return None
+
+
+def of_heads(scale: Tensor, kv_heads: int) -> Tensor:
+    """A scale for each head (K,), of which one number is seen several times."""
+    return scale.expand(kv_heads)
+
+
+def by_key_head(tokens: Tensor, kv_heads: int) -> Tensor:
+    """Tokens (T, H, D) as a view (T, K, H / K, D): heads beside the others that read the same keys."""
+    return tokens.view(len(tokens), kv_heads, tokens.shape[1] // kv_heads, tokens.shape[2])
 
 
 def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
@@ -66,7 +92,14 @@ def dequantized(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _reference(attend: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """Attend as over a cache of the queries' dtype, after every number was multiplied by its scale."""
 
-    def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Tensor, **arguments: Any) -> Any:
+    def reference(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *rest: Tensor,
+        narrow_query: bool = False,
+        **arguments: Any,
+    ) -> Any:
         tables, (key_scale, value_scale) = rest[:tensors], rest[tensors:]
         wide = torch.promote_types(query.dtype, torch.float32)
         keys, values = dequantized(key_cache, key_scale, wide), dequantized(value_cache, value_scale, wide)
@@ -115,25 +148,29 @@ def _with(tensor: TensorSchema, **changes: Any) -> TensorSchema:
     return replace(tensor, **changes)
 
 
-def _operation(name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any) -> Operation:
+def _operation(
+    name: str, summary: str, like: Operation, attend: Callable[..., Any], examples: Any, sizes: Mapping[str, int]
+) -> Operation:
     schema = like.schema
     narrow, caches = {"dtype_constraint": QUANTIZED, "same_dtype": False}, ("key_cache", "value_cache")
     inputs = [_with(each, **narrow) if each.name in caches else each for each in schema.inputs]
     assert like.derive is not None
     assert like.work is not None
+    small = like.cases[0]
+    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
     return replace(
         like,
         schema=OperationSchema(
             operation=name,
             inputs=(*inputs, *SCALES),
             outputs=schema.outputs,
-            params=schema.params,
+            params=(*schema.params, NARROW_QUERY),
             axes=schema.axes,
             layouts=schema.layouts,
         ),
         summary=summary,
         reference=_reference(attend, len(inputs) - 3),
-        cases=like.cases[:1],
+        cases=(small, allowed),
         sibling="",
         unlike_sibling=None,
         derive=_derive(like.derive),
@@ -152,6 +189,7 @@ DECODE = _operation(
     GQA_DECODE_PAGED,
     GQA_DECODE_PAGED.reference,
     table_examples,
+    {"batch": 3, "heads": 4, "head_dim": 128, "value_dim": 128, "max_blocks": 5, "pages": 15},
 )
 PREFILL = _operation(
     "attention.quantized.prefill.paged",
@@ -159,5 +197,7 @@ PREFILL = _operation(
     mixed.GQA_PREFILL_PAGED,
     mixed.GQA_PREFILL_PAGED.reference,
     mixed.GQA_PREFILL_PAGED.examples,
+    {"tokens": 26, "batch": 4, "starts": 5, "heads": 4, "head_dim": 128, "value_dim": 128}
+    | {"max_blocks": 3, "pages": 12},
 )
 OPERATIONS = (DECODE, PREFILL)

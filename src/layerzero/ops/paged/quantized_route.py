@@ -21,10 +21,11 @@ _OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "causal")
 
 
 def is_asked(arguments: dict[str, Any]) -> bool:
-    """Whether a call has such a cache, or scales as of one."""
+    """Whether a call has such a cache, or scales or a permission as for one."""
     cache = arguments["key_cache"]
     has_scales = arguments["key_scale"] is not None or arguments["value_scale"] is not None
-    return has_scales or (isinstance(cache, Tensor) and cache.dtype in quantized.QUANTIZED)
+    of_codes = isinstance(cache, Tensor) and cache.dtype in quantized.QUANTIZED
+    return has_scales or of_codes or arguments["narrow_query"] is not False
 
 
 def route_quantized(name: str, arguments: dict[str, Any]) -> Routed:

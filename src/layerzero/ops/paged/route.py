@@ -42,6 +42,7 @@ def paged_attention(
     causal: bool = True,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    narrow_query: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the newest tokens of each sequence to all its tokens in a paged cache.
 
@@ -72,6 +73,8 @@ def paged_attention(
             do so once for all layers.
         key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of: float32 (), (K,) or
             (P, N, K), whatever the layout.
+        narrow_query: over a cache of float8, whether kernels may round queries and probabilities to it as well, as
+            FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
@@ -113,7 +116,11 @@ def draw_attention(draws: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
     made = mixed_draw.paged_attention if draws.chance(0.5) else draw.paged_attention
     arguments = made(draws, dtype)
-    return draw.quantize(draws, arguments) if draws.chance(0.15) else arguments
+    if draws.chance(0.15):
+        arguments = draw.quantize(draws, arguments)
+        if draws.chance(0.3):
+            arguments["narrow_query"] = True
+    return arguments
 
 
 def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> Routed:

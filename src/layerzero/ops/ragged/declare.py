@@ -184,6 +184,7 @@ STANDARD_RAGGED = _operation(
     "Attention of sequences one after the other, equal head counts",
     (
         _case("small", 3, 40, 4, 4, 32),
+        _case("short", 5, 90, 6, 6, 64),
         _case("minilm", 16, 1024, 12, 12, 32, causal=False),
         _case("vision", 8, 8192, 16, 16, 64, causal=False),
     ),
@@ -191,7 +192,11 @@ STANDARD_RAGGED = _operation(
 GQA_RAGGED = _operation(
     "attention.gqa.prefill.ragged",
     "Attention of sequences one after the other, several query heads a kv head",
-    (_case("small", 3, 40, 8, 2, 32), _case("llama3_8b_t4096", 8, 4096, 32, 8, 128)),
+    (
+        _case("small", 3, 40, 8, 2, 32),
+        _case("short", 5, 90, 12, 3, 64),
+        _case("llama3_8b_t4096", 8, 4096, 32, 8, 128),
+    ),
     sibling="attention.standard.prefill.ragged",
 )
 

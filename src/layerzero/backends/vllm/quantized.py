@@ -1,0 +1,190 @@
+"""vLLM's kernels for a cache of float8: FlashAttention 3 over its pages, and the append that divides by a scale.
+
+FlashAttention 3 multiplies float8 by float8: queries are rounded to float8 here, by a scale for each key head (in a
+decode each sequence's own), and probabilities in the kernel. So it is legal only where the caller allows it. Scales of
+queries, keys and values go in as (B, K), which may be views of one number. Only e4m3 was compiled, and its output is
+bfloat16. The append writes e4m3 and e5m2 by one scale a tensor. Attention was right in 187 checks on an H200, the
+append in 3 (2026-11-23).
+Argument orders are those of vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0 and of csrc/cache_kernels.cu.
+Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.flashinfer.paged import same_strides
+from layerzero.backends.torch.varlen import longest_or
+from layerzero.backends.vllm.library import VLLM, VLLM_FLASH_ATTN_3, operators
+from layerzero.backends.vllm.paged import STARTS, starts_key
+from layerzero.backends.vllm.varlen import Keys, Scores, forward_of_v3
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Tolerance
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention.reference import with_lse
+from layerzero.ops.paged.limits import DenseTokens
+from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
+
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_E4M3).max
+
+
+def in_float8(query: Tensor, kv_heads: int, *, each: bool) -> tuple[Tensor, Tensor]:
+    """Queries (T, H, D) in e4m3 and what they are multiples of, for the queries of a key head: (T, K), or (K,) of all.
+
+    A NaN stays one, and an infinity becomes one; neither makes a scale.
+    """
+    heads = by_key_head(query, kv_heads).float()
+    largest = heads.abs().nan_to_num(0.0, 0.0, 0.0).amax((2, 3) if each else (0, 2, 3))
+    scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = heads / scale.unsqueeze(-1).unsqueeze(-1)
+    return codes.masked_fill(codes.isinf(), float("nan")).to(_E4M3).flatten(1, 2), scale
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    forward, single = forward_of_v3(), facts["operation"] == DECODE.name
+    kv_heads, page_size = facts.size("kv_heads"), facts.size("page_size")
+    own = STARTS.get(*starts_key(facts), capturing=bool(facts["capturing"])) if single else None
+    default = float(facts.size("head_dim") ** -0.5)
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *rest: Tensor,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+        max_seqlen_q: int | None = None,
+    ) -> Any:
+        *given, key_scale, value_scale = rest
+        starts, longest = (own, 1) if own is not None else (given[0], longest_or(max_seqlen_q, len(query)))
+        codes, query_scale = in_float8(query.squeeze(1) if single else query, kv_heads, each=single)
+        shape = len(context_lens), kv_heads
+        of_keys, of_values = of_heads(key_scale, kv_heads), of_heads(value_scale, kv_heads)
+        scales = query_scale.expand(shape), of_keys.expand(shape), of_values.expand(shape)
+        bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
+        keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
+        acting = (default if scale is None else scale, causal and not single, window or (-1, -1), softcap or 0.0)
+        output, lse = forward(codes, starts, longest, keys, Scores(*acting, descales=scales), None)
+        output = output.to(query.dtype)
+        if not return_lse:
+            return output.unsqueeze(1) if single else output
+        output, lse = with_lse(output, lse)
+        return (output.unsqueeze(1), lse.t().unsqueeze(-1)) if single else (output, lse)
+
+    return run
+
+
+def _load_append(facts: Facts) -> Callable[..., None]:
+    operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
+    form = {"float8_e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}[str(facts["cache_dtype"])]
+
+    def append(
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        caches = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        operator(key, value, *caches, slot_mapping, form, key_scale, value_scale)
+
+    return append
+
+
+def _one_scale(facts: Facts) -> Reason | None:
+    """One number for all keys, and one for all values."""
+    for name in ("key_scale", "value_scale"):
+        shape = facts.tensors[name].shape
+        if shape not in ((), (1,)):
+            return Reason(ReasonCode.CONSTRAINT_FAILED, name, "one number", f"shape {shape}")
+    return None
+
+
+_ROUNDED = Tolerance(0.125, 0.25)
+_LIMITS = (
+    limit.platform("cuda"),
+    limit.arch(min=(9, 0), max=(9, 9)),
+    limit.instruction("wgmma"),
+    limit.dtype("float16", "bfloat16"),
+    limit.one_of("narrow_query", True),
+    limit.one_of("cache_dtype", "float8_e4m3"),
+    limit.Custom(SCALES_OF_HEADS, scales_of_heads),
+    limit.dim("head_dim", min=64, max=256, multiple=16),
+    limit.equal("value_dim", "head_dim"),
+    limit.positive("scale"),
+    limit.last_stride_one("key_cache", "value_cache", "block_tables"),
+    limit.aligned(16, "key_cache", "value_cache"),
+)
+_ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
+_OF_V3: dict[str, Any] = {
+    "backend": VLLM_FLASH_ATTN_3,
+    "load": _load,
+    "layout": "NHD",
+    "implies": ("narrow_query",),
+    "graph_safe": True,
+    "device_guard": True,
+    "tolerance": {"float16": _ROUNDED, "bfloat16": _ROUNDED},
+    "tolerance_reason": "queries and probabilities are rounded to three bits of mantissa, which the caller allows",
+}
+
+KERNELS = (
+    Kernel(
+        id="vllm.flash_attn.v3.quantized",
+        operations=(DECODE.name,),
+        accepts=_ACCEPTS,
+        limits=(
+            *_LIMITS,
+            limit.contiguous("context_lens"),
+            STARTS.before_capture("its tensor of starts", starts_key),
+        ),
+        priority=75,
+        **_OF_V3,
+    ),
+    Kernel(
+        id="vllm.flash_attn.v3.quantized_tokens",
+        operations=(PREFILL.name,),
+        accepts=("causal", *_ACCEPTS, "max_seqlen_q"),
+        limits=(*_LIMITS, limit.contiguous("context_lens", "cu_seqlens_q")),
+        priority=75,
+        **_OF_V3,
+    ),
+    Kernel(
+        id="vllm.append_codes",
+        operations=("kv.append.quantized",),
+        backend=VLLM,
+        load=_load_append,
+        layout="NHD",
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
+            limit.Custom("scales: one number", _one_scale),
+            limit.equal("value_dim", "head_dim"),
+            DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
+            limit.contiguous("slot_mapping"),
+            limit.last_stride_one("key_cache", "value_cache"),
+            limit.Custom("key_cache and value_cache: the same strides", same_strides),
+            limit.aligned(16, "key", "value", "key_cache", "value_cache"),
+        ),
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=80,
+    ),
+)
