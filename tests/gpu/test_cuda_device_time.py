@@ -24,8 +24,8 @@ def test_a_large_copy_takes_what_lies_between_events():
 
 
 def test_a_capture_that_fails_leaves_torch_as_it_was():
-    input = torch.randn(64, 64, device="cuda")
-    found = device_times({"bad": [lambda: input.sum().item()], "good": [lambda: input + 1]})
+    rows = torch.randn(64, 64, device="cuda")
+    found = device_times({"bad": [lambda: rows.sum().item()], "good": [lambda: rows + 1]})
     assert found["bad"].time_us is None
     assert found["bad"].problem
     assert 0 < found["good"].time_us < 100
