@@ -9,6 +9,7 @@ Library: torch 2.13, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -79,12 +80,12 @@ def _build(facts: Facts) -> list[tuple[int, Path]]:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # torch 2.13 warns of its own deprecated calls
             program = torch.export.export(_Gelu(), (example,), dynamic_shapes={"rows": {0: elements}})
-            path, top = compiled(program, facts, options, lambda guards, _, most=most: _unguarded(guards, most))
+            path, top = compiled(program, facts, options, functools.partial(_unguarded, most))
         parts.append((top, path))
     return parts
 
 
-def _unguarded(guards: Sequence[Any], most: int) -> int:
+def _unguarded(most: int, guards: Sequence[Any], _: object) -> int:
     if guards:
         raise RuntimeError(f"Inductor tied the kernel to {[str(guard.expr) for guard in guards]}")
     return most

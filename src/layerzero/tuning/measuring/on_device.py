@@ -116,7 +116,7 @@ def _copy(call: RandomCall) -> RandomCall:
         if isinstance(value, Tensor):
             own = value.untyped_storage()
             if own.data_ptr() not in memory:
-                memory[own.data_ptr()] = own.clone()
+                memory[own.data_ptr()] = own.clone()  # type: ignore[no-untyped-call]
             there = memory[own.data_ptr()]
             copy = torch.empty(0, dtype=value.dtype, device=value.device)
             arguments[name] = copy.set_(there, value.storage_offset(), value.shape, value.stride())
