@@ -118,6 +118,19 @@ def test_what_means_nothing_is_refused_with_wanted_and_got(change, words):
         lz.rope(**(arguments | change))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_an_odd_width_the_last_entry_passes_through_or_the_table_is_refused(interleaved):
+    query, key = torch.randn(2, 5, 4, 63), torch.randn(2, 5, 2, 63)
+    _, _, cos, sin, positions = tensors()
+    given = {"positions": positions, "interleaved": interleaved, "layout": "BSHD"}
+    with pytest.raises(lz.InvalidCallError, match="half of 2 to 63 rotated entries"):
+        lz.rope(query, key, cos, sin, **given)
+    turned, _ = lz.rope(query, key, cos[:, :31], sin[:, :31], **given)
+    whole, _ = lz.rope(query[..., :62], key[..., :62], cos[:, :31], sin[:, :31], **given)
+    torch.testing.assert_close(turned[..., :62], whole)
+    assert torch.equal(turned[..., 62], query[..., 62])
+
+
 def test_positions_beyond_the_table_are_found_in_debug_mode():
     query, key, cos, sin, positions = tensors()
     positions[1, 2] = 40

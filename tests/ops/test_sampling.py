@@ -296,6 +296,11 @@ WRONG = {
     "row_p: wanted shape (3,), a number for each row, got (2,)": {"row_p": torch.ones(2)},
     "row_p: wanted dtype float32, got float64": {"row_p": torch.ones(3, dtype=torch.float64)},
     "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got 0": {"p": 1.0, "temperature": 0},
+    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got -1": {
+        "p": 1.0,
+        "temperature": -1,
+    },
+    "p: wanted a share above 0 and up to 1, got -0.5": {"p": -0.5},
     "seed: wanted a seed or a generator, got both": {"p": 1.0, "seed": 1, "generator": torch.Generator()},
     "seed: wanted 0 to 9.22337e+18, got -1": {"p": 1.0, "seed": -1},
     "seed: wanted int, got 1.5": {"p": 1.0, "seed": 1.5},
@@ -315,6 +320,12 @@ def test_bad_arguments(wanted):
 def test_bad_counts(k):
     with pytest.raises(lz.InvalidCallError, match=r"k: wanted (1 to 2147483647|int), got"):
         lz.sample_topk(torch.ones(3, 8), k)
+
+
+def test_a_count_above_the_vocabulary_keeps_every_place():
+    logits = torch.randn(64, 8)
+    assert torch.equal(lz.sample_topk(logits, 9, seed=1), lz.sample_topk(logits, 8, seed=1))
+    assert torch.equal(lz.sample_topk_topp(logits, 2**31 - 1, 0.9, seed=1), lz.sample_topk_topp(logits, 8, 0.9, seed=1))
 
 
 @pytest.mark.parametrize(

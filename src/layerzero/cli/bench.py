@@ -23,6 +23,7 @@ from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.bench import Benched, Line, bench
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import operations_named
+from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.timing import Effort, clock_of
 from layerzero.tuning.measuring.tune import dtypes_of
 
@@ -44,6 +45,7 @@ def answer(
     only: Sequence[str],
     params: Sequence[str],
     modules: Sequence[str],
+    timed: str | None,
     plot: Path | None,
     html: Path | None,
     quiet: bool,
@@ -56,6 +58,7 @@ def answer(
     import_modules(modules)
     check.kernels_exist(only)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    times = timed_of(timed, target)
     dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
     if only and dtype is None:
         dtypes = _taken(only, operation, dtypes)
@@ -72,7 +75,7 @@ def answer(
         for job in jobs:
             if not quiet:
                 say(f"measuring {job.name}")
-            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only))
+            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only, timed=times))
     bad = any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
     try:
         if plot is not None:
@@ -83,6 +86,19 @@ def answer(
         say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
         bad = True
     return Answer([each.to_dict() for each in found], lambda: _shown(found), NO if bad else FINE)
+
+
+def timed_of(text: str | None, device: torch.device) -> Timed:
+    """Which times are asked for: both on a CUDA device where nobody says. Raises: ValueError with wanted and got."""
+    if text is None:
+        return Timed.BOTH if device.type == "cuda" else Timed.CALL
+    if text not in list(Timed):
+        raise ValueError(f"--timed: wanted one of {', '.join(Timed)}, got {text!r}")
+    if text != Timed.CALL and device.type != "cuda":
+        raise ValueError(
+            f"--timed {text}: wanted a CUDA device, got {device.type}, where a call is all there is to time"
+        )
+    return Timed(text)
 
 
 def _params(texts: Sequence[str], operation: str) -> dict[str, object]:
@@ -115,19 +131,17 @@ def _shown(found: Sequence[Benched]) -> Iterator[RenderableType]:
     for each in found:
         yield Text(each.name, style="bold")
         yield Text(described(each), style="dim")
-        table = new_table(
-            "", "kernel", "median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error",
-            right=("median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"),
-        )  # fmt: skip
+        headers = columns(each.timed)
+        table = new_table("", *headers, right=[header for header in headers if header not in ("kernel", "device from")])
         for line in each.lines:
             mark = Text(">", style="bold green") if line.chosen else ""
-            new_row(table, mark, Text(line.name, style="bold green" if line.chosen else ""), *cells(line))
+            new_row(table, mark, Text(line.name, style="bold green" if line.chosen else ""), *cells(line, each.timed))
         yield table
         if each.rough:
             yield Text(f"{each.rough}: these times are rough", style="yellow")
         for line in each.lines:
-            if line.detail:
-                yield Text(f"{line.name}: {line.detail}", style="yellow")
+            for told in details(line):
+                yield Text(told, style="yellow")
         yield from (Text(text, style="dim") for text in refusals(each.refused))
         yield ""
 
@@ -142,15 +156,34 @@ def described(each: Benched) -> str:
     return "; ".join(parts)
 
 
-def cells(line: Line) -> list[str]:
+def columns(timed: Timed) -> list[str]:
+    """What stands above the cells of a line, its kernel first."""
+    of_call = [] if timed is Timed.DEVICE else ["median us", "p95 us", "noise"]
+    of_device = [] if timed is Timed.CALL else ["device us", "device from"]
+    return ["kernel", *of_call, *of_device, "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"]
+
+
+def cells(line: Line, timed: Timed) -> list[str]:
     """Numbers of a line as text; a kernel without a time has its status in their place."""
     if line.median_us is None or line.p95_us is None:
-        return [line.status, "", "", "", "", "", "", _error(line.error)]
-    share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
+        return [line.status, *[""] * (len(columns(timed)) - 3), _error(line.error)]
     noise = "" if line.noise is None else f"{100 * line.noise:.1f} %"
+    of_call = [] if timed is Timed.DEVICE else [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", noise]
+    device = "" if line.device_us is None else f"{line.device_us:.1f}"
+    of_device = [] if timed is Timed.CALL else [device, line.device_from]
+    share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
     torch_ = "" if line.against_torch is None else f"{line.against_torch:.2f}x"
     rates = ["" if rate is None else f"{rate:.3g}" for rate in (line.gb_s, line.tflop_s)]
-    return [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", noise, *rates, share, torch_, _error(line.error)]
+    return [*of_call, *of_device, *rates, share, torch_, _error(line.error)]
+
+
+def details(line: Line) -> Iterator[str]:
+    """Why a line has no time, or why its device time is no graph's."""
+    if line.detail:
+        yield f"{line.name}: {line.detail}"
+    if line.device_detail:
+        instead = "one launch between two events instead" if line.device_from else "no device time"
+        yield f"{line.name}: not captured in a CUDA graph: {line.device_detail}; {instead}"
 
 
 def _error(error: float | None) -> str:

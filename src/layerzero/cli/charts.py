@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.asking.diagnosis import doctor
-from layerzero.cli.bench import cells, described, refusals
+from layerzero.cli.bench import cells, columns, described, details, refusals
 from layerzero.core.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched
 
@@ -24,7 +24,6 @@ th { border-bottom: 1px solid #5a6573; font-weight: 600 } td:first-child, th:fir
 tr.chosen td { font-weight: 600; background: #e8f4ec } tr:hover td { background: #f3f5f8 }
 details { color: #5a6573; font-size: .9rem } svg { max-width: 100%; height: auto }
 """
-_HEADERS = ("kernel", "median us", "p95 us", "noise", "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error")
 
 
 def check(path: Path | None, html_path: Path | None = None) -> None:
@@ -79,19 +78,18 @@ def _draw(axes: Any, operation: str, calls: Sequence[Benched]) -> None:
     """A row of bars for each call: times as multiples of the quickest, the chosen one marked."""
     from matplotlib import colormaps
 
-    names = sorted({line.name for each in calls for line in each.lines if line.median_us is not None})
+    names = sorted({line.name for each in calls for line in each.lines if line.by(each.timed) is not None})
     colours = {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
     height = 0.8 / max(len(names), 1)
     for row, each in enumerate(calls):
-        timed = [line for line in each.lines if line.median_us is not None]
-        best = min((line.median_us for line in timed if line.median_us), default=1.0)
-        for place, line in enumerate(timed):
-            assert line.median_us is not None
+        timed = [(line, time_us) for line in each.lines if (time_us := line.by(each.timed)) is not None]
+        best = min((time_us for _, time_us in timed if time_us), default=1.0)
+        for place, (line, time_us) in enumerate(timed):
             where = row - 0.4 + (place + 0.5) * 0.8 / len(timed)
-            ratio = line.median_us / best
+            ratio = time_us / best
             edge = {"edgecolor": "black", "linewidth": 1.4} if line.chosen else {}
             axes.barh(where, ratio, 0.8 / len(timed), color=colours[line.name], **edge)
-            text = f" {line.median_us:.3g} us{' (chosen)' if line.chosen else ''}"
+            text = f" {time_us:.3g} us{' (chosen)' if line.chosen else ''}"
             axes.text(ratio, where, text, va="center", fontsize=min(8.0, 70 * height))
     axes.set_yticks(range(len(calls)), [_short(each) for each in calls], fontsize=8)
     axes.invert_yaxis()
@@ -141,13 +139,13 @@ def _svg(operation: str, calls: Sequence[Benched]) -> str:
 
 
 def _table(each: Benched) -> Iterator[str]:
-    yield f"<table><tr>{''.join(f'<th>{header}</th>' for header in _HEADERS)}</tr>"
+    yield f"<table><tr>{''.join(f'<th>{header}</th>' for header in columns(each.timed))}</tr>"
     for line in each.lines:
-        row = "".join(f"<td>{_text(cell)}</td>" for cell in (line.name, *cells(line)))
+        row = "".join(f"<td>{_text(cell)}</td>" for cell in (line.name, *cells(line, each.timed)))
         mark = ' class="chosen"' if line.chosen else ""
         yield f"<tr{mark}>{row}</tr>"
     yield "</table>"
-    told = [f"{line.name}: {line.detail}" for line in each.lines if line.detail] + list(refusals(each.refused))
+    told = [text for line in each.lines for text in details(line)] + list(refusals(each.refused))
     if told:
         yield f"<details><summary>refused or without a time, and why</summary>{'<br>'.join(map(_text, told))}</details>"
 

@@ -139,6 +139,15 @@ def bench(
     without: Without = None,
     param: Param = None,
     module: Modules = None,
+    timed: Annotated[
+        str | None,
+        typer.Option(
+            "--timed",
+            metavar="TIMES",
+            help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
+            "default.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
     ] = None,
@@ -152,14 +161,19 @@ def bench(
     Without --shapes or --manifest: the operations' own cases. With --kernel and without --dtype: the usual dtypes that
     these kernels take. Each call has a table: median, p95 and noise, GB/s,
     TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
-    distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. Times are not
-    remembered. A kernel that gives a wrong result is banned until its library has another version or
+    distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. On a GPU there is
+    the device's own time, too: of replays of a CUDA graph that holds many calls, which find their tensors outside of
+    the L2 cache (cold) or, where a call is too small for that, in it (warm); a kernel that cannot be captured says why
+    and has the time of one launch between two events. With --timed device, order, rates and speed go by it. Times are
+    not remembered. A kernel that gives a wrong result is banned until its library has another version or
     `layerzero vet --again` passes it, and failures are remembered. Exits with 1 if a kernel is wrong or fails.
     """
     from layerzero.cli import bench as command
     from layerzero.cli import plain
 
     if plain.covers(operation):
+        if timed not in (None, "call"):
+            raise ValueError(f"--timed: wanted call for an operation without tensors, got {timed!r}")
         return plain.bench(
             operation, param or [], samples=samples, only=kernel or [], leave_out=without or [], quiet=json
         )
@@ -176,6 +190,7 @@ def bench(
         only=kernel or [],
         params=param or [],
         modules=module or [],
+        timed=timed,
         plot=plot,
         html=html,
         quiet=json,
@@ -196,6 +211,7 @@ def add_to(app: typer.Typer) -> None:
         **examples(
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+            "bench rms_norm --shapes 64x4096 --timed device",
             "bench tokenize --param tokenizer_id=cl100k_base",
             'bench "norm.*" --html norms.html --plot norms.png',
         ),

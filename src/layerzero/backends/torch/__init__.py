@@ -14,6 +14,7 @@ MODULES = (
     "flex_attention",
     "greedy",
     "inductor",
+    "inductor_gelu",
     "kv",
     "latent",
     "lengths",

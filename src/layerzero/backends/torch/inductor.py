@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 INDUCTOR = Backend(
     name="inductor",
-    summary="The references of norms, compiled by torch's Inductor",
+    summary="Norms and GELU by tanh, compiled by torch's Inductor",
     distribution="torch",
     versions=">=2.13,<2.14",  # the version whose artefacts were compared with float64
     tested=("2.13.0",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
 from layerzero.tuning.measuring.contest import Contest, Entry, contest
 from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.on_device import OnDevice, Timed, on_device
 from layerzero.tuning.measuring.timing import Clock, Effort, measurement
 
 TORCH = "torch's own function"
@@ -40,6 +41,12 @@ class Line:
         against_torch: how many times quicker than torch's own function.
         error: largest distance from the reference in float64.
         detail: why it has no time.
+        device_us: what the device needs, however slow the host launches; None on a CPU or where nobody asked.
+        device_from: ``graph, cold`` or ``graph, warm``: replays of a CUDA graph that finds the tensors outside of the
+            L2 cache or in it; ``events``: one launch between two events, cold.
+        device_detail: why it is no graph's.
+        events_us: one launch between two events behind a full queue, cold, the host's launching included where that
+            takes longer than the queue.
     """
 
     name: str
@@ -56,6 +63,14 @@ class Line:
     against_torch: float | None = None
     error: float | None = None
     detail: str = ""
+    device_us: float | None = None
+    device_from: str = ""
+    device_detail: str = ""
+    events_us: float | None = None
+
+    def by(self, timed: Timed) -> float | None:
+        """The time that lines are compared by."""
+        return self.device_us if timed is Timed.DEVICE else self.median_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,7 @@ class Benched:
         refused: kernels that may not run, and every reason.
         chosen: the kernel that LayerZero chose.
         condition: the machine's state while it measured, ``load=low``; empty where nothing can be read.
+        timed: which times were asked for; rates and order go by the device's where they alone were.
     """
 
     name: str
@@ -81,6 +97,7 @@ class Benched:
     refused: dict[str, tuple[Reason, ...]]
     chosen: str | None
     condition: str = ""
+    timed: Timed = Timed.CALL
 
     @property
     def rough(self) -> str:
@@ -99,6 +116,7 @@ class Benched:
             "ceiling_tflop_s": self.ceiling.tflop_s if self.ceiling else None,
             "chosen": self.chosen,
             "condition": self.condition,
+            "timed": str(self.timed),
             "kernels": [{name: getattr(line, name) for name in Line.__slots__} for line in self.lines],
             "refused": {kernel: [str(reason) for reason in reasons] for kernel, reasons in self.refused.items()},
         }
@@ -112,8 +130,12 @@ def bench(
     clock: Clock,
     leave_out: Sequence[str] = (),
     only: Sequence[str] = (),
+    timed: Timed = Timed.CALL,
 ) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
+
+    Unless ``timed`` is ``call``, kernels that were right are timed again by replays of CUDA graphs, on a CUDA device;
+    one that cannot be captured keeps the time between two events, and the line says why.
 
     A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it
     passes again. Failures are remembered, too.
@@ -128,24 +150,33 @@ def bench(
     work = operation.work(found.facts) if operation.work else None
     dtype: Any = found.facts["dtype"]
     best = ceiling(device, dtype_name(dtype)) if work is not None else None
-    default_us = measurement(found.others[TORCH]).median_us if default is not None else None
-    lines = [_line(entry, before.kernel_id, work, best, default_us) for entry in found.entries]
+    lines = [_line(entry, before.kernel_id) for entry in found.entries]
     if default is not None:
-        lines.append(_of_torch(found, work, best))
-    lines.sort(key=lambda line: (line.median_us is None, line.median_us or 0.0))
+        lines.append(_of_torch(found))
+    if timed is not Timed.CALL:
+        ran = {line.name for line in lines if line.median_us is not None}
+        beside_name = TORCH if default is not None else ""
+        alone = on_device(call, found.report, ran, beside=beside_name, samples=effort.samples)
+        parts = {each.kernel.id: each.measurement.device_us for each in found.entries if each.measurement is not None}
+        lines = [_with_device(line, alone.get(line.name), parts.get(line.name)) for line in lines]
+    of_torch = next((line.by(timed) for line in lines if line.name == TORCH), None)
+    lines = [_rated(line, line.by(timed), of_torch, work, best) for line in lines]
+    lines.sort(key=lambda line: (line.by(timed) is None, line.by(timed) or 0.0))
     sizes: dict[str, object] = dict(found.facts.sizes())
     described = {**sizes, **job.case.params, "dtype": dtype_name(dtype), "layout": found.facts.layout}
     asked = {each.kernel.id for each in found.report.candidates if not only or _named(only, each.kernel)}
     refused = {name: reasons for name, reasons in found.report.failures.items() if name in asked}
     state = next((each.measurement.condition for each in found.entries if each.measurement is not None), "")
-    return Benched(job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id, state)
+    return Benched(
+        job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id, state, timed
+    )
 
 
 def _named(patterns: Sequence[str], kernel: Kernel) -> bool:
     return any(names_kernel(pattern, kernel) for pattern in patterns)
 
 
-def _line(entry: Entry, chosen: str | None, work: Work | None, best: Ceiling | None, default_us: float | None) -> Line:
+def _line(entry: Entry, chosen: str | None) -> Line:
     kernel, measured = entry.kernel.id, entry.measurement
     if measured is None:
         return Line(kernel, str(entry.status), kernel == chosen, error=entry.error, detail=entry.detail)
@@ -158,20 +189,32 @@ def _line(entry: Entry, chosen: str | None, work: Work | None, best: Ceiling | N
         measured.noise,
         measured.samples,
         measured.first_call_us,
-        *_rates(measured.median_us, work, best),
-        default_us / measured.median_us if default_us is not None else None,
-        entry.error,
+        error=entry.error,
     )
 
 
-def _of_torch(found: Contest, work: Work | None, best: Ceiling | None) -> Line:
+def _of_torch(found: Contest) -> Line:
     kept = measurement(found.others[TORCH])
-    rates = _rates(kept.median_us, work, best)
-    return Line(TORCH, "timed", False, kept.median_us, kept.p95_us, kept.noise, kept.samples, None, *rates, 1.0)
+    return Line(TORCH, "timed", False, kept.median_us, kept.p95_us, kept.noise, kept.samples)
 
 
-def _rates(time_us: float, work: Work | None, best: Ceiling | None) -> tuple[float | None, float | None, float | None]:
-    """GB/s, TFLOP/s, and the share of the ceiling."""
+def _with_device(line: Line, alone: OnDevice | None, events_us: float | None) -> Line:
+    """A line with the device's time: a graph's, or what lay between two events."""
+    line = replace(line, events_us=events_us)
+    if alone is None:
+        return line
+    if alone.time_us is not None:
+        return replace(line, device_us=alone.time_us, device_from=f"graph, {alone.cache}")
+    told = "events" if events_us is not None else ""
+    return replace(line, device_us=events_us, device_from=told, device_detail=alone.problem)
+
+
+def _rated(line: Line, time_us: float | None, of_torch: float | None, work: Work | None, best: Ceiling | None) -> Line:
+    """A line with GB/s, TFLOP/s, the share of the ceiling and the speed against torch, all by one time."""
+    if time_us is None:
+        return line
+    rated = replace(line, against_torch=None if of_torch is None else of_torch / time_us)
     if work is None or best is None:
-        return None, None, None
-    return work.bytes / time_us / 1e3, work.flops / time_us / 1e6, best.least_us(work) / time_us
+        return rated
+    gb_s, tflop_s = work.bytes / time_us / 1e3, work.flops / time_us / 1e6
+    return replace(rated, gb_s=gb_s, tflop_s=tflop_s, ceiling_share=best.least_us(work) / time_us)
