@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import os
 import signal
+import sys
 import uuid
 
 import pytest
@@ -37,6 +40,30 @@ os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that doe
 # what this machine can do at best is told beside times, and no test asks how much: 8 s in each worker otherwise
 ceiling._COPY_BYTES["cpu"], ceiling._MATRIX["cpu"] = 2**20, 64
 config.CONFIGURATION.reset()
+
+
+VERSION = importlib.metadata.version
+
+
+@functools.cache
+def looked_up(name, path):
+    """A version that was found, or None: each test asks anew for some twenty libraries, 1 ms each."""
+    assert path == tuple(sys.path)
+    try:
+        return VERSION(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version(name):
+    """As :func:`importlib.metadata.version`, which does not remember."""
+    found = looked_up(name, tuple(sys.path))
+    if found is None:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found
+
+
+importlib.metadata.version = version
 
 
 def pytest_configure(config):
