@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import os
 import signal
+import sys
 import uuid
 
 import pytest
 import torch
+from hypothesis import settings
 
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
@@ -19,6 +23,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.building import BUILDS
+from layerzero.tuning.measuring import ceiling
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is
@@ -32,7 +37,40 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package anew otherwise: 0.5 s of its 3
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
 os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that does not ask for it
+# what this machine can do at best is told beside times, and no test asks how much: 8 s in each worker otherwise
+ceiling._COPY_BYTES["cpu"], ceiling._MATRIX["cpu"] = 2**20, 64
 config.CONFIGURATION.reset()
+
+
+VERSION = importlib.metadata.version
+
+
+@functools.cache
+def looked_up(name, path):
+    """A version that was found, or None: each test asks anew for some twenty libraries, 1 ms each."""
+    assert path == tuple(sys.path)
+    try:
+        return VERSION(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version(name):
+    """As :func:`importlib.metadata.version`, which does not remember."""
+    found = looked_up(name, tuple(sys.path))
+    if found is None:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found
+
+
+importlib.metadata.version = version
+
+
+def pytest_configure(config):
+    """Laws are drawn less often where slow tests are left out; see ``drawing.examples``."""
+    settings.register_profile("quick", parent=settings(), max_examples=40)
+    if "not slow" in config.getoption("markexpr"):
+        settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +81,18 @@ def fresh_process(monkeypatch):
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
     ENGINE.ledger = MemoryLedger()
-    before = {kernel.id for kernel in REGISTRY.kernels()}
+    REGISTRY.ready()
+    before = set(REGISTRY.read_declarations())
     yield
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     config.CONFIGURATION.reset()
-    DESCRIPTORS.clear()
-    for kernel in REGISTRY.kernels():
-        if kernel.id not in before:
-            REGISTRY.unregister_kernel(kernel.id)
+    if DESCRIPTORS.in_force():
+        DESCRIPTORS.clear()
+    REGISTRY.ready()
+    for kernel_id in [each for each in REGISTRY.read_declarations() if each not in before]:
+        REGISTRY.unregister_kernel(kernel_id)
     ENGINE.ledger = MemoryLedger()
     ENGINE.recent.clear()
     ENGINE.health.reset()

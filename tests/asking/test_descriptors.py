@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 import layerzero.core
+from drawing import examples
 from layerzero.asking.descriptors import DESCRIPTORS, by_backend, exported
 from layerzero.cli import pages_descriptors
 from layerzero.core import capability, limit_kinds
@@ -644,7 +645,7 @@ def read_back():
         lz.unload_descriptor(each)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10_000), st.sampled_from(sorted(FUNCTIONS)), st.sampled_from(DEVICES), st.booleans())
 def test_the_round_trip_judges_every_call_alike(read_back, number, function, device, capturing):
     call = random_call(5, number, function=function)
@@ -656,7 +657,7 @@ def test_the_round_trip_judges_every_call_alike(read_back, number, function, dev
         assert legality.limit_findings(revised, facts.seen_in(revised.layout)) == wanted
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_a_narrowed_kernel_never_takes_more(data):
     number = data.draw(st.integers(0, 10_000))

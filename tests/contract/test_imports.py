@@ -114,53 +114,38 @@ def test_no_library_is_imported_at_the_top_of_a_module(path):
         assert not {name.split(".")[0] for name in names} & barred, f"{path}:{node.lineno}"
 
 
-def test_importing_layerzero_loads_little_and_no_device():
-    """Work is counted in modules: times on a loaded machine say nothing."""
+FIRST_CALL_NEEDS = {"layerzero", "msgspec", "packaging", "platformdirs", "torch"}
+"""What the first call of a process may import beside the standard library, its kernel's library apart."""
+
+
+def test_importing_loads_little_and_no_device_declarations_nothing_and_the_first_call_little():
     script = f"""
 import sys, torch
-before = set(sys.modules)
+
+def imported(since):
+    return {{name.split(".")[0] for name in set(sys.modules) - since}} - sys.stdlib_module_names
+
+known = set(sys.modules)
 import layerzero as lz
-added = set(sys.modules) - before
-packages = {{name.split(".")[0] for name in added}} - set(sys.stdlib_module_names)
-assert packages == {{"layerzero", "msgspec"}}, packages
+assert imported(known) == {{"layerzero", "msgspec"}}, imported(known)
+added = set(sys.modules) - known
 rooms = {{name.split(".")[1] for name in added if name.startswith("layerzero.")}}
 assert rooms == {{"core", "ops", "engine"}}, rooms
 engine = [name for name in added if name.startswith("layerzero.engine.")]
 assert len(engine) < 5, engine
 assert not torch.cuda.is_initialized()
-lz.attention
-lz.list_kernels()
-lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8))
-added = set(sys.modules) - before
-loaded = {{name.split(".")[0] for name in added}} & set({sorted(libraries())!r})
-assert not loaded, ("declarations import libraries", loaded)
-heavy = {{name for name in added if name.split(".")[0] in ("torch", "sympy", "triton")}}
-assert not heavy, ("declarations import what a call does not need", heavy)
-assert not torch.cuda.is_initialized()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-FIRST_CALL_NEEDS = {"layerzero", "msgspec", "packaging", "platformdirs", "torch"}
-"""What the first call of a process may import beside the standard library, its kernel's library apart."""
-
-
-def test_the_first_call_imports_little_and_declarations_nothing():
-    script = f"""
-import sys, torch
-known = set(sys.modules)
-import layerzero as lz
-
-def imported(since):
-    return {{name.split(".")[0] for name in set(sys.modules) - since}} - sys.stdlib_module_names
-
 lz.rms_norm
 before = set(sys.modules)
 lz.list_kernels()
 assert imported(before) == {{"layerzero"}}, ("declarations import", imported(before))
-row = torch.ones(8)
+lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8))
+loaded = imported(known) & set({sorted(libraries())!r})
+assert not loaded, ("declarations import libraries", loaded)
+heavy = imported(known) & {{"torch", "sympy", "triton"}}
+assert not heavy, ("declarations import what a call does not need", heavy)
+assert not torch.cuda.is_initialized()
 lz.lock("norm.rms", "torch.rms_norm")
-lz.rms_norm(torch.ones(2, 8), row)
+lz.rms_norm(torch.ones(2, 8), torch.ones(8))
 assert imported(known) <= {FIRST_CALL_NEEDS!r}, ("the first call imports", imported(known))
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -24,13 +24,20 @@ assert gc.get_freeze_count() == 0
 """
 
 
-def test_importing_looks_through_nothing_of_torch():
-    subprocess.run([sys.executable, "-c", COUNTED], check=True)
-
-
+@pytest.mark.slow
 def test_a_collector_that_was_off_stays_off():
     script = "import gc, torch; gc.disable()\nimport layerzero as lz\nlz.rms_norm\nassert not gc.isenabled()"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_inside_a_collector_that_was_off_nothing_changes():
+    gc.disable()
+    try:
+        with held_off():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_an_error_inside_leaves_it_as_it_was():
@@ -64,5 +71,5 @@ assert ended == 0, "the collector stays off in a child that was forked while ano
 """
 
 
-def test_a_child_that_is_forked_meanwhile_collects():
-    subprocess.run([sys.executable, "-c", FORKED], check=True)
+def test_importing_looks_through_nothing_of_torch_and_a_child_that_is_forked_meanwhile_collects():
+    subprocess.run([sys.executable, "-c", COUNTED + FORKED], check=True)

@@ -47,7 +47,7 @@ def fresh(script, **environment):
 
 
 @pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.slow), "1"])
-def test_the_first_choice_of_a_process_is_kept(native):
+def test_the_first_choice_of_a_process_is_kept_and_can_be_frozen(native):
     told = fresh(
         """
 counts = []
@@ -58,18 +58,11 @@ for _ in range(2):
     lz.attention(q, q, q, layout="BSHD")
     counts.append(len(made))
 told["counts"] = counts
+told["held"] = [each.kernel for each in lz.freeze().choices.values()]
 """,
         LAYERZERO_NATIVE=native,
     )
     assert told["counts"] == [1, 1, 1, 2, 2]
-
-
-def test_freezing_after_two_first_calls_holds_two_choices():
-    told = fresh("""
-lz.rms_norm(x, w)
-lz.attention(q, q, q, layout="BSHD")
-told["held"] = [each.kernel for each in lz.freeze().choices.values()]
-""")
     assert len(told["held"]) == 2
 
 

@@ -14,6 +14,7 @@ from reading import READINGS, evaluate, reading_kernel
 from torch.nn import Parameter
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core import indices
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
@@ -34,7 +35,9 @@ from paths import IN_C
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 
 EXAMPLES = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -366,7 +369,7 @@ def readers(draw):
 
 
 @IN_C
-@settings(EXAMPLES, max_examples=800)
+@settings(EXAMPLES, max_examples=examples(800))
 @given(readers())
 def test_a_plan_serves_calls_that_agree_in_what_was_read(drawn):
     """Whatever a kernel reads, where it loads, in its limit and for its artefact, and in whichever branch."""
@@ -527,7 +530,7 @@ def kernel_named(kernel_id):
 
 
 @IN_C
-@settings(EXAMPLES, max_examples=250)
+@settings(EXAMPLES, max_examples=examples(250))
 @given(steps=st.lists(STEPS, min_size=3, max_size=15))
 def test_no_change_of_policy_is_served_by_a_stale_choice(ran, steps):
     forget()

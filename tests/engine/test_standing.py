@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core import limits
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
@@ -41,7 +42,7 @@ def asked(function, seed):
     return dispatcher, dispatcher.function.bind((), call.arguments)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(CALLED)
 def test_choosing_and_explaining_agree_about_every_kernel(called):
     dispatcher, arguments = asked(*called)
@@ -59,7 +60,7 @@ def test_choosing_and_explaining_agree_about_every_kernel(called):
             assert set(each.reasons) <= set(whole.reasons)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(CALLED)
 def test_the_schema_tells_results_as_the_fake_function_does(called):
     dispatcher, arguments = asked(*called)
@@ -77,7 +78,7 @@ def test_the_schema_tells_results_as_the_fake_function_does(called):
             assert not failing._as_declared((wrong,), report.facts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(CALLED)
 def test_texts_and_conditions_that_are_kept_are_those_that_would_be_written_anew(called):
     dispatcher, arguments = asked(*called)

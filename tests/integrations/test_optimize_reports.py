@@ -139,9 +139,17 @@ def optimized_apart(folder: Any, **more: str) -> dict[str, Any]:
     return found
 
 
-def test_a_second_process_measures_nothing_again(tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def one_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder of measured times, and what the process told that wrote them."""
+    folder = tmp_path_factory.mktemp("times")
+    return folder, optimized_apart(folder, OMP_NUM_THREADS="1")
+
+
+def test_a_second_process_measures_nothing_again(one_folder: Any) -> None:
     """But for calls whose times were too noisy to decide."""
-    first, second = (optimized_apart(tmp_path) for _ in range(2))
+    folder, first = one_folder
+    second = optimized_apart(folder, OMP_NUM_THREADS="1")
     assert first["measured"] > 0
     assert first["known"] == first["left"] == 0
     assert second["measured"] <= first["noisy"]
@@ -149,13 +157,13 @@ def test_a_second_process_measures_nothing_again(tmp_path: Any) -> None:
     assert f"{second['known']} were known" in second["text"]
 
 
-def test_times_of_another_machine_are_refused_with_a_reason(tmp_path: Any) -> None:
+def test_times_of_another_machine_are_refused_with_a_reason(one_folder: Any) -> None:
     """One folder for two: everything is measured again, and the report says why."""
-    first = optimized_apart(tmp_path, OMP_NUM_THREADS="2")
-    second = optimized_apart(tmp_path, OMP_NUM_THREADS="1")
+    folder, first = one_folder
+    second = optimized_apart(folder, OMP_NUM_THREADS="2")
     assert second["known"] == 0
     assert second["measured"] >= first["measured"] > 0
-    assert "known times do not count here: threads: wanted 1, got 2" in second["text"]
+    assert "known times do not count here: threads: wanted 2, got 1" in second["text"]
 
 
 def test_what_differs_between_machines_is_named() -> None:

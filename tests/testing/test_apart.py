@@ -53,20 +53,32 @@ def task(act, owner=None, **more):
 
 @pytest.fixture(scope="module")
 def asked():
-    """Every way to end, one after another, with what answers between."""
-    acts = ["segfault", "answer", "exit", "hang", "SIGKILL", "dies unbegun", "dies between two", "steps", "raises"]
+    """Ways to end, one after another, with what answers between; each takes a child, and there are more below."""
+    acts = ["segfault", "answer", "hang", "SIGKILL", "dies unbegun", "dies between two", "steps"]
     return Asker(*(task(act) for act in (*acts, "garbage", "reads", "answer"))).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        ("exit", "it ended the process with exit code 3: the last word; it ran the call"),
+        ("raises", "it ended the process with exit code 1: ZeroDivisionError: division by zero; "),
+    ],
+)
+def test_what_it_said_last_is_told(act, text):
+    (end,) = Asker(task(act)).run().ended[act]
+    assert (end.verdict, end.started) == (Verdict.CRASHED, True)
+    assert str(end).startswith(text)
 
 
 @pytest.mark.parametrize(
     ("act", "verdict", "text"),
     [
         ("segfault", Verdict.CRASHED, "it ended the process with SIGSEGV; it ran the call"),
-        ("exit", Verdict.CRASHED, "it ended the process with exit code 3: the last word; it ran the call"),
         ("hang", Verdict.HUNG, "no sign of life for 0.01 s"),
         ("SIGKILL", None, "its process was killed from outside with SIGKILL"),
         ("dies unbegun", None, "the child process did not answer: it ended the process with exit code 4"),
-        ("raises", Verdict.CRASHED, "it ended the process with exit code 1: ZeroDivisionError: division by zero; "),
     ],
 )
 def test_who_ended_a_process_is_blamed_and_who_was_killed_is_not(asked, act, verdict, text):

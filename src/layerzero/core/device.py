@@ -190,7 +190,7 @@ _CPU_FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
 
 
 def _detect_cpu() -> Device:
-    name, vendor, flags = host.processor() or host.machine(), "unknown", set[str]()
+    name, vendor, flags = "", "unknown", set[str]()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
@@ -203,7 +203,7 @@ def _detect_cpu() -> Device:
                 flags = set(value.split())
     return Device(
         platform="cpu",
-        name=name,
+        name=name or host.processor() or host.machine(),  # asked last: on Linux it starts a process, 5 ms
         vendor=vendor,
         architecture=host.machine(),
         instruction_sets=frozenset(ours for theirs, ours in _CPU_FLAGS.items() if theirs in flags),

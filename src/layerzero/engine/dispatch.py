@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from layerzero.core import forking, outdated
+from layerzero.core.collecting import held_off
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
@@ -67,7 +68,7 @@ class Engine:
         if self._ledger is None:
             from layerzero import _assembly
 
-            with self._lock:
+            with self._lock, held_off():
                 self._ledger = self._ledger or _assembly.ledger()
         return self._ledger
 

@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import platformdirs
 import torch
 
 from layerzero.core import forking
@@ -45,6 +44,8 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     named = environment.get("LAYERZERO_CACHE_DIR")
     try:
         if named is None:
+            import platformdirs
+
             return platformdirs.user_cache_path("layerzero", appauthor=False).absolute()
         return Path(named).expanduser().absolute() if named else None
     except RuntimeError as error:  # a user without a home
