@@ -16,23 +16,27 @@ from pathlib import Path
 import msgspec
 
 from layerzero.core.dtypes import DTYPES
-from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of
+from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, unusual
 from layerzero.tuning.predicting.weighing import Time, weighed
 
 FORMAT = 1
 KIND = "layerzero priors"
 
 LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm"})
-"""Facts that a table does not tell apart, beside those that sizes imply."""
+"""Facts that a table does not tell apart, beside those that sizes imply; of memory, what is dense and what counts."""
+
+_MEMORY = "unusual_memory"
+"""The fact that says what is unusual about the tensors of a family; absent where nothing is."""
 
 
 def told_apart(facts: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """What a table tells works apart by: everything that is no scaling size and does not follow from one."""
     left_out = LOOSE | implied_of(facts)
     scaling = scaling_of(facts)
+    memory = unusual(facts.get("memory", ""))
     return frozenset(
         (name, value)
-        for name, value in facts.items()
+        for name, value in [*facts.items(), *([(_MEMORY, memory)] if memory else [])]
         if name not in left_out and not (name in scaling and value.isdigit())
     )
 
