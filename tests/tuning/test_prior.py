@@ -248,13 +248,16 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
         table_of([], "a test")
 
 
-@pytest.mark.parametrize("operation", ["attention.gqa.decode.paged", "embedding.lookup", "norm.layer", "kv.append.paged"])
+@pytest.mark.parametrize(
+    "operation", ["attention.gqa.decode.paged", "embedding.lookup", "norm.layer", "kv.append.paged"]
+)
 def test_calls_with_tables_and_optional_tensors_are_in_a_table(operation, tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
     kernel = next(each for each in REGISTRY.candidates(operation) if each.source == "torch")
     facts = next(
-        each for each in (job.facts("cpu") for job in asked_jobs(operation, "cases", ["float32"], "cpu"))
+        each
+        for each in (job.facts("cpu") for job in asked_jobs(operation, "cases", ["float32"], "cpu"))
         if dict(work_of(each).facts)["row_alignment"] == "16"
     )
     store = TimeStore()

@@ -219,7 +219,7 @@ class _Run:
         each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, max(left, 0.0) / 10)
         return contest(
             job.make(self.device),
-            effort=dataclasses.replace(self.effort, budget_s=each_s),
+            effort=dataclasses.replace(self.effort, budget_s=each_s, steady_s=left / 4),
             graph=self.graph,
             leave_out=[*self.leave_out, *unbuilt],
             only=only,
