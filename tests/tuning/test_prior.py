@@ -22,6 +22,7 @@ from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.predicting import prior
+from layerzero.tuning.predicting.nearly import NEARLY
 from layerzero.tuning.predicting.prior import FOLDER, Priors
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
@@ -83,7 +84,8 @@ def test_a_device_of_the_name_chooses_by_the_table(installed, first_table):
     assert "flashinfer.fa2.prefill" not in found, "which of its two backends ran is not known"
     assert all(each.confidence == prior.CONFIDENCE for each in found.values())
     assert asked(attention(1, 128))["torch.sdpa.cudnn"].noise == pytest.approx(0.05), "10 us, rounded to 1"
-    assert asked(attention(1, 512, decode=True))["torch.sdpa.cudnn"].time_us == 12.0
+    decoding = asked(attention(1, 512, decode=True))["torch.sdpa.cudnn"]
+    assert decoding.time_us == pytest.approx(12.0 * NEARLY), "it plans for a length that nobody measured here"
     assert asked(attention(2, 4096, (24, 24), causal=False))["flash_attn.v4.sm90"].time_us == 579.0
 
 
