@@ -12,7 +12,7 @@ from layerzero.engine.jit import Outcome
 from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import running
+from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.manifest import jobs_of
@@ -154,7 +154,7 @@ def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compil
             built.append(facts.size("hidden"))
             told(kernel, facts, Outcome())
 
-    monkeypatch.setattr(running, "build_apart", build_apart)
+    monkeypatch.setattr(beside, "build_apart", build_apart)
     found = run(
         norms(64), Deadline(100.0, Clock()), isolate=True, progress=lambda step: order.append(step.contest is not None)
     )
@@ -169,7 +169,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypa
         for pair in pairs:
             told(*pair, Outcome("lines\nninja: failed"))
 
-    monkeypatch.setattr(running, "build_apart", build_apart)
+    monkeypatch.setattr(beside, "build_apart", build_apart)
     found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
     assert found.not_built == {"mine.compiled": "ninja: failed"}
     assert len(found.contests) == 2
