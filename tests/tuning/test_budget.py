@@ -76,6 +76,23 @@ def norm_facts(rows, hidden=8192):
     return lz.facts("rms_norm", torch.empty(rows, hidden, device="meta"), torch.empty(hidden, device="meta"))
 
 
+def test_what_a_call_may_take_falls_with_what_is_left(monkeypatch):
+    spent = []
+    real = running.contest
+
+    def contest(call, *, effort, **more):
+        found = real(call, effort=effort, **more)
+        spent.append((effort.budget_s * 3 * len(found.entries), effort.steady_s))
+        return found
+
+    monkeypatch.setattr(running, "contest", contest)
+    for left in (1.0, 1e6):
+        run(norms(64 if left == 1.0 else 128), Deadline(left, Clock()), effort=Effort(3, 0.5))
+    assert spent[0][0] <= 0.5 + 1e-9
+    assert spent[0][1] == 0.25
+    assert spent[1][0] >= 1.5, "where there is time, as long as was asked for"
+
+
 def test_what_small_calls_take_says_nothing_of_the_work_of_large_ones():
     small, large = norm_facts(1), norm_facts(4096)
     pace = Pace()

@@ -195,7 +195,8 @@ class _Run:
         self.before.setdefault(number, explain(self.asked(report.facts)).kernel_id)
         began = time.monotonic()
         try:
-            found = self._contest(job, report.facts, unbuilt | spared, only)
+            count = len(only) or len(ready)
+            found = self._contest(job, report.facts, unbuilt | spared, only, count)
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
                 raise
@@ -207,10 +208,10 @@ class _Run:
         self.contests[number] = found if before is None else _joined(before, found)
         return ""
 
-    def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str]) -> Contest:
+    def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str], count: int) -> Contest:
         banned = {kernel: text for (kernel, class_), text in self.banned.items() if class_ == class_text(facts)}
         left = self.deadline.left_s
-        each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, max(left, 0.0) / 10)
+        each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, _share(left, count))
         return contest(
             job.make(self.device),
             effort=dataclasses.replace(self.effort, budget_s=each_s, steady_s=left / 4),
@@ -243,6 +244,11 @@ class _Run:
         builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)
         too_noisy = bool(found.times) and confidence < self.usable
         return Choice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
+
+
+def _share(left_s: float, count: int) -> float:
+    """Seconds for each of so many kernels, timed up to three times, that leave half of the time."""
+    return max(left_s, 0.0) / 2 / 3 / max(count, 1)
 
 
 def _joined(before: Contest, found: Contest) -> Contest:
