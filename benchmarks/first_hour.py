@@ -160,6 +160,24 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "states": found, "tuning": tuning, "times": times}
 
 
+def show(found: dict[str, Any]) -> None:
+    """The table of docs/measurements/cpu_first_hour.md, and the call that each state is furthest behind in."""
+    print(
+        "| state | calls | over the quickest kernel: geometric mean, worst | over torch's own: geometric mean, worst |"
+    )
+    print("| --- | --- | --- | --- |")
+    for state, row in found["rows"].items():
+        best, own = (f"{row[name]:.3f}, {row[f'worst_{name}']:.2f}" for name in ("over_best", "over_torch"))
+        print(f"| {state} | {row['calls']} | {best} | {own} |")
+    for state in STATES:
+        chosen = list(zip(found["states"][state]["chosen"], found["times"], strict=True))
+        kernel, each = max(chosen, key=lambda pair: pair[1]["us"].get(pair[0], 0.0) / min(pair[1]["us"].values()))
+        quickest = min(each["us"], key=each["us"].__getitem__)
+        took = f"{kernel} {each['us'].get(kernel, math.nan):.1f} us, {quickest} {each['us'][quickest]:.1f}"
+        print(f"{state}, worst: {each['call']}: {took}")
+    print(found["tuning"], found["states"]["built"]["built"], found["states"]["built"]["seconds"])
+
+
 def main() -> None:
     """Run everything, or one state."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,7 +190,12 @@ def main() -> None:
     if options.state:
         calls = list(drawn(options.seed, options.calls))
         if options.state == "times":
-            told: dict[str, Any] = {"times": [{"us": t.us, "stock": t.stock} for t in map(timed, calls)]}
+            told: dict[str, Any] = {
+                "times": [
+                    {"call": call.name, "us": t.us, "stock": t.stock}
+                    for call, t in zip(calls, map(timed, calls), strict=True)
+                ]
+            }
         else:
             told = of_state(options.state, calls)
         print(json.dumps(told))
@@ -180,9 +203,7 @@ def main() -> None:
     found = whole(options)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
-    for state, row in found["rows"].items():
-        print(state, {name: round(value, 3) for name, value in row.items()})
-    print(found["tuning"], found["states"]["built"]["built"], found["states"]["built"]["seconds"])
+    show(found)
 
 
 if __name__ == "__main__":

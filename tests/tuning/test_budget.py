@@ -12,7 +12,7 @@ from layerzero.engine.jit import Outcome
 from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import running
+from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.manifest import jobs_of
@@ -72,13 +72,45 @@ def test_a_call_that_takes_longer_than_is_left_is_left_to_the_next_run():
     assert found.left == 1
 
 
-def test_a_pace_is_learnt_from_what_was_slowest():
-    facts = lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64))
+def norm_facts(rows, hidden=8192):
+    return lz.facts("rms_norm", torch.empty(rows, hidden, device="meta"), torch.empty(hidden, device="meta"))
+
+
+def test_what_a_call_may_take_falls_with_what_is_left(monkeypatch):
+    spent = []
+    real = running.contest
+
+    def contest(call, *, effort, **more):
+        found = real(call, effort=effort, **more)
+        spent.append((effort.budget_s * 3 * len(found.entries), effort.steady_s))
+        return found
+
+    monkeypatch.setattr(running, "contest", contest)
+    for left in (1.0, 1e6):
+        run(norms(64 if left == 1.0 else 128), Deadline(left, Clock()), effort=Effort(3, 0.5))
+    assert spent[0][0] <= 0.5 + 1e-9
+    assert spent[0][1] == 0.25
+    assert spent[1][0] >= 1.5, "where there is time, as long as was asked for"
+
+
+def test_what_small_calls_take_says_nothing_of_the_work_of_large_ones():
+    small, large = norm_facts(1), norm_facts(4096)
     pace = Pace()
-    assumed = pace.seconds(facts)
-    pace.took(facts, 10 * assumed)
-    pace.took(facts, 2 * assumed)
-    assert pace.seconds(facts) == pytest.approx(10 * assumed)
+    assumed = pace.seconds(large)
+    pace.took(small, 3.0)  # the first of an operation loads its libraries
+    pace.took(small, 0.5)
+    assert pace.seconds(small) == pytest.approx(0.5, abs=0.01)
+    assert pace.seconds(large) == pytest.approx(0.5 + assumed)
+
+
+def test_a_pace_is_learnt_from_the_largest_call():
+    pace = Pace()
+    assumed = pace.seconds(norm_facts(4096))
+    pace.took(norm_facts(4096), 10 * assumed)
+    pace.took(norm_facts(2048), 2 * assumed)
+    assert pace.seconds(norm_facts(8192)) == pytest.approx(20 * assumed, rel=0.01)
+    pace.took(norm_facts(8192), 2 * assumed)
+    assert pace.seconds(norm_facts(8192)) == pytest.approx(2 * assumed, rel=0.01)
 
 
 def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_path):
@@ -139,7 +171,7 @@ def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compil
             built.append(facts.size("hidden"))
             told(kernel, facts, Outcome())
 
-    monkeypatch.setattr(running, "build_apart", build_apart)
+    monkeypatch.setattr(beside, "build_apart", build_apart)
     found = run(
         norms(64), Deadline(100.0, Clock()), isolate=True, progress=lambda step: order.append(step.contest is not None)
     )
@@ -154,7 +186,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypa
         for pair in pairs:
             told(*pair, Outcome("lines\nninja: failed"))
 
-    monkeypatch.setattr(running, "build_apart", build_apart)
+    monkeypatch.setattr(beside, "build_apart", build_apart)
     found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
     assert found.not_built == {"mine.compiled": "ninja: failed"}
     assert len(found.contests) == 2

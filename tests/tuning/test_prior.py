@@ -20,7 +20,9 @@ from layerzero.tuning.keeping import archive, environment
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
+from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.predicting import prior
+from layerzero.tuning.predicting.nearly import NEARLY
 from layerzero.tuning.predicting.prior import FOLDER, Priors
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
@@ -82,7 +84,8 @@ def test_a_device_of_the_name_chooses_by_the_table(installed, first_table):
     assert "flashinfer.fa2.prefill" not in found, "which of its two backends ran is not known"
     assert all(each.confidence == prior.CONFIDENCE for each in found.values())
     assert asked(attention(1, 128))["torch.sdpa.cudnn"].noise == pytest.approx(0.05), "10 us, rounded to 1"
-    assert asked(attention(1, 512, decode=True))["torch.sdpa.cudnn"].time_us == 12.0
+    decoding = asked(attention(1, 512, decode=True))["torch.sdpa.cudnn"]
+    assert decoding.time_us == pytest.approx(12.0 * NEARLY), "it plans for a length that nobody measured here"
     assert asked(attention(2, 4096, (24, 24), causal=False))["flash_attn.v4.sm90"].time_us == 579.0
 
 
@@ -248,6 +251,33 @@ def test_measured_times_become_a_table(tmp_path, monkeypatch):
         table_of([*rows, other], "a test")
     with pytest.raises(ValueError, match="got nothing"):
         table_of([], "a test")
+
+
+@pytest.mark.parametrize(
+    "operation", ["attention.gqa.decode.paged", "embedding.lookup", "norm.layer", "kv.append.paged"]
+)
+def test_calls_with_tables_and_optional_tensors_are_in_a_table(operation, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    kernel = next(each for each in REGISTRY.candidates(operation) if each.source == "torch")
+    facts = next(
+        each
+        for each in (job.facts("cpu") for job in asked_jobs(operation, "cases", ["float32"], "cpu"))
+        if dict(work_of(each).facts)["row_alignment"] == "16"
+    )
+    store = TimeStore()
+    store.record(kernel, facts, replace(TIME, median_us=7.0))
+    file = tmp_path / f"{slug(facts.device.name)}.json"
+    archive.export_prior(table_of(archive.rows(store.database), "a test"), file)
+    assert Priors(facts.device, tmp_path).evidence([kernel], facts)[kernel.id].time_us == 7.0
+
+
+def test_a_table_tells_optional_tensors_and_other_dtypes_apart_but_no_dtypes_of_tables():
+    def of(memory):
+        return told_apart(dict(work_of(attention(1, 2048)).facts) | {"memory": memory})
+
+    assert of("tables:int32 lengths:int64") == of("key:rows") == of("")
+    assert len({of(""), of("bias:n"), of("bias:nx1"), of("key:float8_e4m3 tables:int32")}) == 4
 
 
 def test_the_table_knows_every_fact_of_a_call():

@@ -132,6 +132,19 @@ def test_noisy_contenders_are_timed_again_by_a_calmer_clock(slower):
     assert max(race(runs, Disturbed(slower), Effort(samples=8, hopeless=0, steady=0))["a"].samples) == 10.0 * slower
 
 
+def test_nobody_is_timed_again_where_that_would_take_longer_than_there_is_time(monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(now)))  # each sample takes a second
+    runs = {"a": constant(10.0), "b": constant(11.0)}
+
+    def slowest(steady_s):
+        effort = Effort(samples=4, budget_s=100.0, hopeless=0, steady_s=steady_s)
+        return max(race(runs, Disturbed(1.5), effort)["a"].samples)
+
+    assert slowest(18.0) == 10.0, "three samples of both, each of three seconds"
+    assert slowest(17.0) == 15.0
+
+
 def test_nothing_to_race_is_no_error():
     assert race({}, Scripted(), Effort()) == {}
 

@@ -237,6 +237,7 @@ KERNELS = (
             _GRAPHS.before_capture("its graph", _graph_key),
         ),
         graph_safe=True,
+        plans_sizes=True,
         device_guard=True,
         priority=65,
     ),

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -44,6 +45,7 @@ def answer(
     if shapes and cases:
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
     import_modules(modules)
+    usual = torch.get_num_threads()
     with with_threads(threads), _bar(quiet=quiet) as told:
         tuned = run(
             operation,
@@ -62,7 +64,8 @@ def answer(
             leave_out=leave_out,
             progress=told,
         )
-    return Answer(tuned.to_dict(), lambda: _shown(tuned), FINE if tuned.contests or tuned.known else NO)
+        used = torch.get_num_threads()
+    return Answer(tuned.to_dict(), lambda: _shown(tuned, used, usual), FINE if tuned.contests or tuned.known else NO)
 
 
 @contextlib.contextmanager
@@ -98,14 +101,20 @@ def winner(found: Contest) -> str:
     return text
 
 
-def _shown(tuned: Tuned) -> Iterator[RenderableType]:
-    table = new_table("call", "fastest", "chosen now", "before")
+def _shown(tuned: Tuned, threads: int = 0, usual: int = 0) -> Iterator[RenderableType]:
+    """The winners; ``threads`` are those that were used, and ``usual`` those of a process that names none."""
+    for_some = threads != usual and any(found.facts.device.torch_type == "cpu" for found in tuned.contests)
+    chosen_now = f"chosen with {threads} thread{'s' * (threads != 1)}" if for_some else "chosen now"
+    table = new_table("call", "fastest", chosen_now, "before")
     for found, now in zip(tuned.contests, tuned.choices, strict=True):
-        before = found.report.kernel_id or "nothing"
+        before = now.before or "nothing"
         chosen = now.kernel_id or "nothing"
-        new_row(table, found.name, winner(found), chosen, "the same" if before == chosen else before)
+        shown = f"{chosen}, once it is built" if now.builds else chosen
+        new_row(table, found.name, winner(found), shown, "the same" if before == chosen else before)
     if tuned.contests:
         yield table
+    if for_some:
+        yield Text(f"torch uses {usual} here unless told otherwise: these times say nothing of that", style="yellow")
     for found, now in zip(tuned.contests, tuned.choices, strict=True):
         if now.too_noisy:
             noisy = f"too noisy to decide (confidence {now.confidence:.2f}); run again with --again on a calmer machine"

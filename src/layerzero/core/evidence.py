@@ -26,11 +26,13 @@ class Evidence(msgspec.Struct, frozen=True):
     """A time for one kernel and one call.
 
     Attributes:
-        time_us: what a call is expected to take; kernels are compared by it.
+        time_us: what a call is expected to take; kernels are compared by it. Of those that are waited for about as
+            long, it says by up to a tenth what else they cost (:mod:`layerzero.tuning.predicting.nearly`).
         provenance: where it comes from.
         confidence: 0 to 1, how much it may decide.
         noise: relative spread between repeated measurements; differences below it do not count.
         median_us: the median that was measured, whatever the host's pace was; None of an estimate.
+        device_us: what the device takes of it; None where that is not told apart.
     """
 
     time_us: float
@@ -38,6 +40,7 @@ class Evidence(msgspec.Struct, frozen=True):
     confidence: float = 1.0
     noise: float = 0.03
     median_us: float | None = None
+    device_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

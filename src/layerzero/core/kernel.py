@@ -167,6 +167,8 @@ class Kernel:
             the background, and a thread of this process without.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
+        plans_sizes: whether its library makes a plan for every size that it never had, for a time as long as a thousand
+            calls: where times were not measured at a size, a kernel that takes about as long comes first.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do); they are written
             anew otherwise.
@@ -206,6 +208,7 @@ class Kernel:
     prebuilt: Callable[[Facts], bool] | None = None
     cache_folder: Callable[[], Path | None] | None = None
     checks_indices: bool = False
+    plans_sizes: bool = False
     handles_empty: bool = False
     handles_negated: bool = False
     device_guard: bool = False

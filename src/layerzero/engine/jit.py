@@ -71,9 +71,7 @@ class Built:
         """Whether the kernel was built for calls like this one."""
         if self._pairs and build_of(kernel, facts) in self._pairs:
             return True
-        if kernel.prebuilt is not None and kernel.prebuilt(facts):
-            return True
-        return kernel.cache_folder is not None and is_noted(kernel, facts)
+        return is_kept(kernel, facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
         """Remember that it was built."""
@@ -84,6 +82,13 @@ class Built:
         """Forget all artefacts."""
         with self._lock:
             self._pairs.clear()
+
+
+def is_kept(kernel: Kernel, facts: Facts) -> bool:
+    """Whether other processes find the artefact for calls like this one."""
+    return (kernel.prebuilt is not None and kernel.prebuilt(facts)) or (
+        kernel.cache_folder is not None and is_noted(kernel, facts)
+    )
 
 
 def build_of(kernel: Kernel, facts: Facts) -> BuildIdentity:

@@ -224,6 +224,7 @@ KERNELS = (
         ),
         grad=True,
         graph_safe=True,
+        plans_sizes=True,
         handles_negated=True,
         device_guard=True,
         priority=60,

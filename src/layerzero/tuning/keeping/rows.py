@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from layerzero.core.arguments import Axis
+from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
@@ -75,9 +76,25 @@ class Work(msgspec.Struct, frozen=True):
         return {name: int(value) for name, value in self.facts if name in scaling and value.isdigit()}
 
 
+_COUNTS = frozenset(map(dtype_name, INDEX))
+"""Dtypes of tables and lengths: whichever it is, a call takes as long."""
+
+_SCATTERED = frozenset({"expanded", "strided", "negated"})
+
+
 def is_plain(memory: str) -> bool:
     """Whether all tensors are dense, or at least in their rows; of :func:`call_work`'s words."""
-    return all(word.partition(":")[2] == "rows" for word in memory.split())
+    return all(_SCATTERED.isdisjoint(word.partition(":")[2].split(",")) for word in memory.split())
+
+
+def unusual(memory: str) -> str:
+    """What is left of such words beside dense rows and tables: other dtypes, and how optional tensors broadcast."""
+    left = []
+    for word in memory.split():
+        name, _, about = word.partition(":")
+        told = [each for each in about.split(",") if each != "rows" and each not in _COUNTS]
+        left += [f"{name}:{','.join(told)}"] if told else []
+    return " ".join(left)
 
 
 def in_other_layout(work: Work) -> Work | None:
@@ -86,7 +103,7 @@ def in_other_layout(work: Work) -> Work | None:
     schema = _schema(facts.get("operation", ""))
     others = [each for each in (schema.layouts if schema is not None else ()) if each != facts["layout"]]
     layout = others[0] if others and facts["layout"] != str(None) else None
-    if layout is None or not is_plain(facts["memory"]):
+    if layout is None or any(word.partition(":")[2] != "rows" for word in facts["memory"].split()):
         return None
     return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))
 

@@ -35,6 +35,7 @@ from layerzero.tuning.keeping.watching import WATCH
 from layerzero.tuning.measuring import machine_state
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
+from layerzero.tuning.predicting.nearly import decided
 from layerzero.tuning.predicting.neighbours import scaled
 from layerzero.tuning.predicting.prediction import predict
 from layerzero.tuning.predicting.prior import priors_of, problems
@@ -97,7 +98,8 @@ class TimeStore:
         if not found:
             priors = priors_of(facts.device)
             found = priors.evidence(kernels, facts) if priors else found
-        return settled(found) if found else found
+        planning = {kernel.id for kernel in kernels if kernel.plans_sizes}
+        return decided(settled(found), planning) if found else found
 
     def _own(self, database: Database, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
         """What this user's database says."""
@@ -139,7 +141,13 @@ class TimeStore:
                     estimate = scaled(learnt, work.sizes)
                 if estimate is not None:
                     confidence = worth * estimate.confidence
-                    found[kernel_id] = Evidence(estimate.time_us, Provenance.PREDICTED, confidence, estimate.noise)
+                    found[kernel_id] = Evidence(
+                        estimate.time_us,
+                        Provenance.PREDICTED,
+                        confidence,
+                        estimate.noise,
+                        device_us=estimate.device_us,
+                    )
         return found
 
     def _times(self, database: Database, key: bytes, graph: bool) -> list[Time]:

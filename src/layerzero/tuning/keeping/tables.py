@@ -16,32 +16,37 @@ from pathlib import Path
 import msgspec
 
 from layerzero.core.dtypes import DTYPES
-from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of
+from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, unusual
 from layerzero.tuning.predicting.weighing import Time, weighed
 
 FORMAT = 1
 KIND = "layerzero priors"
 
 LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm"})
-"""Facts that a table does not tell apart, beside those that sizes imply."""
+"""Facts that a table does not tell apart, beside those that sizes imply; of memory, what is dense and what counts."""
+
+_MEMORY = "unusual_memory"
+"""The fact that says what is unusual about the tensors of a family; absent where nothing is."""
 
 
 def told_apart(facts: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """What a table tells works apart by: everything that is no scaling size and does not follow from one."""
     left_out = LOOSE | implied_of(facts)
     scaling = scaling_of(facts)
+    memory = unusual(facts.get("memory", ""))
     return frozenset(
         (name, value)
-        for name, value in facts.items()
+        for name, value in [*facts.items(), *([(_MEMORY, memory)] if memory else [])]
         if name not in left_out and not (name in scaling and value.isdigit())
     )
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times of kernels, in microseconds, at some scaling sizes."""
+    """Times of kernels, in microseconds, at some scaling sizes; the device's, too, where it was told apart."""
 
     sizes: dict[str, int]
     times_us: dict[str, float]
+    device_us: dict[str, float] = {}
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +118,9 @@ def _problems(family: Family, table: Table) -> Iterable[str]:
                 yield f"{kernel_id}: wanted a time above 0, got {time_us}"
             if kernel_id not in table.versions:
                 yield f"{kernel_id}: wanted the version of its library in versions, got none"
+        for kernel_id, device_us in case.device_us.items():
+            if kernel_id not in case.times_us or not (math.isfinite(device_us) and device_us > 0):
+                yield f"{kernel_id}: device_us: wanted a time above 0 beside one in times_us, got {device_us}"
         if min(case.sizes.values(), default=1) < 1:
             yield f"sizes: wanted numbers above 0, got {case.sizes}"
 
@@ -171,7 +179,12 @@ def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) ->
     hosts = {about: statistics.median_low(each) for about, each in waited.items()}
     for sizes in sorted(times):
         found = weighed(times[sizes], hosts)
-        yield Case(dict(sizes), {name: float(f"{found[name].time_us:.3g}") for name in sorted(found)})
+        device_us = {name: each.device_us for name, each in sorted(found.items()) if each.device_us is not None}
+        yield Case(
+            dict(sizes),
+            {name: float(f"{found[name].time_us:.3g}") for name in sorted(found)},
+            {name: float(f"{told_us:.3g}") for name, told_us in device_us.items()},
+        )
 
 
 def _time(row: Row) -> Time:

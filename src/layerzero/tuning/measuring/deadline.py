@@ -46,22 +46,34 @@ class Deadline:
         return lambda: self._now() >= until
 
 
+SHOWS_S = 0.05
+"""Assumed seconds from which on a call's own time says something of larger ones. What a small one takes is loading,
+proving and sampling: by that alone, an H100 left half of its calls as too large after the first (2026-11-22)."""
+
+
 class Pace:
-    """How long calls of each operation took for their work, the slowest so far."""
+    """How long measuring a call takes: what any call of its operation does, and what grows with its work."""
 
     def __init__(self) -> None:
-        self._factor: dict[str, float] = {}
+        self._least_s: dict[str, float] = {}
+        self._largest: dict[str, tuple[float, float]] = {}
 
     def seconds(self, facts: Facts) -> float:
         """How long measuring a call is likely to take; 0 where the operation does not say its work."""
-        return self._factor.get(facts.operation.name, 1.0) * _assumed_s(facts)
+        name, assumed = facts.operation.name, _assumed_s(facts)
+        if assumed <= 0:
+            return 0.0
+        _, factor = self._largest.get(name, (0.0, 1.0))
+        return self._least_s.get(name, 0.0) + factor * assumed
 
     def took(self, facts: Facts, seconds: float) -> None:
-        """Learn from a call that was measured."""
-        assumed = _assumed_s(facts)
-        if assumed > 0:
-            name = facts.operation.name
-            self._factor[name] = max(self._factor.get(name, 0.0), seconds / assumed)
+        """Learn from a call that was measured: of small ones the quickest, of large ones the largest tells most."""
+        name, assumed = facts.operation.name, _assumed_s(facts)
+        if assumed < SHOWS_S:
+            self._least_s[name] = min(self._least_s.get(name, math.inf), seconds)
+            return
+        factor = max(seconds - self._least_s.get(name, 0.0), 0.0) / assumed
+        self._largest[name] = max(self._largest.get(name, (0.0, 0.0)), (assumed, factor))
 
 
 def _assumed_s(facts: Facts) -> float:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,10 +27,11 @@ from layerzero.core.plan import Report
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
-from layerzero.engine.jit import BUILT, Outcome
+from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
+from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
 from layerzero.tuning.measuring.contest import Contest, contest, taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.floor import hopeless
@@ -40,9 +40,8 @@ from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
-from layerzero.tuning.proving.build_apart import build_apart
 from layerzero.tuning.proving.rehearsal import is_new, rehearse
-from layerzero.tuning.proving.vetting import Vetted, vet_calls
+from layerzero.tuning.proving.vetting import Vetted
 
 AT_ONCE, GROWTH = 16, 4
 """Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
@@ -50,11 +49,6 @@ round costs seconds, most of them for importing torch and compiling anew, but th
 
 USABLE = 0.5
 """Confidence from which on times decide more than priority does; below it they are measured again."""
-
-BETWEEN = 0.5
-"""The share of what time is left that children may take where the measuring waits for them."""
-
-_Pairs = list[tuple[Kernel, Facts]]
 
 
 @dataclass(slots=True)
@@ -77,7 +71,7 @@ class _Run:
     in_process: dict[str, str] = field(default_factory=dict)
     not_built: dict[str, str] = field(default_factory=dict)
     contests: dict[int, Contest] = field(default_factory=dict)
-    choices: dict[int, Choice] = field(default_factory=dict)
+    before: dict[int, str | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     known: int = 0
     spared: set[tuple[int, str]] = field(default_factory=set)
@@ -98,7 +92,7 @@ class _Run:
         several = list(kernels)
         if self.again:
             return several
-        facts = report.facts.on(report.facts.device, capturing=self.graph)
+        facts = self.asked(report.facts)
         evidence, failures = ENGINE.ledger.evidence(several, facts), ENGINE.ledger.failures()
         out = hopeless(evidence)
         return [
@@ -117,7 +111,7 @@ class _Run:
         """Ids of kernels that this machine's times of other calls rule out."""
         if self.again:
             return set()
-        facts = report.facts.on(report.facts.device, capturing=self.graph)
+        facts = self.asked(report.facts)
         return hopeless(ENGINE.ledger.evidence(self.parties(report), facts))
 
     def parties(self, report: Report) -> list[Kernel]:
@@ -134,7 +128,7 @@ class _Run:
             and ((self.isolate and kernel.builds_apart) or self.deadline.left_s < float("inf"))
         ]
 
-    def to_vet(self, jobs: Iterable[Job]) -> _Pairs:
+    def to_vet(self, jobs: Iterable[Job]) -> Pairs:
         """What only vetting keeps from these calls, and was not asked before."""
         here = Device.detect(str(self.device))
         if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
@@ -149,7 +143,7 @@ class _Run:
             and (kernel.graph_safe or not self.graph)
         ]
 
-    def to_build(self, jobs: Iterable[Job]) -> _Pairs:
+    def to_build(self, jobs: Iterable[Job]) -> Pairs:
         """What children can build for these calls, and has no time yet."""
         if not self.isolate:
             return []
@@ -198,9 +192,11 @@ class _Run:
         if self.pace.seconds(report.facts) > self.deadline.left_s:
             return "" if before is not None else "no time left for a call of its size"
         only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
+        self.before.setdefault(number, explain(self.asked(report.facts)).kernel_id)
         began = time.monotonic()
         try:
-            found = self._contest(job, report.facts, unbuilt | spared, only)
+            count = len(only) or len(ready)
+            found = self._contest(job, report.facts, unbuilt | spared, only, count)
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
                 raise
@@ -210,16 +206,15 @@ class _Run:
         if found.times and record_times(found.facts, found.times):
             self.changed.add(number)
         self.contests[number] = found if before is None else _joined(before, found)
-        self.choices[number] = self._choice(self.contests[number])
         return ""
 
-    def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str]) -> Contest:
+    def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str], count: int) -> Contest:
         banned = {kernel: text for (kernel, class_), text in self.banned.items() if class_ == class_text(facts)}
         left = self.deadline.left_s
-        each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, max(left, 0.0) / 10)
+        each_s = self.effort.budget_s if left == float("inf") else min(self.effort.budget_s, _share(left, count))
         return contest(
             job.make(self.device),
-            effort=dataclasses.replace(self.effort, budget_s=each_s),
+            effort=dataclasses.replace(self.effort, budget_s=each_s, steady_s=left / 4),
             graph=self.graph,
             leave_out=[*self.leave_out, *unbuilt],
             only=only,
@@ -227,12 +222,33 @@ class _Run:
             clock=self.clock,
         )
 
-    def _choice(self, found: Contest) -> Choice:
-        """What a call gets now that its times are recorded."""
-        facts = found.facts.on(found.facts.device, capturing=self.graph)
+    def choices(self) -> list[Choice]:
+        """What the measured calls get now that everything is recorded: what came later may have changed it.
+
+        Plans that were kept because their kernel is about as good as another one go, so that calls get what is told.
+        """
+        found = [self._choice(self.contests[number], self.before[number]) for number in sorted(self.contests)]
+        if any(each.kernel_id != each.before for each in found):
+            ENGINE.new_winner()
+        return found
+
+    def asked(self, facts: Facts) -> Facts:
+        """A call as it is when what is measured serves it."""
+        return facts.on(facts.device, capturing=self.graph)
+
+    def _choice(self, found: Contest, before: str | None) -> Choice:
+        facts = self.asked(found.facts)
         evidence = ENGINE.ledger.evidence(list(found.times), facts)
         confidence = min((each.confidence for each in evidence.values()), default=0.0)
-        return Choice(explain(facts).kernel_id, confidence, bool(found.times) and confidence < self.usable)
+        chosen = explain(facts).chosen
+        builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)
+        too_noisy = bool(found.times) and confidence < self.usable
+        return Choice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
+
+
+def _share(left_s: float, count: int) -> float:
+    """Seconds for each of so many kernels, timed up to three times, that leave half of the time."""
+    return max(left_s, 0.0) / 2 / 3 / max(count, 1)
 
 
 def _joined(before: Contest, found: Contest) -> Contest:
@@ -242,63 +258,6 @@ def _joined(before: Contest, found: Contest) -> Contest:
         entries.values(), key=lambda each: each.measurement.median_us if each.measurement else float("inf")
     )
     return dataclasses.replace(before, entries=tuple(ordered))
-
-
-class _Beside:
-    """Children that vet and build: beside the measuring, or, on a CPU, when asked to catch up."""
-
-    def __init__(self, run: _Run) -> None:
-        self.run, self.beside = run, run.device.type == "cuda"
-        self._pool = ThreadPoolExecutor(1, "layerzero-tuning") if self.beside else None
-        self._futures: list[Future[bool]] = []
-        self._left: list[Callable[[Callable[[], bool]], bool]] = []
-        self._over = False
-
-    def ask(self, jobs: Sequence[Job]) -> None:
-        """Have done what these calls wait for."""
-        vet, build = self.run.to_vet(jobs), self.run.to_build(jobs)
-        if not vet and not build:
-            return
-
-        def work(stop: Callable[[], bool]) -> bool:
-            if vet:
-                self.run.vetted += vet_calls(vet, modules=self.run.modules, go_on=True, stop=stop)
-            build_apart(build, self._built, stop, modules=self.run.modules)
-            return True
-
-        if self._pool is None:
-            self._left.append(work)
-        else:
-            self._futures.append(self._pool.submit(work, lambda: self._over or self.run.deadline.passed()))
-
-    def _built(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
-        if outcome.log:
-            self.run.not_built[kernel.id] = outcome.log.strip().splitlines()[-1]
-            ENGINE.ledger.record_failure(kernel, facts, outcome.log)
-
-    def caught_up(self, *, wait_for: bool) -> bool:
-        """Whether something came out of them since; on a CPU they work now, for a part of what time is left."""
-        left, self._left = self._left, []
-        stop = self.run.deadline.part(BETWEEN)
-        for work in left:
-            work(stop)
-        if wait_for and self._futures:
-            timeout = None if self.run.deadline.left_s == float("inf") else max(self.run.deadline.left_s, 0.0)
-            wait(self._futures, timeout, return_when="FIRST_COMPLETED")
-        done = [each.result() for each in self._futures if each.done()]
-        self._futures = [each for each in self._futures if not each.done()]
-        return bool(done or left)
-
-    @property
-    def open(self) -> bool:
-        """Whether more will come."""
-        return bool(self._futures or self._left)
-
-    def end(self) -> None:
-        """Kill the children that still work."""
-        self._over = True
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[tuple[int, Job]]]:
@@ -327,7 +286,7 @@ def run_jobs(
     deadline, tell = deadline or Deadline(budget_s), progress or _silent
     clock = clock_of(device, graph=graph)
     run = _Run(jobs, device, clock, effort, deadline, again, graph, isolate, modules, leave_out)
-    beside = _Beside(run)
+    beside = Beside(run)
     looked_at: dict[int, Job] = {}
 
     def step(number: int, job: Job, skipped: str = "", *, done: bool = True) -> None:
@@ -378,7 +337,7 @@ def _tuned(run: _Run, left: int) -> Tuned:
     first_us = sum(each.first_call_us or 0.0 for found in contests for each in found.times.values())
     return Tuned(
         contests=contests,
-        choices=tuple(run.choices[number] for number in numbers),
+        choices=tuple(run.choices()),
         known=run.known,
         skipped=run.skipped,
         left=left,

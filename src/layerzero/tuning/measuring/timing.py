@@ -1,8 +1,8 @@
 """How long a call takes: samples of one device's clock, and what is kept of them.
 
-What a user waits for is the longer of what the host and what the device need. On a CPU that is one number: the mean of
-a short burst of calls, because one call of a few microseconds drowns in the clock; a sample is the quickest of three
-bursts, because other work on a machine only ever makes a call longer. On a GPU a sample is the longer of two numbers.
+What a user waits for is the longer of what host and device need. On a CPU that is one number: the mean of a short burst
+of calls, since one call of a few microseconds drowns in the clock; a sample is the quickest of three bursts, as other
+work on a machine only ever makes a call longer. On a GPU a sample is the longer of two numbers.
 *Device time*: one call between two events, behind a flush of the L2 cache that is queued long enough for the host to
 get ahead. *Burst time*: calls back to back between two events on an idle queue, divided by their number, where the
 device waits for a host that launches slowly; calls above 500 us are not sent in bursts, since no library spends that
@@ -16,6 +16,7 @@ out.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -36,6 +37,8 @@ WARM_CALLS = 3
 MIN_SAMPLES = 3
 """Samples that every candidate gets, however slow it is."""
 
+CALMER = 3
+"""A calmer clock takes so many times as long for a sample."""
 
 HOST_DRIFT = 2.0
 """A host may be so many times slower for seconds: longer than the turns in which candidates are compared."""
@@ -106,7 +109,7 @@ class CpuClock:
 
     def calmer(self) -> Clock:
         """The quickest of three times as many bursts."""
-        return CpuClock(self.bursts * 3)
+        return CpuClock(self.bursts * CALMER)
 
     def once(self, run: Run) -> float:
         """One call."""
@@ -260,6 +263,7 @@ class Effort:
         hopeless: one that is so many times slower than the best in each of a few turns gets no more, its host's time
             counted :data:`HOST_DRIFT` times less; 0 lets all go on.
         steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
+        steady_s: unless that would take longer, by what their samples took so far.
     """
 
     samples: int = 20
@@ -267,6 +271,7 @@ class Effort:
     fill: bool = False
     hopeless: float = 2.5
     steady: float = 0.05
+    steady_s: float = math.inf
 
 
 CONTENDS = 1.5
@@ -284,21 +289,23 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
         for _ in range(WARM_CALLS):
             runner.about_us = clock.once(runner.run)
     with _undisturbed():
-        _turns(runners, clock, effort, order)
+        sample_s = _turns(runners, clock, effort, order)
         calmer = clock.calmer() if effort.steady else None
         for _ in range(2):
             contenders = _contenders(runners)
             if calmer is None or all(differing(runner.samples) <= effort.steady for runner in contenders.values()):
                 break
+            if MIN_SAMPLES * CALMER * sum(sample_s[name] for name in contenders) > effort.steady_s:
+                break
             for runner in contenders.values():
                 runner.taken = []
-            _turns(contenders, calmer, effort, order)
+            sample_s |= _turns(contenders, calmer, effort, order)
             calmer = calmer.calmer()
     return runners
 
 
-def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: random.Random) -> None:
-    """Sample each in turn until there is enough of all."""
+def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: random.Random) -> dict[str, float]:
+    """Sample each in turn until there is enough of all; what a sample of each took, seconds."""
     spent = dict.fromkeys(runners, 0.0)
     for turn in range(max(effort.samples, MIN_SAMPLES) * (10 if effort.fill else 1)):
         racing = [name for name, runner in runners.items() if not runner.stopped]
@@ -312,6 +319,7 @@ def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: r
             spent[name] += time.perf_counter() - started
         if turn + 1 >= MIN_SAMPLES and effort.hopeless:
             _stop_hopeless(runners, effort.hopeless)
+    return {name: seconds / max(len(runners[name].taken), 1) for name, seconds in spent.items()}
 
 
 def _contenders(runners: Mapping[str, Runner]) -> dict[str, Runner]:

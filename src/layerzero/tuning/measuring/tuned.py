@@ -40,11 +40,15 @@ class Choice:
         kernel_id: what is chosen now; None if nothing is.
         confidence: how much the times may decide: that of the least certain one.
         too_noisy: whether that is too little, and priority decides; the call is measured again by the next run.
+        builds: whether it was compiled in this process only: another one builds it before it runs it.
+        before: what was chosen before anything of the call was measured, with what was built then.
     """
 
     kernel_id: str | None
     confidence: float
     too_noisy: bool
+    builds: bool = False
+    before: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Tuned:
 
     Attributes:
         contests: what was measured, in order.
-        choices: what each of these calls gets now.
+        choices: what each of these calls gets now, with as many threads as torch used meanwhile.
         known: calls whose times were known before.
         skipped: calls that could not be measured, with the reason.
         left: calls that time did not suffice for.
@@ -82,7 +86,14 @@ class Tuned:
         """Plain values for JSON."""
         return {
             "measured": [
-                found.to_dict() | {"after": now.kernel_id, "confidence": now.confidence, "too_noisy": now.too_noisy}
+                found.to_dict()
+                | {
+                    "before": now.before,
+                    "after": now.kernel_id,
+                    "confidence": now.confidence,
+                    "too_noisy": now.too_noisy,
+                    "builds": now.builds,
+                }
                 for found, now in zip(self.contests, self.choices, strict=True)
             ],
             "known": self.known,

@@ -165,11 +165,15 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Prediction(NamedTuple):
-    """A time in microseconds, the error that it claims in log2, and how far the nearest point is, in doublings."""
+    """A time in microseconds, the error that it claims in log2, and how far the nearest point is, in doublings.
+
+    ``device_us`` is the device's part, None where no point waited for its host: it may be told, and then it is all.
+    """
 
     time_us: float
     error: float
     distance: float
+    device_us: float | None = None
 
     @property
     def confidence(self) -> float:
@@ -222,11 +226,13 @@ def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
 def _waited_for(model: Model, device: Prediction) -> Prediction:
     """What a user waits for: the longer of both. An error of the device counts as far as it reaches over the host."""
     host_us = HOST_MARGIN * model.host_us
-    if device.time_us >= host_us:
+    if not host_us:
         return device
+    if device.time_us >= host_us:
+        return device._replace(device_us=device.time_us)
     covered = math.log2(host_us / device.time_us) if device.time_us else math.inf
     error = max(model.host_error, device.error - covered, ERROR_FLOOR)
-    return Prediction(host_us, error, device.distance)
+    return Prediction(host_us, error, device.distance, device.time_us)
 
 
 def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] | None:

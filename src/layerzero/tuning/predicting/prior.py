@@ -29,7 +29,7 @@ from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import axes_of, is_plain, work_of
 from layerzero.tuning.keeping.tables import Family, Table, read_table, slug, told_apart
 from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import Model, Point, meaning_of, predict
+from layerzero.tuning.predicting.prediction import HOST_MARGIN, Model, Point, meaning_of, predict, waits
 
 FOLDER = Path(__file__).parents[1] / "priors"
 
@@ -56,26 +56,29 @@ class Learnt:
     """A family that was asked about: its exact times, and a model of each kernel's."""
 
     def __init__(self, family: Family) -> None:
-        self.exact: dict[str, dict[tuple[tuple[str, int], ...], float]] = {}
+        self.exact: dict[str, dict[tuple[tuple[str, int], ...], tuple[float, float | None]]] = {}
         points: dict[str, list[Point]] = {}
         meaning = meaning_of(axes_of(family.facts))
         for case in family.cases:
             for kernel_id, time_us in case.times_us.items():
-                self.exact.setdefault(kernel_id, {})[tuple(sorted(case.sizes.items()))] = time_us
-                points.setdefault(kernel_id, []).append(Point(case.sizes, time_us, meaning=meaning))
+                device_us = case.device_us.get(kernel_id)
+                self.exact.setdefault(kernel_id, {})[tuple(sorted(case.sizes.items()))] = time_us, device_us
+                host_us = time_us / HOST_MARGIN if waits(device_us, time_us / HOST_MARGIN) else None
+                points.setdefault(kernel_id, []).append(Point(case.sizes, time_us, device_us, host_us, meaning))
         self.models: dict[str, Model | None] = {name: fit(found) for name, found in points.items()}
 
     def evidence(self, kernel_id: str, sizes: Mapping[str, int], resolution_us: float, worth: float) -> Evidence | None:
         """The time of a kernel at these sizes; ``worth`` is the confidence in one that was measured."""
         exact = self.exact.get(kernel_id, {}).get(tuple(sorted(sizes.items())))
         if exact is not None:
-            noise = max(NOISE, resolution_us / 2 / exact)
-            return Evidence(exact, Provenance.PRIOR, worth, noise)
+            time_us, device_us = exact
+            noise = max(NOISE, resolution_us / 2 / time_us)
+            return Evidence(time_us, Provenance.PRIOR, worth, noise, device_us=device_us)
         model = self.models.get(kernel_id)
         found = None if model is None else predict(model, sizes)
         if found is None:
             return None
-        return Evidence(found.time_us, Provenance.PRIOR, worth * found.confidence, NOISE)
+        return Evidence(found.time_us, Provenance.PRIOR, worth * found.confidence, NOISE, device_us=found.device_us)
 
 
 class Priors:

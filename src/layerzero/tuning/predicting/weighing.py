@@ -147,7 +147,8 @@ def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidenc
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
     confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
     provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
-    return Evidence(_expected_us(time, pace, margin), provenance, confidence, time.noise, time.median_us)
+    expected_us = _expected_us(time, pace, margin)
+    return Evidence(expected_us, provenance, confidence, time.noise, time.median_us, time.device_us)
 
 
 def _expected_us(time: Time, pace: float, margin: float) -> float:

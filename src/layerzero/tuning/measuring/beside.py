@@ -1,0 +1,96 @@
+"""Children that vet and build for a tuning run, beside its measuring where that disturbs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.jit import Outcome
+from layerzero.tuning.measuring.deadline import Deadline
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.proving.build_apart import build_apart
+from layerzero.tuning.proving.vetting import Vetted, vet_calls
+
+BETWEEN = 0.5
+"""The share of what time is left that children may take where the measuring waits for them."""
+
+Pairs = list[tuple[Kernel, Facts]]
+
+
+class Asked(Protocol):
+    """What of a run children need, and what they add to it."""
+
+    device: torch.device
+    deadline: Deadline
+    modules: Sequence[str]
+    vetted: list[Vetted]
+    not_built: dict[str, str]
+
+    def to_vet(self, jobs: Sequence[Job]) -> Pairs:
+        """What only vetting keeps from these calls."""
+
+    def to_build(self, jobs: Sequence[Job]) -> Pairs:
+        """What children can build for these calls."""
+
+
+class Beside:
+    """Children that vet and build: beside the measuring, or, on a CPU, when asked to catch up."""
+
+    def __init__(self, run: Asked) -> None:
+        self.run, self.beside = run, run.device.type == "cuda"
+        self._pool = ThreadPoolExecutor(1, "layerzero-tuning") if self.beside else None
+        self._futures: list[Future[bool]] = []
+        self._left: list[Callable[[Callable[[], bool]], bool]] = []
+        self._over = False
+
+    def ask(self, jobs: Sequence[Job]) -> None:
+        """Have done what these calls wait for."""
+        vet, build = self.run.to_vet(jobs), self.run.to_build(jobs)
+        if not vet and not build:
+            return
+
+        def work(stop: Callable[[], bool]) -> bool:
+            if vet:
+                self.run.vetted += vet_calls(vet, modules=self.run.modules, go_on=True, stop=stop)
+            build_apart(build, self._built, stop, modules=self.run.modules)
+            return True
+
+        if self._pool is None:
+            self._left.append(work)
+        else:
+            self._futures.append(self._pool.submit(work, lambda: self._over or self.run.deadline.passed()))
+
+    def _built(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        if outcome.log:
+            self.run.not_built[kernel.id] = outcome.log.strip().splitlines()[-1]
+            ENGINE.ledger.record_failure(kernel, facts, outcome.log)
+
+    def caught_up(self, *, wait_for: bool) -> bool:
+        """Whether something came out of them since; on a CPU they work now, for a part of what time is left."""
+        left, self._left = self._left, []
+        stop = self.run.deadline.part(BETWEEN)
+        for work in left:
+            work(stop)
+        if wait_for and self._futures:
+            timeout = None if self.run.deadline.left_s == float("inf") else max(self.run.deadline.left_s, 0.0)
+            wait(self._futures, timeout, return_when="FIRST_COMPLETED")
+        done = [each.result() for each in self._futures if each.done()]
+        self._futures = [each for each in self._futures if not each.done()]
+        return bool(done or left)
+
+    @property
+    def open(self) -> bool:
+        """Whether more will come."""
+        return bool(self._futures or self._left)
+
+    def end(self) -> None:
+        """Kill the children that still work."""
+        self._over = True
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

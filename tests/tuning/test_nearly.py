@@ -1,0 +1,159 @@
+"""Among kernels that are waited for about as long: no plan for a size that nobody measured, then the device's time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layerzero as lz
+from layerzero.core.device import Device
+from layerzero.core.evidence import Evidence, Measurement, Provenance
+from layerzero.core.ledger import MemoryLedger
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.keeping.tables import read_table, slug, table_of
+from layerzero.tuning.predicting.nearly import NEARLY, decided, waited_us
+from layerzero.tuning.predicting.prediction import HOST_MARGIN
+from layerzero.tuning.predicting.prior import Priors
+from layerzero.tuning.predicting.winner import record_times
+
+TIMES = st.floats(1.0, 1e4)
+
+
+def known(time_us, device_us=None, provenance=Provenance.MEASURED, noise=0.03):
+    return Evidence(time_us, provenance, 1.0, noise, device_us=device_us)
+
+
+def order(found, planning=()):
+    times = decided(found, planning)
+    return sorted(times, key=lambda name: times[name].time_us)
+
+
+def test_within_a_tenth_of_the_best_the_device_decides():
+    host = HOST_MARGIN
+    found = {
+        "a": known(25.0, 25.0),
+        "b": known(26.0 * host, 15.6),
+        "c": known(28.0 * host, 5.0),
+        "d": known(900.0, 1.0),
+    }
+    assert order(found) == ["b", "a", "c", "d"], "c is waited for 1.12 times as long, whatever its device takes"
+    times = decided(found)
+    assert times["b"].time_us == 25.0
+    assert times["a"].time_us == pytest.approx(27.5)
+    assert (times["c"], times["d"]) == (found["c"], found["d"])
+    assert times["a"].noise == 0.02, "a host's noise says nothing of devices"
+
+
+def test_who_does_not_tell_the_device_is_compared_by_what_is_waited_for():
+    found = {"a": known(30.0, 25.0), "b": known(32.0)}
+    assert decided(found) == found
+    assert decided({}) == {}
+    assert decided({"a": known(30.0, 25.0)}) == {"a": known(30.0, 25.0)}
+
+
+def test_calls_that_wait_for_their_device_keep_their_times():
+    found = {"a": known(300.0, 300.0), "b": known(320.0, 320.0), "c": known(700.0, 700.0)}
+    assert {name: each.time_us for name, each in decided(found).items()} == {"a": 300.0, "b": 320.0, "c": 700.0}
+
+
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize("estimated", [Provenance.PREDICTED, Provenance.PRIOR])
+def test_a_size_that_nobody_measured_goes_to_a_kernel_without_a_plan_for_it(device, estimated):
+    def times(planned, other, provenance):
+        return {
+            "planned": known(planned, planned if device else None, provenance),
+            "other": known(other, other if device else None, provenance),
+        }
+
+    assert order(times(100.0, 108.0, estimated), ["planned"]) == ["other", "planned"]
+    assert order(times(100.0, 108.0, estimated)) == ["planned", "other"]
+    assert order(times(100.0, 112.0, estimated), ["planned"]) == ["planned", "other"], "its plan is worth it"
+    assert order(times(100.0, 108.0, Provenance.MEASURED), ["planned"]) == ["planned", "other"]
+    assert order(times(100.0, 108.0, estimated), ["planned", "other"]) == ["planned", "other"]
+
+
+@given(st.lists(st.tuples(TIMES, st.floats(0.1, 1.0), st.booleans(), st.booleans()), min_size=1, max_size=8))
+def test_nobody_gets_better_than_the_best_nor_worse_than_who_is_further_behind(drawn):
+    found = {
+        str(number): known(time_us, None if untold else share * time_us, Provenance.PREDICTED)
+        for number, (time_us, share, untold, _) in enumerate(drawn)
+    }
+    times = decided(found, [str(number) for number, each in enumerate(drawn) if each[3]])
+    best_us = min(map(waited_us, found.values()))
+    for name, each in times.items():
+        if waited_us(found[name]) > NEARLY * best_us:
+            assert each == found[name]
+        else:
+            assert each == found[name] or best_us * (1 - 1e-9) <= each.time_us <= NEARLY * best_us * (1 + 1e-9)
+
+
+@pytest.fixture
+def norms(monkeypatch, tmp_path):
+    """Two kernels, and a ledger that keeps times."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure(allow=["user"])
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+
+    def run(input, weight, *, eps=1e-6):
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    for name in ("planned", "other"):
+        lz.register_kernel("norm.rms", f"user.{name}")(run)
+    kernel = replace(REGISTRY.kernel("user.planned"), plans_sizes=True)
+    lz.unregister_kernel("user.planned")
+    lz.register_backend([kernel])
+    return {name: REGISTRY.kernel(f"user.{name}") for name in ("planned", "other")}
+
+
+def facts(rows):
+    return lz.facts("rms_norm", torch.empty(rows, 64), torch.empty(64))
+
+
+def measured(host_us, device_us):
+    return Measurement(max(host_us, device_us), 40.0, 0.0, 20, noise=0.02, device_us=device_us, host_us=host_us)
+
+
+def test_choices_go_by_the_device_where_both_wait_for_the_host(norms):
+    record_times(facts(8), {norms["planned"]: measured(25.0, 24.0), norms["other"]: measured(26.0, 15.6)})
+    assert lz.explain(facts(8)).kernel_id == "user.other"
+    record_times(facts(16), {norms["planned"]: measured(25.0, 24.0), norms["other"]: measured(29.0, 15.6)})
+    assert lz.explain(facts(16)).kernel_id == "user.planned"
+
+
+def test_a_new_size_pays_no_plan_for_a_few_percent(norms):
+    for rows in (64, 256, 1024, 4096):
+        times = {norms["planned"]: measured(1.0, 1.0 * rows), norms["other"]: measured(1.0, 1.05 * rows)}
+        record_times(facts(rows), times)
+    assert lz.explain(facts(1024)).kernel_id == "user.planned", "it was measured"
+    assert lz.explain(facts(1000)).kernel_id == "user.other"
+
+
+def test_a_table_keeps_what_the_device_takes(norms, tmp_path):
+    for rows in (4, 8, 16, 32):
+        record_times(facts(rows), {norms["planned"]: measured(25.0, 9.0), norms["other"]: measured(26.0, 5.0)})
+    store = TimeStore()
+    file = tmp_path / f"{slug(Device.detect('cpu').name)}.json"
+    table = table_of(archive.rows(store.database), "a test")
+    archive.export_prior(table, file)
+    assert read_table(file) == table
+    found = Priors(Device.detect("cpu"), tmp_path).evidence(list(norms.values()), facts(8))
+    assert {name: each.device_us for name, each in found.items()} == {
+        "user.planned": 9.0, "user.other": 5.0,
+    }  # fmt: skip
+    between = Priors(Device.detect("cpu"), tmp_path).evidence(list(norms.values()), facts(12))
+    assert between["user.other"].device_us == pytest.approx(5.0, rel=0.1)
+    assert between["user.other"].time_us == pytest.approx(1.2 * 26.0, rel=0.02)
+    (family,) = table.families
+    wrong = msgspec.structs.replace(family.cases[0], device_us={"user.nobody": 1.0})
+    broken = msgspec.structs.replace(table, families=[msgspec.structs.replace(family, cases=[wrong])])
+    archive.export_prior(broken, file)
+    with pytest.raises(ValueError, match=r"user\.nobody: device_us: wanted a time above 0"):
+        read_table(file)
