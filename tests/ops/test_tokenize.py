@@ -175,6 +175,21 @@ def test_arguments_that_mean_nothing_are_errors(known, asked):
         lz.tokenize("a", known["word_piece"], **asked)
 
 
+@pytest.mark.parametrize("name", ["truncation", "padding", "max_length", "pad_to_multiple_of", "add_special_tokens"])
+@pytest.mark.parametrize("value", [-(10**5000), "x" * 10**6, -7], ids=["digits", "characters", "small"])
+def test_what_is_shown_of_a_wrong_value_is_short(known, name, value):
+    with pytest.raises(lz.InvalidCallError, match=name) as error:
+        lz.tokenize("a", known["word_piece"], **{name: value})
+    assert len(str(error.value)) < 400
+
+
+def test_what_is_shown_of_a_wrong_id_is_short(known):
+    for wrong in (10**5000, -(10**5000), "x" * 10**6):
+        with pytest.raises(lz.InvalidCallError, match="wanted ids from 0") as error:
+            lz.detokenize([1, wrong], known["word_piece"])
+        assert len(str(error.value)) < 400
+
+
 def test_further_mistakes_are_told(known):
     with pytest.raises(TypeError, match="unexpected keyword argument 'pad'"):
         lz.tokenize("a", known["word_piece"], pad=True)

@@ -122,7 +122,18 @@ def test_a_long_prompt_is_encoded_once_for_all_questions(few):
     for number in range(6):
         text = f"{prompt} question {number} of many"
         assert encode(text, counted) == run(text)
-    assert max(seen[4:]) < 400  # the first is whole, the second cut, all later ones are what is left
+    assert max(seen[4:]) < 400  # two are whole, the third is cut, all later ones are what is left
+
+
+def test_a_beginning_that_came_once_takes_no_room(few):
+    cache, run = EncodedTexts(), run_of(few)
+    short, long = (cache.reader(few, (False, False)) for _ in range(2))  # readers of several lengths know the same
+    texts = [f"{number} {sample(2000, number)}" for number in range(5)]
+    for text in texts:
+        assert short(text, run) == run(text)
+    assert (cache.stats().entries, cache._bytes, cache.stats().misses) == (0, 0, 5)
+    assert long(texts[0], run) == run(texts[0])
+    assert cache.stats().entries == 1
 
 
 def test_what_cannot_be_cut_is_kept_whole(tmp_path):
@@ -133,7 +144,7 @@ def test_what_cannot_be_cut_is_kept_whole(tmp_path):
         cache, run = EncodedTexts(), run_of(tokenizer)
         encode = cache.reader(tokenizer, (False, tokenizer.parses))
         text = sample(3000, 3)
-        for tail in ("", "", "", " a", " b"):
+        for tail in ("", "", "", "", " a", " b"):
             assert encode(text + tail, run) == run(text + tail)
         assert (cache.stats().hits, cache.stats().prefix_hits) == (1, 0)
     assert cut_of(resolve(known["byte_level"])) == Cut()
@@ -181,7 +192,7 @@ def test_models_share_nothing_and_are_forgotten_by_name(tmp_path):
     assert one.tokenizer_hash == two.tokenizer_hash
     cache = EncodedTexts()
     text = sample(2000, 5)
-    for tokenizer in (one, one, two):
+    for tokenizer in (one, one, two, two):
         cache.reader(tokenizer, (False, True))(text, run_of(tokenizer))
     assert len(cache.namespace(one)) == len(one.name) + 65
     assert (cache.stats(one).entries, cache.stats(two).entries) == (1, 1)

@@ -9,13 +9,17 @@ from typer.testing import CliRunner
 import layerzero as lz
 import vocabularies
 from layerzero.cli.app import main
+from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential
+from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.proof import prove_decode, prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
+from layerzero.tuning.measuring import plain
 from layerzero.tuning.measuring.plain import tune_plain
+from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 
 
 @pytest.fixture
@@ -136,6 +140,37 @@ def test_times_are_taken_of_what_is_right_and_remembered(place):
     report = lz.explain("tokenize", "abcdef", place)
     assert {each.provenance for each in report.candidates if each.legal} == {"measured"}
     assert json.dumps(tuned.to_dict())
+
+
+def test_a_few_samples_of_near_ones_are_not_enough(place, monkeypatch):
+    """A sample of the stock library took so long that it got three, and stayed before one of half its time."""
+
+    def few(found, samples, origin):
+        return {
+            kernel: Measurement(median_us=1e5, p95_us=1e5, variance_us2=1.0, samples=3, noise=0.0)
+            for kernel in found.runs
+        }
+
+    pytest.importorskip("splintr")
+    kernel = next(each for each in lz.list_kernels("tokenize.encode") if each.id == "splintr.encode")
+    ENGINE.ledger.record_verdict(kernel, lz.facts("tokenize.encode", "a", place), Verdict.PASSED)
+    monkeypatch.setattr(plain, "_times", few)
+    leave_out = ["fastokens", "kitoken", "gigatoken"]
+    cases = ENCODE.cases[:1]
+    with lz.scope(deny=leave_out):
+        tuned = tune_plain("tokenize.encode", {"tokenizer_id": place}, leave_out=leave_out, cases=cases)
+    (contest,) = tuned.contests
+    assert set(contest.times) == {"tokenizers.encode", "splintr.encode"}
+    assert all(each.samples >= FULL_SAMPLES and each.median_us < 1e5 for each in contest.times.values())
+
+
+def test_who_is_far_behind_is_not_measured_longer():
+    def time(median_us, samples):
+        return Measurement(median_us=median_us, p95_us=median_us, variance_us2=1.0, samples=samples, noise=0.0)
+
+    assert plain._open({"a": time(1.0, 20), "b": time(1.9, 3), "c": time(9.0, 3)}, 10) == ["a", "b"]
+    assert plain._open({"a": time(1.0, 3), "c": time(9.0, 3)}, 10) == []
+    assert plain._open({"a": time(1.0, 20), "b": time(1.9, 20)}, 10) == []
 
 
 def test_what_has_to_be_named_is_asked_for(place):

@@ -1,8 +1,9 @@
 """Encoded texts, kept: whole texts that come again, and the beginnings that long prompts share.
 
 The key is the text itself, compared as a whole, under the whole hash of the tokenizer: nothing is shortened, so two
-texts never meet. A text is looked up by its first 64 characters, which costs 0.1 us; a text whose beginning was never
-seen is not hashed. What is kept never exceeds a number of bytes; what was used longest ago goes first.
+texts never meet. A text is looked up by its first 64 characters, which costs 0.1 us. Of a beginning that comes for the
+first time only a hash of these is noted, without a lock; when it comes again, the text is kept to compare the next one
+with. What is kept never exceeds a number of bytes; what was used longest ago goes first.
 
 A beginning is reused where the tokenizer is exact about it: :mod:`layerzero.ops.tokenize.cutting` says where a text may
 be cut.
@@ -31,6 +32,9 @@ LEAST = 1024
 
 LEAST_SHARED = 512
 """Two texts share a beginning that is worth keeping from so many characters on."""
+
+MARKS = 1024
+"""Hashes of beginnings that came once: 40 KB of a tokenizer, whatever it reads, beside the bytes of texts."""
 
 PER_HEAD = 4
 """Beginnings that are kept of one head."""
@@ -115,6 +119,7 @@ class EncodedTexts:
         self._lock = forking.lock()
         self._heads: OrderedDict[tuple[Any, ...], _Head] = OrderedDict()
         self._stats: dict[str, TokenizerCacheStats] = {}
+        self._marks: dict[tuple[Any, ...], list[int]] = {}
         self._bytes = 0
         forking.when_torn(self.clear)
         when_forgotten(self.clear)
@@ -129,12 +134,18 @@ class EncodedTexts:
         space, cut = self.namespace(tokenizer), None if any(flags[:1]) else cut_of(tokenizer)
         stats = self._stats.setdefault(space, TokenizerCacheStats())
         heads, place = self._heads, (space, flags)
+        marks = self._marks.setdefault(place, [0] * MARKS)
 
         def encode(text: str, run: Run) -> list[int]:
-            head = heads.get((place, text[:HEAD]))
+            start = text[:HEAD]
+            head = heads.get((place, start))
             if head is None:
                 stats.misses += 1
-                self._see(place, text)
+                mark = hash(start)
+                if marks[mark % MARKS] == mark:  # twice: now it is worth a lock; that cost 2 us for every new text
+                    self._see(place, text)
+                else:
+                    marks[mark % MARKS] = mark
                 return run(text)
             for start, ids in head.kept:
                 if text.startswith(start):
@@ -150,7 +161,7 @@ class EncodedTexts:
         return encode
 
     def _see(self, place: tuple[Any, ...], text: str) -> None:
-        """Remember a text whose beginning is new, to compare the next one with it."""
+        """Remember a text whose beginning is not kept, to compare the next one with it."""
         with self._lock:
             key = (place, text[:HEAD])
             if key not in self._heads:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
+from layerzero.ops.tokenize.checks import shown
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 _PADDING = (False, True, "longest", "max_length", "do_not_pad")
@@ -31,16 +31,16 @@ class Asked(NamedTuple):
         """What is wrong with it."""
         found = []
         if self.truncation not in _CUTTING:
-            found.append(f"truncation: wanted one of {_CUTTING}, got {self.truncation!r}")
+            found.append(f"truncation: wanted one of {_CUTTING}, got {shown(self.truncation)}")
         if self.padding not in _PADDING:
-            found.append(f"padding: wanted one of {_PADDING}, got {self.padding!r}")
+            found.append(f"padding: wanted one of {_PADDING}, got {shown(self.padding)}")
         for name in ("max_length", "pad_to_multiple_of"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                found.append(f"{name}: wanted a number of at least 1 or None, got {told(value)}")
+                found.append(f"{name}: wanted a number of at least 1 or None, got {shown(value)}")
         flags = ("add_special_tokens", "parse_special", "return_attention_mask")
         wrong = [name for name in flags if getattr(self, name) not in (None, True, False)]
-        return [*found, *(f"{name}: wanted a bool or None, got {getattr(self, name)!r}" for name in wrong)]
+        return [*found, *(f"{name}: wanted a bool or None, got {shown(getattr(self, name))}" for name in wrong)]
 
     @property
     def cuts(self) -> bool:
