@@ -618,3 +618,43 @@ def test_a_limit_of_memory_holds_from_the_beginning(strategy):
         with pytest.raises(lz.InvalidCallError, match="limit_bytes: wanted a number"):
             lz.KVCache(**sizes, limit_bytes=wrong)
     lz.KVCache(**sizes, limit_bytes=2**24).close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pages": 2**40}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu for 1099511627776 pages, got .*fewer pages"),
+        ({"pages": 2**62}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu.*fewer pages"),
+        ({"dtype": []}, r"dtype: wanted float32, .*, got \[\]"),
+        ({"device": "nowhere"}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 'nowhere'"),
+        ({"device": 1.5}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 1.5"),
+    ],
+)
+def test_what_no_memory_or_library_has_is_told_by_this_one(given, said):
+    with pytest.raises(lz.LayerZeroError, match=said):
+        lz.KVCache(**{"layers": 2, "kv_heads": 2, "head_dim": 32, "pages": 4, "dtype": torch.float32} | given)
+
+
+@pytest.mark.parametrize("name", [[], {}, (1, [2])])
+def test_names_without_a_hash_are_told(name):
+    cache = made()
+    first = cache.allocate()
+    assert name not in cache
+    for call in (lambda: cache.allocate(name), lambda: cache.fork(first, name)):
+        with pytest.raises(lz.LayerZeroError, match="wanted a name with a hash, such as a number or a string, got"):
+            call()
+    for call in (
+        lambda: cache.writing([name]),
+        lambda: cache.block_tables([name]),
+        lambda: cache.length(name),
+        lambda: cache.free(name),
+    ):
+        with pytest.raises(lz.LayerZeroError, match=r"wanted a sequence that was allocated \(0\), got"):
+            call()
+    for method in (cache.writing, cache.block_tables, cache.ragged_tables, cache.shared_prefix):
+        with pytest.raises(lz.InvalidCallError, match="sequences: wanted a list of names, got 0; put one name into"):
+            method(first)
+    with pytest.raises(lz.InvalidCallError, match="counts: wanted a number or one for each sequence, got 1.5"):
+        cache.writing([first], 1.5)
+    assert list(cache) == [first]
+    cache.close()

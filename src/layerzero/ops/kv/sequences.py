@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
-from layerzero.ops.kv.book import Book, Growth
+from layerzero.ops.kv.book import Book, Growth, has_hash
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.making import asked
@@ -24,6 +24,14 @@ from layerzero.ops.kv.storage import Fixed, Virtual
 from layerzero.ops.kv.strategy import KVCacheStrategy
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def several(sequences: object, asked: str) -> tuple[Hashable, ...]:
+    """The names of several sequences. Raises: InvalidCallError for what are not several."""
+    if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):
+        problem = f"sequences: wanted a list of names, got {told(sequences)}; put one name into a list"
+        raise InvalidCallError(f"KVCache.{asked}", [problem])
+    return tuple(sequences)
 
 
 def alone(method: _Method) -> _Method:
@@ -83,7 +91,14 @@ class CachedSequences:
                     f"wanted {needed} bytes for {made.pages} pages, got a limit of {limit_bytes}; take fewer pages"
                 )
                 raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
-            self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
+            try:
+                self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
+            except (RuntimeError, MemoryError) as error:  # torch's allocators know no more of their own
+                problem = (
+                    f"wanted {needed} bytes on {made.device} for {made.pages} pages, got {type(error).__name__}: "
+                    f"{str(error).splitlines()[0][:200]}; take fewer pages"
+                )
+                raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED) from error
         self._book = Book(made.pages, made.page_size)
         self._lock = forking.rlock()
         self._step: CacheStep | None = None
@@ -112,7 +127,7 @@ class CachedSequences:
         return iter(tuple(self._book.entries))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._book.entries
+        return has_hash(name) and name in self._book.entries
 
     @property
     def strategy(self) -> KVCacheStrategy:
@@ -191,9 +206,12 @@ class CachedSequences:
         Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
             InvalidCallError for counts that are none.
         """
-        names = tuple(sequences)
+        names = several(sequences, "writing")
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
+        if not isinstance(counts, (int, Sequence)):
+            problem = f"counts: wanted a number or one for each sequence, got {told(counts)}"
+            raise InvalidCallError("KVCache.writing", [problem])
         numbers = (counts,) * len(names) if isinstance(counts, int) else tuple(counts)
         self._check_counts(names, numbers, blocks, reuse)
         growths = self._grown(names, numbers)
@@ -218,6 +236,8 @@ class CachedSequences:
         ][:4]
         if len(counts) != len(names):
             problems.append(f"counts: wanted {len(names)}, one a sequence, got {len(counts)}")
+        for name in names:
+            self._book.known(name)  # one without a hash is none of them
         if len(set(names)) != len(names):
             problems.append("sequences: wanted each once, got one twice")
         if problems:
@@ -314,7 +334,7 @@ class CachedSequences:
         self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
-        entries = [self._book.entry(name) for name in names]
+        entries = [self._book.entry(name) for name in several(names, "block_tables")]
         width = max((len(entry.pages) for entry in entries), default=0) if blocks is None else blocks
         tables = [entry.pages + [0] * (width - len(entry.pages)) for entry in entries]
         lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
