@@ -623,7 +623,10 @@ def test_a_limit_of_memory_holds_from_the_beginning(strategy):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"pages": 2**40}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu for 1099511627776 pages, got .*fewer pages"),
+        (
+            {"pages": 2**40},
+            r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu for 1099511627776 pages, got .*fewer pages",
+        ),
         ({"pages": 2**62}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu.*fewer pages"),
         ({"dtype": []}, r"dtype: wanted float32, .*, got \[\]"),
         ({"device": "nowhere"}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 'nowhere'"),
@@ -654,7 +657,7 @@ def test_names_without_a_hash_are_told(name):
     for method in (cache.writing, cache.block_tables, cache.ragged_tables, cache.shared_prefix):
         with pytest.raises(lz.InvalidCallError, match="sequences: wanted a list of names, got 0; put one name into"):
             method(first)
-    with pytest.raises(lz.InvalidCallError, match="counts: wanted a number or one for each sequence, got 1.5"):
+    with pytest.raises(lz.InvalidCallError, match=r"counts: wanted a number or one for each sequence, got 1\.5"):
         cache.writing([first], 1.5)
     assert list(cache) == [first]
     cache.close()

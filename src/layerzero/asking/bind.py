@@ -132,7 +132,7 @@ class Bound:
         if len(args) > len(self._passed) or given.keys() & kwargs or not kwargs.keys() <= {*self.parameters}:
             got = ", ".join([*(f"#{number}" for number in range(1, len(args) + 1)), *kwargs])
             raise TypeError(f"{self!r}: wanted {', '.join(self._passed)} as in the example, got {got}")
-        left = {name: MISSING for name in self.parameters}
+        left = dict.fromkeys(self.parameters, MISSING)
         found = unpack(self._call.function, {**self._fixed, **left, **given, **kwargs})
         return {name: found[name] for name in self._names}
 
