@@ -196,7 +196,10 @@ def attention_forward(
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+        traced: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+        )
+        return traced
 
     with lz.deterministic() if kwargs.get("deterministic") else nullcontext():
         output = lz.attention(

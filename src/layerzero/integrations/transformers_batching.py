@@ -24,12 +24,12 @@ BATCHED = frozenset({"cache", "read_index", "write_index", "block_table", "logit
 def keys_of(
     module: Any, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Write the new keys and values (1, K, T, D) into the batch's pages; all that its tokens may see, (1, K, N, D).
+    """Write the new keys and values (1, K, T, D) into the batch's cache; all that its tokens may see, (1, K, N, D).
 
     Takes the arguments of the batch out of ``named``. Raises: InvalidCallError for a batch that no mask tells apart.
     """
     if mask is None or named.get("block_table") is not None:
-        got = "none" if mask is None else "a table of pages beside it"
+        got = "none" if mask is None else "a block table beside it"
         wanted = "wanted continuous batching with a mask, as Transformers 5.23 makes it for attn_implementation='sdpa'"
         raise InvalidCallError("attn_implementation='layerzero'", [f"cache: {wanted}, got {got}; set 'sdpa' for it"])
     key, value = named["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=named)

@@ -34,6 +34,14 @@ def several(sequences: object, asked: str) -> tuple[Hashable, ...]:
     return tuple(sequences)
 
 
+def _numbers(counts: object) -> tuple[Any, ...]:
+    """One number for each of several sequences. Raises: InvalidCallError for what are not several."""
+    if not isinstance(counts, Iterable):
+        problem = f"counts: wanted a number or one for each sequence, got {told(counts)}"
+        raise InvalidCallError("KVCache.writing", [problem])
+    return tuple(counts)
+
+
 def alone(method: _Method) -> _Method:
     """A method that no other thread runs meanwhile, of a cache that is there."""
 
@@ -209,10 +217,7 @@ class CachedSequences:
         names = several(sequences, "writing")
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
-        if not isinstance(counts, (int, Sequence)):
-            problem = f"counts: wanted a number or one for each sequence, got {told(counts)}"
-            raise InvalidCallError("KVCache.writing", [problem])
-        numbers = (counts,) * len(names) if isinstance(counts, int) else tuple(counts)
+        numbers = (counts,) * len(names) if isinstance(counts, int) else _numbers(counts)
         self._check_counts(names, numbers, blocks, reuse)
         growths = self._grown(names, numbers)
         try:
