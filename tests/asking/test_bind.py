@@ -347,3 +347,29 @@ def test_whoever_watches_calls_sees_bound_ones_too():
     assert len(seen) == 3
     rms(x, w)
     assert len(seen) == 3
+
+
+def test_a_layer_of_a_cache_stands_for_its_tensors():
+    cache = lz.KVCache(1, 2, 16, pages=4, dtype=torch.float32)
+    name = cache.allocate()
+    key, query, layer = torch.randn(3, 2, 16), torch.randn(1, 1, 4, 16), cache.layers[0]
+    with cache.writing([name], [2]) as step:
+        lz.append_paged_kv(key[:2], key[:2], layer, slot_mapping=step.slots)
+    with cache.writing([name]) as step:
+        append = lz.bind(lz.append_paged_kv, key[2:], key[2:], layer, slot_mapping=step.slots)
+        append(key[2:], key[2:], layer, slot_mapping=step.slots)
+        wanted = lz.paged_attention(query, layer, step=step)
+        attend = lz.bind(lz.paged_attention, query, layer, step=step)
+        for _ in range(3):
+            assert torch.equal(attend(query, layer, step), wanted)
+            assert torch.equal(attend(query, key_cache=layer, step=step), wanted)
+        tables, lens = step.block_tables, step.context_lens
+        by_tensors = attend(query, layer.keys, layer.values, tables, lens, step)
+        assert torch.equal(by_tensors, wanted)
+        named = lz.bind(lz.paged_attention, query, layer, block_tables=tables, context_lens=lens)
+        assert torch.equal(named(query, layer, tables, lens), wanted)
+        with pytest.raises(TypeError, match="wanted query, key_cache, step as in the example, got #1, #2, #3, #4"):
+            attend(query, layer, step, step)
+        with pytest.raises(lz.InvalidCallError, match="query: shape"):
+            attend(query[:, :, :2], layer, step)
+    cache.close()

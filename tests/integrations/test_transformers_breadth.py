@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import layerzero as lz
 
@@ -16,6 +20,9 @@ transformers = pytest.importorskip("transformers", "5.0", reason="needs transfor
 
 import architectures  # noqa: E402  # it imports transformers
 from architectures import Architecture, inputs, padded  # noqa: E402
+
+from layerzero.engine.dispatch import ENGINE  # noqa: E402
+from layerzero.integrations import transformers as integration  # noqa: E402
 
 pytestmark = [
     # a softcap and sinks have no kernel on the CPU but the reference, and LayerZero says so once
@@ -200,12 +207,120 @@ def test_the_check_is_put_there_once_and_leaves_other_names_alone() -> None:
     assert transformers.BloomModel._from_config(config).config._attn_implementation == "eager"
 
 
-def test_continuous_batching_is_refused_with_what_works() -> None:
+def _takes_a_cache() -> bool:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return "cache" in inspect.signature(sdpa_attention_forward).parameters
+
+
+@pytest.mark.skipif(not _takes_a_cache(), reason="this version of Transformers refuses every name but its own")
+@pytest.mark.parametrize("way", ["attention", "optimized"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_continuous_batching_gives_the_tokens_of_one_by_one(name: str, way: str) -> None:
+    (architecture,) = (each for each in DECODERS if each.name == name)
+    stock, ours = architecture.pair()
+    if way == "optimized":
+        stock.set_attn_implementation("sdpa")
+        ours = stock
+    prompts = [[1, 2, 3], [7, 5, 9, 11, 4, 8, 3, 2], [6]]
+    told = transformers.GenerationConfig(max_new_tokens=7, eos_token_id=-1, pad_token_id=0, do_sample=False)
+    with torch.no_grad():
+        wanted = [
+            stock.generate(torch.tensor([each]), generation_config=told)[0, len(each) :].tolist() for each in prompts
+        ]
+    report = lz.optimize(ours) if way == "optimized" else None
+    told_batch = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=16)
+    ran: list[str] = []
+    watch = lambda function, plan: ran.append(function.name)
+    ENGINE.watch(watch)
+    try:
+        found = ours.generate_batch(prompts, generation_config=told, continuous_batching_config=told_batch)
+    finally:
+        ENGINE.unwatch(watch)
+    assert [each.generated_tokens for each in found.values()] == wanted
+    assert "attention" in ran
+    if report is not None:
+        report.undo()
+
+
+@pytest.mark.parametrize("way", ["attention", "optimized"])
+def test_a_compiled_step_on_a_gpu_traces_to_what_stocks_does(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token over a static cache, as one graph: no operator that the compiler cannot see into, and no copy more."""
+    monkeypatch.setattr(integration, "_COMPILED", frozenset({"cpu"}))
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    stock, ours = llama.pair()
+    stock.set_attn_implementation("sdpa")
+    wanted, expected = _traced(stock)
+    if way == "optimized":
+        ours = stock
+        lz.optimize(ours)
+    calls, got = _traced(ours)
+    assert calls == wanted
+    assert not any("layerzero" in each for each in calls)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_compiled_step_on_a_cpu_is_one_operator_a_layer_and_no_copy() -> None:
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    stock, ours = llama.pair()
+    stock.set_attn_implementation("sdpa")
+    wanted, expected = _traced(stock)
+    calls, got = _traced(ours)
+    assert sum(count for name, count in calls.items() if "layerzero" in name) == ours.config.num_hidden_layers
+    copies = ("clone", "copy", "repeat", "expand", "cat")
+    assert all(
+        sum(each for name, each in calls.items() if copy in name)
+        <= sum(each for name, each in wanted.items() if copy in name)
+        for copy in copies
+    )
+    assert sum(calls.values()) <= sum(wanted.values())
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def _traced(model: Any) -> tuple[Counter[str], torch.Tensor]:
+    """What one graph of a token behind five others calls, nothing written in place but caches; and its logits."""
+    calls: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls.update(str(each.target) for each in graph.graph.nodes if each.op.startswith("call"))
+        return make_boxed_func(graph.forward)
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+    with torch.no_grad():
+        model(torch.tensor([[5, 9, 2, 7, 1]]), past_key_values=cache)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+        logits: torch.Tensor = compiled(torch.tensor([[3]]), past_key_values=cache, use_cache=True).logits
+    torch._dynamo.reset()
+    assert calls
+    return calls, logits
+
+
+@named([each for each in EVERY if each.kind not in {"softcap", "sinks"}], QUICK)
+def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> None:
+    """A call without padding: how often torch copies, by its profiler. Softcap and sinks are the reference's here."""
+    stock, ours = architecture.pair()
+    if type(stock)._supports_sdpa:
+        stock.set_attn_implementation("sdpa")
+    call = inputs(architecture.kind, "none")
+    found = []
+    for model in (stock, ours):
+        with torch.no_grad():
+            model(**call)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                model(**call)
+        counts = {each.key: each.count for each in seen.key_averages()}
+        found.append(sum(counts.get(f"aten::{name}", 0) for name in ("copy_", "cat", "repeat_interleave")))
+    assert found[1] <= found[0], found
+
+
+def test_a_batch_without_a_mask_is_refused() -> None:
     (llama,) = (each for each in DECODERS if each.name == "Llama")
     _, ours = llama.pair()
-    told = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=-1)
-    with pytest.raises(ValueError, match=r"layerzero is not supported for continuous batching\. Use 'paged"):
-        ours.generate_batch([[1, 2, 3]], generation_config=told)
+    query = torch.randn(1, 4, 3, 8)
+    module = next(each for each in ours.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj"))
+    with pytest.raises(lz.InvalidCallError, match=r"wanted continuous batching with a mask.*got none; set 'sdpa'"):
+        integration.attention_forward(module, query, query, query, None, cache=object())
 
 
 def test_meta_tensors_give_shapes() -> None:

@@ -621,29 +621,42 @@ def test_a_limit_of_memory_holds_from_the_beginning(strategy):
     lz.KVCache(**sizes, limit_bytes=2**24).close()
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [
-    ({"layers": 2**40}, lz.InvalidCallError, "layers: wanted at most 65536"),
-    ({"pages": 2**40}, lz.InvalidCallError, "pages: wanted at most"),
-    ({"page_size": 2**40}, lz.InvalidCallError, "page_size: wanted at most"),
-    ({"head_dim": 2**62}, lz.KVCacheError, "KV_CACHE_EXHAUSTED.*take fewer pages"),
-    ({"device": "nowhere"}, lz.InvalidCallError, "device: wanted one such as cpu"),
-])  # fmt: skip
-def test_a_cache_larger_than_any_memory_is_an_error_at_once(change, error, message):
-    with pytest.raises(error, match=message):
-        lz.KVCache(**{"layers": 1, "kv_heads": 1, "head_dim": 8, "pages": 4} | change)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layers": 2**40}, "layers: wanted at most 65536, got 1099511627776"),
+        ({"pages": 2**40}, "pages: wanted at most 2147483647, got 1099511627776"),
+        ({"head_dim": 2**62}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu.*fewer pages"),
+        ({"dtype": []}, r"dtype: wanted float32, .*, got \[\]"),
+        ({"device": "nowhere"}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 'nowhere'"),
+        ({"device": 1.5}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 1.5"),
+    ],
+)
+def test_what_no_memory_or_library_has_is_told_by_this_one(given, said):
+    with pytest.raises(lz.LayerZeroError, match=said):
+        lz.KVCache(**{"layers": 2, "kv_heads": 2, "head_dim": 32, "pages": 4, "dtype": torch.float32} | given)
 
 
-def test_what_is_no_name_and_no_sequence_is_an_error():
-    cache = lz.KVCache(1, 1, 8, pages=4)
-    name = cache.allocate()
-    for wrong in ([1], {}, ([],)):
-        with pytest.raises(lz.KVCacheError, match="wanted a name that can be looked up"):
-            cache.allocate(wrong)
-        with pytest.raises(lz.KVCacheError, match="wanted a name that can be looked up"):
-            cache.fork(name, wrong)
-        with pytest.raises(lz.KVCacheError, match="wanted a sequence that was allocated"):
-            cache.writing([wrong], 1)
-    for given in ((5, 1), ([name], 1.5)):
-        with pytest.raises(lz.InvalidCallError, match="wanted a sequence of them"):
-            cache.writing(*given)
-    assert len(cache) == 1
+@pytest.mark.parametrize("name", [[], {}, (1, [2])])
+def test_names_without_a_hash_are_told(name):
+    cache = made()
+    first = cache.allocate()
+    assert name not in cache
+    for call in (lambda: cache.allocate(name), lambda: cache.fork(first, name)):
+        with pytest.raises(lz.LayerZeroError, match="wanted a name with a hash, such as a number or a string, got"):
+            call()
+    for call in (
+        lambda: cache.writing([name]),
+        lambda: cache.block_tables([name]),
+        lambda: cache.length(name),
+        lambda: cache.free(name),
+    ):
+        with pytest.raises(lz.LayerZeroError, match=r"wanted a sequence that was allocated \(0\), got"):
+            call()
+    for method in (cache.writing, cache.block_tables, cache.ragged_tables, cache.shared_prefix):
+        with pytest.raises(lz.InvalidCallError, match="sequences: wanted a list of names, got 0; put one name into"):
+            method(first)
+    with pytest.raises(lz.InvalidCallError, match=r"counts: wanted a number or one for each sequence, got 1\.5"):
+        cache.writing([first], 1.5)
+    assert list(cache) == [first]
+    cache.close()

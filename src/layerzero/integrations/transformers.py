@@ -20,6 +20,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.transformers_batching import keys_of
 from layerzero.integrations.transformers_loading import check_at_load, settings_of
 
 _UNSERVED = {
@@ -27,7 +28,6 @@ _UNSERVED = {
     "indices": "no sparse selection of keys beside the mask; use attn_implementation='eager'",
     "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='eager'",
     "sinks": "no sinks for each token, only s_aux for each head; use attn_implementation='eager'",
-    "cache": "no paged cache of continuous batching; use attn_implementation='sdpa'",
     "head_mask": "no mask on whole heads; use attn_implementation='eager'",
     "layer_head_mask": "no mask on whole heads; use attn_implementation='eager'",
 }
@@ -58,6 +58,9 @@ _UNKNOWN = (
 
 ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
 """What attends while a model computes one token whose keys and values lie in memory of ours: no mask is made then."""
+
+_COMPILED = frozenset({"cuda"})
+"""Devices on which compiled code computes masked attention by torch's function, which the compiler knows."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -154,6 +157,8 @@ def attention_forward(
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
+    if kwargs.get("cache") is not None:
+        key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     q_length = query.shape[2]
     if not torch.compiler.is_compiling() and (one_token := ONE_TOKEN.get()) is not None:
@@ -187,6 +192,15 @@ def attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
+    own = softcap is not None or s_aux is not None or kwargs.get("deterministic")
+    if attention_mask is not None and not own and _is_the_compilers(module, query, key):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        traced: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+        )
+        return traced
+
     with lz.deterministic() if kwargs.get("deterministic") else nullcontext():
         output = lz.attention(
             query,
@@ -202,6 +216,18 @@ def attention_forward(
             sinks=s_aux,
         )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:
+    """Whether a masked call is traced as Transformers' own function, for the compiler to see all of it.
+
+    A decode step over a static cache attends to the whole buffer through a mask. With an operator of ours, which is
+    opaque to the compiler, a Llama-3-8B-shaped step took 9.70 ms on an H200 where a stock one compiled took 6.8 (torch
+    2.11, 2026-11-22). Kernels that read a length take no such mask.
+    """
+    if not torch.compiler.is_compiling() or query.device.type not in _COMPILED:
+        return False
+    return query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
 
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
+from layerzero.integrations.transformers_batching import serve_batches
 
 _CHECK = "_check_and_adjust_attn_implementation"
 _CALL = "ALL_ATTENTION_FUNCTIONS"
@@ -34,6 +35,8 @@ def check_at_load(names: Collection[str]) -> None:
     def checked(self: Any, attn_implementation: str | None, *others: Any, **named: Any) -> Any:
         if attn_implementation in names:
             check_class(type(self))
+            if hasattr(self, "generate_batch"):
+                serve_batches(names)
         return original(self, attn_implementation, *others, **named)
 
     checked._layerzero = True  # type: ignore[attr-defined]

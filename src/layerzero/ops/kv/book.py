@@ -40,6 +40,15 @@ class Growth:
     """The shared page that the sequence's last one stands for now; None where it had its own."""
 
 
+def has_hash(name: object) -> bool:
+    """Whether something can be a key: a tuple may be, and is none with a list in it."""
+    try:
+        hash(name)
+    except TypeError:
+        return False
+    return True
+
+
 class Book:
     """The pages of a cache and the sequences that have them."""
 
@@ -67,11 +76,8 @@ class Book:
                 self._names += 1
             name = self._names
             self._names += 1
-        try:
-            hash(name)
-        except TypeError:
-            wanted = "wanted a name that can be looked up, such as a number or text"
-            raise KVCacheError(f"{wanted}, got {told(name)}") from None
+        if not has_hash(name):
+            raise KVCacheError(f"wanted a name with a hash, such as a number or a string, got {told(name)}")
         if name in self.entries:
             raise KVCacheError(f"wanted a name that no sequence has, got {told(name)}; free that one first")
         self.entries[name] = Entry()

@@ -13,7 +13,7 @@ from layerzero.core.arguments import told
 from layerzero.ops.kv import moving
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.prefix import PrefixGroup, groups_of
-from layerzero.ops.kv.sequences import CachedSequences, alone
+from layerzero.ops.kv.sequences import CachedSequences, alone, several
 from layerzero.ops.kv.strategy import KVCacheStrategy
 from layerzero.ops.kv.usage import CacheUsage, longest_run
 
@@ -64,7 +64,7 @@ class KVCache(CachedSequences):
     @alone
     def ragged_tables(self, sequences: Sequence[Hashable]) -> tuple[Tensor, Tensor, Tensor]:
         """The other form: where each table begins (B + 1,), all pages (sum,), tokens of each last page (B,); int32."""
-        entries = [self._book.entry(name) for name in sequences]
+        entries = [self._book.entry(name) for name in several(sequences, "ragged_tables")]
         starts = [0, *accumulate(len(entry.pages) for entry in entries)]
         pages = [page for entry in entries for page in entry.pages]
         last = [(entry.length - 1) % self.page_size + 1 if entry.length else 0 for entry in entries]
@@ -74,6 +74,7 @@ class KVCache(CachedSequences):
     @alone
     def shared_prefix(self, sequences: Sequence[Hashable]) -> list[PrefixGroup]:
         """Group sequences by the full pages that they begin with, for ``lz.cascade_attention``."""
+        sequences = several(sequences, "shared_prefix")
         entries = [self._book.entry(name) for name in sequences]
         return groups_of(
             sequences, [entry.pages for entry in entries], [entry.length // self.page_size for entry in entries]
@@ -93,7 +94,7 @@ class KVCache(CachedSequences):
         """
         if self.strategy is KVCacheStrategy.PAGED or self.layout == "MLA":
             raise KVCacheError(f"wanted a cache of rows with heads, got a {self.strategy} one in {self.layout}")
-        entries = [self._book.entry(name) for name in sequences]
+        entries = [self._book.entry(name) for name in several(sequences, "rows")]
         places = [entry.pages[0] if entry.pages else -1 for entry in entries]
         if not places or places[0] < 0 or places != list(range(places[0], places[0] + len(places))):
             raise KVCacheError(f"wanted sequences in rows that follow each other, got {places[:8]}; defragment() first")

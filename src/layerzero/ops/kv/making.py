@@ -78,7 +78,7 @@ def asked(
     if layout not in LAYOUTS or (latent is not None and layout != LAYOUTS[0]):
         wanted = " or ".join(LAYOUTS if latent is None else LAYOUTS[:1])
         problems.append(f"layout: wanted {wanted}, got {told(layout)}")
-    narrow = dtype in QUANTIZED
+    narrow = isinstance(dtype, torch.dtype) and dtype in QUANTIZED
     if not isinstance(dtype, torch.dtype) or not (narrow or (dtype.is_floating_point and dtype.itemsize > 1)):
         wanted = "float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
         problems.append(f"dtype: wanted {wanted}, got {told(dtype)}")
@@ -87,9 +87,12 @@ def asked(
         problems.append(f"scales: wanted {wanted}, got {told(scales)}")
     elif not narrow and scales is not None:
         problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
+    try:
+        where = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        problems.append(f"device: wanted one that torch knows, such as 'cuda:0', or None, got {told(device)}")
     if problems:
         raise InvalidCallError("KVCache", problems)
-    where = _device(device)
     paged = pages is not None
     choice = kv_cache_strategy(
         where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
@@ -128,14 +131,6 @@ def asked(
                 raise InvalidCallError("KVCache", [problem])
             planes += scale_planes(page_size, kv_heads)
     return Making(planes, layers, pages, page_size, layout, where, choice)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    try:
-        return torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError):
-        problem = f"device: wanted one such as cpu or cuda:0, or None, got {told(device)}"
-        raise InvalidCallError("KVCache", [problem]) from None
 
 
 def _size_problems(sizes: dict[str, int | None]) -> list[str]:

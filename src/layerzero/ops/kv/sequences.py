@@ -15,7 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
-from layerzero.ops.kv.book import Book, Growth
+from layerzero.ops.kv.book import Book, Growth, has_hash
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.making import asked
@@ -24,6 +24,22 @@ from layerzero.ops.kv.storage import Fixed, Virtual
 from layerzero.ops.kv.strategy import KVCacheStrategy
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def several(sequences: object, asked: str) -> tuple[Hashable, ...]:
+    """The names of several sequences. Raises: InvalidCallError for what are not several."""
+    if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):
+        problem = f"sequences: wanted a list of names, got {told(sequences)}; put one name into a list"
+        raise InvalidCallError(f"KVCache.{asked}", [problem])
+    return tuple(sequences)
+
+
+def _numbers(counts: object) -> tuple[Any, ...]:
+    """One number for each of several sequences. Raises: InvalidCallError for what are not several."""
+    if not isinstance(counts, Iterable):
+        problem = f"counts: wanted a number or one for each sequence, got {told(counts)}"
+        raise InvalidCallError("KVCache.writing", [problem])
+    return tuple(counts)
 
 
 def alone(method: _Method) -> _Method:
@@ -78,14 +94,18 @@ class CachedSequences:
             self._storage: Fixed = Virtual(*sizes, limit_bytes)
         else:
             needed = made.layers * made.pages * made.page_size * sum(each.bytes_of_token for each in made.planes)
-            wanted = f"wanted {needed} bytes for {made.pages} pages"
             if limit_bytes is not None and needed > limit_bytes:
-                problem = f"{wanted}, got a limit of {limit_bytes}; take fewer pages"
+                problem = (
+                    f"wanted {needed} bytes for {made.pages} pages, got a limit of {limit_bytes}; take fewer pages"
+                )
                 raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
             try:
                 self._storage = Fixed(*sizes, shared=made.choice.strategy is KVCacheStrategy.UNIFIED)
-            except (RuntimeError, MemoryError) as error:  # torch's allocators; its out of memory is the first, too
-                problem = f"{wanted}, {made.device} has less ({str(error).splitlines()[0][:160]}); take fewer pages"
+            except (RuntimeError, MemoryError) as error:  # torch's allocators know no more of their own
+                problem = (
+                    f"wanted {needed} bytes on {made.device} for {made.pages} pages, got {type(error).__name__}: "
+                    f"{str(error).splitlines()[0][:200]}; take fewer pages"
+                )
                 raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED) from error
         self._book = Book(made.pages, made.page_size)
         self._lock = forking.rlock()
@@ -115,7 +135,7 @@ class CachedSequences:
         return iter(tuple(self._book.entries))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._book.entries
+        return has_hash(name) and name in self._book.entries
 
     @property
     def strategy(self) -> KVCacheStrategy:
@@ -194,12 +214,10 @@ class CachedSequences:
         Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
             InvalidCallError for counts that are none.
         """
-        names = _listed("sequences", sequences)
+        names = several(sequences, "writing")
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
-        for name in names:
-            self._book.entry(name)
-        numbers = (counts,) * len(names) if isinstance(counts, int) else _listed("counts", counts)
+        numbers = (counts,) * len(names) if isinstance(counts, int) else _numbers(counts)
         self._check_counts(names, numbers, blocks, reuse)
         growths = self._grown(names, numbers)
         try:
@@ -223,6 +241,8 @@ class CachedSequences:
         ][:4]
         if len(counts) != len(names):
             problems.append(f"counts: wanted {len(names)}, one a sequence, got {len(counts)}")
+        for name in names:
+            self._book.known(name)  # one without a hash is none of them
         if len(set(names)) != len(names):
             problems.append("sequences: wanted each once, got one twice")
         if problems:
@@ -319,7 +339,7 @@ class CachedSequences:
         self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
-        entries = [self._book.entry(name) for name in names]
+        entries = [self._book.entry(name) for name in several(names, "block_tables")]
         width = max((len(entry.pages) for entry in entries), default=0) if blocks is None else blocks
         tables = [entry.pages + [0] * (width - len(entry.pages)) for entry in entries]
         lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
@@ -338,10 +358,3 @@ class CachedSequences:
             for layer in self.layers:
                 layer.forget()
             self._storage.close()
-
-
-def _listed(what: str, given: Iterable[Any]) -> tuple[Any, ...]:
-    """What a step is of. Raises: InvalidCallError for what is no sequence."""
-    if isinstance(given, Iterable):
-        return tuple(given)
-    raise InvalidCallError("KVCache.writing", [f"{what}: wanted a sequence of them, got {told(given)}"])
