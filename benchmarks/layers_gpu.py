@@ -135,7 +135,13 @@ class Verdict:
         return self.times_us.get(self.tuned or "", math.nan) / self.floor_us
 
 
-def verdict(tokens: int, shipped: str | None, found: Benched, gb_s: float) -> Verdict:
+def replayed(job: Job, device: torch.device) -> str | None:
+    """The kernel of a call that a graph captures, which waits for the device alone; on a CPU, of the call."""
+    facts = job.facts(device)
+    return lz.explain(facts.on(facts.device, capturing=device.type == "cuda")).kernel_id
+
+
+def verdict(tokens: int, shipped: str | None, tuned: str | None, found: Benched, gb_s: float) -> Verdict:
     """What a bench says about a choice."""
     kernels = [line for line in found.lines if line.by(found.timed) is not None and line.name != TORCH]
     graphs = [line.device_from != "events" for line in kernels]
@@ -147,7 +153,7 @@ def verdict(tokens: int, shipped: str | None, found: Benched, gb_s: float) -> Ve
     mine = next((line for line in found.lines if line.name == TORCH), None)
     origin = kernels[0].device_from if kernels and all(graphs) else "events"
     return Verdict(
-        found.operation, found.name, tokens, shipped, found.chosen, times, origin, floor,
+        found.operation, found.name, tokens, shipped, tuned, times, origin, floor,
         None if mine is None else mine.by(found.timed),
     )  # fmt: skip
 
@@ -222,7 +228,7 @@ def main() -> None:
         return
     for text in compile_all(artefacts([job for _, job in asked], device, leave_out), device):
         print(f"warmed: {text}", flush=True)
-    shipped = {job.name: lz.explain(job.facts(device)).kernel_id for _, job in asked}
+    shipped = {job.name: replayed(job, device) for _, job in asked}
     effort = Effort(given.samples, 0.05)
     tuned = run_jobs(
         [job for _, job in asked],
@@ -233,6 +239,7 @@ def main() -> None:
         leave_out=leave_out,
     )
     print(f"tuned: {tuned}", flush=True)
+    chosen = {job.name: replayed(job, device) for _, job in asked}
     name = lz.Device.detect(given.device).name
     gb_s = H200_GB_S if "H200" in name else copy_gb_s(device)
     timed = Timed.DEVICE if device.type == "cuda" else Timed.CALL
@@ -251,7 +258,7 @@ def main() -> None:
                 f"{job.name}: nobody has a time: {[(line.name, line.detail[:80]) for line in found.lines]}", flush=True
             )
             continue
-        verdicts.append(verdict(tokens, shipped[job.name], found, gb_s))
+        verdicts.append(verdict(tokens, shipped[job.name], chosen[job.name], found, gb_s))
         print(f"{verdicts[-1].over_best(verdicts[-1].tuned):.2f} {line_of(verdicts[-1])}", flush=True)
         for line in found.lines:
             if line.device_detail:

@@ -104,6 +104,19 @@ def test_graph_times_and_eager_times_do_not_answer_for_each_other(folder, kernel
     assert times(store, kernels, facts(capturing=True)) == {"user.a": 3.0, "user.b": 4.0}
 
 
+def test_what_the_device_took_of_eager_calls_stands_for_replays_that_nobody_timed(folder, kernels):
+    store = fresh()
+    store.record(kernels[0], facts(), replace(TIME, median_us=30.0, device_us=2.0, host_us=30.0))
+    store.record(kernels[1], facts(), replace(TIME, median_us=11.0, device_us=4.0, host_us=11.0))
+    store.record(kernels[2], facts(), replace(TIME, median_us=5.0))  # its parts were not told
+    eager = times(store, kernels, facts())
+    assert min(eager, key=eager.get) == "user.c"
+    assert eager["user.b"] < eager["user.a"], "a caller waits for the host"
+    assert times(store, kernels, facts(capturing=True)) == {"user.a": 2.0, "user.b": 4.0}
+    store.record(kernels[1], facts(), replace(TIME, median_us=1.5, graph=True))
+    assert times(store, kernels, facts(capturing=True)) == {"user.b": 1.5}
+
+
 CHANGES = {
     "driver": lambda patch: patch.setattr(environment, "driver_version", lambda device: "999.1"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "9.9.9"),

@@ -109,6 +109,9 @@ class TimeStore:
         times = self._times(database, work.key, graph)
         known: list[tuple[Any, ...]] = []
         worth = 1.0
+        of_device = graph and not times and not self._models(database, work.family, graph)
+        if of_device:  # a replay waits for no host: what the device needed for eager calls stands for it
+            graph, times = False, _of_device(self._times(database, work.key, graph=False))
         waits = bool([time for time in times if time.host_us is not None and time.waits])
         if waits or len({time.kernel for time in times}) < len(kernels):
             known = self._models(database, work.family, graph)
@@ -139,10 +142,11 @@ class TimeStore:
                 estimate = predict(learnt, work.sizes)
                 if estimate is None and facts.operation.plain is not None:
                     estimate = scaled(learnt, work.sizes)
-                if estimate is not None:
+                time_us = None if estimate is None else estimate.device_us if of_device else estimate.time_us
+                if estimate is not None and time_us is not None:
                     confidence = worth * estimate.confidence
                     found[kernel_id] = Evidence(
-                        estimate.time_us,
+                        time_us,
                         Provenance.PREDICTED,
                         confidence,
                         estimate.noise,
@@ -216,6 +220,15 @@ def adapted(kernel: Kernel, facts: Facts) -> str:
     findings = limit_findings(kernel, facts.seen_in(kernel.layout))
     repairs = {f"{each.repair.kind} {each.repair.argument}" for each in findings if each.repair is not None}
     return ", ".join(sorted(repairs | {"split" for each in findings if each.reason.code in LAUNCH_CODES}))
+
+
+def _of_device(times: Iterable[Time]) -> list[Time]:
+    """Eager times as those of a queue that is never empty; what was kept without its parts says nothing of that."""
+    return [
+        msgspec.structs.replace(time, median_us=time.device_us, host_us=None)
+        for time in times
+        if time.device_us is not None
+    ]
 
 
 class StoreLedger:

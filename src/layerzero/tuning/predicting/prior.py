@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+import msgspec
 import torch
 from packaging.version import InvalidVersion, Version
 
@@ -97,6 +98,8 @@ class Priors:
             for family in table.families:
                 for graph in (False, True) if family.graph is None else (family.graph,):
                     self._families.setdefault((frozenset(family.facts.items()), graph), (table, family))
+        for (told, _), (table, family) in list(self._families.items()):  # a replay waits for no host
+            self._families.setdefault((told, True), (table, family))
 
     def __bool__(self) -> bool:
         return bool(self._families)
@@ -119,6 +122,8 @@ class Priors:
             for kernel in kernels:
                 if kernel.id in learnt.exact and _same_major(kernel, table, facts.device):
                     evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us, worth)
+                    if evidence is not None and key[1] and family.graph is False:
+                        evidence = _of_device(evidence)
                     if evidence is not None:
                         found[kernel.id] = evidence
             if found:
@@ -149,6 +154,13 @@ class Priors:
 
     def _worth(self, table: Table) -> float:
         return CONFIDENCE if table.device == self._device else CONFIDENCE * ELSEWHERE
+
+
+def _of_device(evidence: Evidence) -> Evidence | None:
+    """What a replay takes of an eager time: the device's part, if that was told."""
+    if evidence.device_us is None:
+        return None
+    return msgspec.structs.replace(evidence, time_us=evidence.device_us, device_us=None)
 
 
 def _akin(tables: Iterable[Table], device: Device) -> list[Table]:
