@@ -19,13 +19,20 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import torch
 from compiled import artefacts, compile_all
 
 import layerzero as lz
+from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.operation import Case
+from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.rows import work_of
+from layerzero.tuning.keeping.tables import Case as TimedSizes
+from layerzero.tuning.keeping.tables import Family, Table, read_table, told_apart
 from layerzero.tuning.measuring.bench import TORCH, Benched, bench
 from layerzero.tuning.measuring.ceiling import copy_gb_s
 from layerzero.tuning.measuring.jobs import Job
@@ -141,6 +148,27 @@ def replayed(job: Job, device: torch.device) -> str | None:
     return lz.explain(facts.on(facts.device, capturing=device.type == "cuda")).kernel_id
 
 
+def table(verdicts: Sequence[Verdict], device: lz.Device, like: Table) -> Table:
+    """What replays took, as a table that ships; who was not captured says nothing of them.
+
+    ``like`` is a table of the same machine: it says what a kernel's library was.
+    """
+    library = {name.partition(".")[0]: version for name, version in like.versions.items()}
+    known = {job.name: job for _, job in jobs()}
+    versions: dict[str, str] = {}
+    families: dict[tuple[tuple[str, str], ...], list[TimedSizes]] = {}
+    for each in verdicts:
+        if each.origin == "events":
+            continue
+        work = work_of(known[each.name].facts(torch.device("cpu")).on(device, capturing=True))
+        times = {name: float(f"{us:.3g}") for name, us in sorted(each.times_us.items())}
+        versions |= {name: library[name.partition(".")[0]] for name in times}
+        families.setdefault(tuple(sorted(told_apart(dict(work.facts)))), []).append(TimedSizes(dict(work.sizes), times))
+    found = [Family(dict(facts), cases, graph=True) for facts, cases in families.items()]
+    made = {"families": found, "versions": dict(sorted(versions.items())), "script": "python benchmarks/layers_gpu.py"}
+    return msgspec.structs.replace(like, **made, date=datetime.now(UTC).date().isoformat(), resolution_us=0.0)
+
+
 def verdict(tokens: int, shipped: str | None, tuned: str | None, found: Benched, gb_s: float) -> Verdict:
     """What a bench says about a choice."""
     kernels = [line for line in found.lines if line.by(found.timed) is not None and line.name != TORCH]
@@ -211,12 +239,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--device", default="cuda", help="on a CPU a call's time stands for the device's")
     parser.add_argument("--out", type=Path, default=Path("layers.json"))
+    parser.add_argument("--table", type=Path, help="measure nothing: make a table that ships of what --out has")
+    parser.add_argument("--like", type=Path, help="with --table: one of the same machine, with its libraries' versions")
     parser.add_argument(
         "--without", default="inductor", help="globs of kernels, or libraries, to leave out, with commas"
     )
     given = parser.parse_args()
     leave_out = tuple(filter(None, given.without.split(",")))
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
+    if given.table:
+        like = read_table(given.like)
+        verdicts = [Verdict(**each) for each in json.loads(given.out.read_text())]
+        named = next(each for each in KNOWN_DEVICES.values() if each.name == like.device)
+        archive.export_prior(table(verdicts, named, like), given.table)
+        return
     device, until = torch.device(given.device), time.monotonic() + given.budget_s
     asked = [(tokens, job) for tokens, job in jobs() if any(part in job.name for part in given.only.split("|"))]
     if given.build:
