@@ -52,8 +52,8 @@ class PackedStep:
         for host in self._hosts:
             raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else bytearray()
             whole = memoryview(raw).cast("B")
-            bounds = zip(begins, ends, ("q", "i", "i", "i"), strict=False)
-            self._views.append([whole[4 * begin : 4 * end].cast(kind) for begin, end, kind in bounds])
+            each = [whole[4 * begin : 4 * end] for begin, end in zip(begins, ends, strict=False)]
+            self._views.append([each[0].cast("q"), *(part.cast("i") for part in each[1:])])
 
     def fill(self, pages: Sequence[Sequence[int]], lens: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Write the numbers of a step and send them; lengths, and starts where there are any, as tensors on the host.
