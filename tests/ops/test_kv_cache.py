@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.ops.kv import driver, ranges_cpu, strategy
@@ -192,6 +193,56 @@ def test_steps_of_other_caches_and_from_before_pages_moved_are_refused():
     cache.compact()
     with pytest.raises(lz.KVCacheError, match="made since pages moved"):
         lz.paged_attention(query, cache.layer(0), step=step)
+
+
+class Counted(TorchDispatchMode):
+    """How many operators torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):
+    cache, names = made(pages=512), list(range(batch))
+    for name in names:
+        cache.allocate(name)
+    step = cache.writing(names, count, blocks=4)
+    step.commit()
+    with Counted() as counted:
+        cache.writing(names, count, reuse=step)
+        slots = step.slots
+    assert counted.calls == ["aten.copy_.default"]
+    wanted = [cache.table(name)[place // 16] * 16 + place % 16 for name in names for place in range(count, 2 * count)]
+    assert slots.tolist() == wanted
+    step.abort()
+
+
+def test_a_reused_step_has_as_many_tokens_as_its_slots():
+    cache = made()
+    cache.allocate("a")
+    step = cache.writing(["a"], 3)
+    step.commit()
+    with pytest.raises(lz.InvalidCallError, match="reuse: wanted 3 new tokens as its slots have, got 2"):
+        cache.writing(["a"], 2, reuse=step)
+    assert cache.length("a") == 3
+
+
+def test_lengths_on_the_host_outlive_the_steps_after():
+    cache = made()
+    cache.allocate("a")
+    step = cache.writing(["a"])
+    step.commit()
+    first = step.host[0]
+    for _ in range(2):
+        cache.writing(["a"], reuse=step).commit()
+    assert (first.tolist(), step.host[0].tolist()) == ([1], [3])
 
 
 def test_a_reused_step_keeps_its_buffers():

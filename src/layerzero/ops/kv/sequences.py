@@ -255,6 +255,8 @@ class CachedSequences:
             same_form = (reuse.cu_seqlens_q is None) == all(count == 1 for count in counts)
             if reuse.cache is not self or reuse.sequences != names or reuse.is_open or not same_form:
                 problems.append("reuse: wanted a step of these sequences and this kind that ended, got another one")
+            elif sum(counts) != sum(reuse.counts):
+                problems.append(f"reuse: wanted {sum(reuse.counts)} new tokens as its slots have, got {sum(counts)}")
             else:
                 blocks = reuse.block_tables.shape[1]
         if blocks is not None and (type(blocks) is not int or blocks < needed):
@@ -339,14 +341,19 @@ class CachedSequences:
         self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
-        entries = [self._book.entry(name) for name in several(names, "block_tables")]
-        width = max((len(entry.pages) for entry in entries), default=0) if blocks is None else blocks
-        tables = [entry.pages + [0] * (width - len(entry.pages)) for entry in entries]
-        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
-        table = torch.tensor(tables, dtype=torch.int32).view(len(entries), width)
+        lists = self.host_lists(names)
+        width = max((len(pages) for pages, _ in lists), default=0) if blocks is None else blocks
+        tables = [pages + [0] * (width - len(pages)) for pages, _ in lists]
+        lens = torch.tensor([length for _, length in lists], dtype=torch.int32)
+        table = torch.tensor(tables, dtype=torch.int32).view(len(lists), width)
         if counts is None or all(count == 1 for count in counts):
             return table, lens, None
         return table, lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+    def host_lists(self, names: Sequence[Hashable]) -> list[tuple[list[int], int]]:
+        """The pages and the length of each sequence."""
+        entries = [self._book.entry(name) for name in several(names, "block_tables")]
+        return [(entry.pages, entry.length) for entry in entries]
 
     def close(self) -> None:
         """Give all memory back. Whatever is asked of the cache or its layers afterwards is an error that says so."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero.ops.kv.book import Growth
 from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.packed import PackedStep
 from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:
@@ -45,14 +46,22 @@ class CacheStep(StepMetadata):
         self.cache, self.sequences, self.counts = cache, tuple(sequences), tuple(counts)
         self._growths, self.is_open, self.is_aborted = growths, True, False
         self.returned = cache.returned(self.sequences)
-        tables, lens, starts = cache.host_tables(self.sequences, self.counts, blocks)
-        host = (lens,) if starts is None else (lens, starts)
-        device = cache.device
+        lists = cache.host_lists(self.sequences)
+        pages, lens = [each for each, _ in lists], [length for _, length in lists]
+        self._packed = PackedStep(
+            len(lists),
+            max((len(each) for each in pages), default=0) if blocks is None else blocks,
+            sum(counts),
+            by_starts=any(count != 1 for count in counts),
+            page_size=cache.page_size,
+            device=torch.device(cache.device),
+        )
         self.moves = cache.moves
+        host = self._packed.fill(pages, lens, counts)
         super().__init__(
-            tables.to(device, copy=True),
-            lens.to(device, copy=True),
-            cu_seqlens_q=None if starts is None else starts.to(device, copy=True),
+            self._packed.tables,
+            self._packed.lens,
+            cu_seqlens_q=self._packed.starts,
             host=host,
             capturable=capturable,
             pages=cache.pages,
@@ -62,7 +71,9 @@ class CacheStep(StepMetadata):
     def slots(self) -> Tensor:
         """Where the new tokens belong, (T,) int64. Raises: KVCacheError where another sequence may have that place."""
         self.cache.check_moved(self)
-        return self.slot_mapping(self.cache.page_size)
+        if self.is_stale:
+            return self.slot_mapping(self.cache.page_size)  # which says so
+        return self._packed.slots
 
     @property
     def positions(self) -> Tensor:
@@ -74,15 +85,11 @@ class CacheStep(StepMetadata):
 
     def begin(self, counts: Sequence[int], growths: list[Growth]) -> None:
         """Take the next tokens of the same sequences, in the same buffers."""
-        blocks = self.block_tables.shape[1]
-        tables, lens, starts = self.cache.host_tables(self.sequences, counts, blocks)
-        self.block_tables.copy_(tables)
-        self.context_lens.copy_(lens)
-        if starts is not None and self.cu_seqlens_q is not None:
-            self.cu_seqlens_q.copy_(starts)
+        lists = self.cache.host_lists(self.sequences)
+        host = self._packed.fill([each for each, _ in lists], [length for _, length in lists], counts)
         self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True
         self.is_aborted, self.returned = False, self.cache.returned(self.sequences)
-        self.advance(host=(lens,) if starts is None else (lens, starts))
+        self.advance(host=host)
 
     def end(self) -> list[Growth]:
         """Stop; what it had added. Raises: KVCacheError for one that ended before."""

@@ -1,0 +1,86 @@
+"""Tables, lengths, starts and slots of a step in one buffer, which one copy brings to the device."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+class PackedStep:
+    """Two buffers on the host, filled by plain numbers in turn, and one on the device, with views made once.
+
+    A launch or a copy costs 20 to 40 us of host time on a slow host (H200, 2026-11-22), whatever its size: so each step
+    makes one. A buffer that the device may still read is not written into: its event is waited for, which by the next
+    step but one is over.
+
+    Args:
+        rows: sequences.
+        columns: pages that a table holds.
+        tokens: new tokens of all sequences.
+        by_starts: whether it says where new tokens begin; without, each sequence has one.
+        page_size: tokens of a page.
+        device: where the step is used.
+    Attributes:
+        tables: (rows, columns) int32 on the device.
+        lens: (rows,) int32 on the device.
+        starts: (rows + 1,) int32 on the device, or None.
+        slots: (tokens,) int64 on the device.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, tokens: int, *, by_starts: bool, page_size: int, device: torch.device
+    ) -> None:
+        self._page_size, self._turn = page_size, 0
+        pinned = device.type == "cuda"
+        sizes = (2 * tokens, rows, rows + 1 if by_starts else 0, rows * columns)
+        padded = [-(-size // _APART) * _APART for size in sizes]
+        begins = [0, *accumulate(padded)]
+        with torch.inference_mode(mode=False):  # what is made there cannot be written into elsewhere
+            self._hosts = [torch.zeros(begins[-1], dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+            self._device = torch.empty(begins[-1], dtype=torch.int32, device=device)
+            parts = [self._device.narrow(0, *each) for each in zip(begins, sizes, strict=False)]
+            self.lens, self.tables = parts[1], parts[3].view(rows, columns)
+            self.slots, self.starts = parts[0].view(torch.int64), parts[2] if by_starts else None
+        self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+        self._columns, ends = columns, [begin + size for begin, size in zip(begins, sizes, strict=False)]
+        self._views: list[list[memoryview]] = []
+        for host in self._hosts:
+            raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else bytearray()
+            whole = memoryview(raw).cast("B")
+            each = [whole[4 * begin : 4 * end] for begin, end in zip(begins, ends, strict=False)]
+            self._views.append([each[0].cast("q"), *(part.cast("i") for part in each[1:])])
+
+    def fill(self, pages: Sequence[Sequence[int]], lens: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Write the numbers of a step and send them; lengths, and starts where there are any, as tensors on the host.
+
+        Those are copies in pageable memory: who sends them on, without waiting, has them staged before it returns.
+        """
+        turn = self._turn = 1 - self._turn
+        if self._events:
+            self._events[turn].synchronize()
+        columns, size, zero = self._columns, self._page_size, [0]
+        table, slots = array("i"), array("q")
+        for mine, end, count in zip(pages, lens, counts, strict=True):
+            table.extend(mine)
+            table.extend(zero * (columns - len(mine)))
+            slots.extend([mine[place // size] * size + place % size for place in range(end - count, end)])
+        said = [array("i", lens)]
+        if self.starts is not None:
+            said.append(array("i", [0, *accumulate(counts)]))
+        views = self._views[turn]
+        views[0][:], views[1][:], views[3][:] = slots, said[0], table
+        if self.starts is not None:
+            views[2][:] = said[1]
+        self._device.copy_(self._hosts[turn], non_blocking=True)
+        if self._events:
+            self._events[turn].record(torch.cuda.current_stream(self._device.device))
+        return tuple(torch.frombuffer(each, dtype=torch.int32) if each else torch.empty(0).int() for each in said)
+
+
+_APART = 64
+"""Each part begins where an allocation of its own would, at 256 bytes."""
