@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
+from layerzero.ops.paged import step as paged_step
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 
 PAGE = 4
@@ -217,3 +221,70 @@ def test_the_code_of_the_serving_page_runs():
         )
         wanted = attention_reference(names["query"][None, first:last], keys, values, causal=True)
         torch.testing.assert_close(names["output"][first:last], wanted[0], rtol=1e-5, atol=1e-5)
+
+
+def drawn_step(seed):
+    """Tables, lengths and starts, with tokens before a sequence's first, beyond its table and on no page."""
+    draw = random.Random(seed)
+    batch, columns, page_size = draw.randint(0, 5), draw.randint(0, 4), draw.choice([1, 3, 16])
+    tables = torch.tensor([[draw.randint(-1, 9) for _ in range(columns)] for _ in range(batch)], dtype=torch.int32)
+    lens = torch.tensor([draw.randint(0, columns * page_size + 2) for _ in range(batch)], dtype=torch.int32)
+    counts = [draw.randint(0, 4) for _ in range(batch)]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    return tables.view(batch, columns), lens, starts if draw.random() < 0.5 else None, page_size
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
+    tables, lens, starts, page_size = drawn_step(seed)
+    tokens = None if starts is not None else 1 + seed % 3
+
+    def asked():
+        step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, pages=8)
+        try:
+            return step.slot_mapping(page_size, tokens).tolist()
+        except lz.InvalidCallError as error:
+            return str(error)
+
+    on_host = asked()
+    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    assert on_host == asked()
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_of_tables_on_the_host_are_one_copy(batch, count):
+    tables = torch.arange(batch * 4, dtype=torch.int32).view(batch, 4)
+    lens = torch.full((batch,), 20, dtype=torch.int32)
+    starts = None if count == 1 else torch.arange(0, batch * count + 1, count, dtype=torch.int32)
+    given = {"host": (lens,) if starts is None else (lens, starts), "host_tables": tables}
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, **given)
+    before = step.slot_mapping(16).tolist()
+    lens += 1
+    with Counted() as counted:
+        step.advance(**given)
+        slots = step.slot_mapping(16)
+    views = "aten.detach.default"  # numpy's of a tensor: no launch
+    assert [each for each in counted.calls if each != views] == ["aten.copy_.default"]
+    assert slots.tolist() == [each + 1 for each in before]
+
+
+class Counted(TorchDispatchMode):
+    """The calls of torch while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tables", [torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.int32), [[0]]])
+def test_tables_of_the_host_are_those_of_the_device(tables):
+    step = {"block_tables": torch.zeros(2, 3, dtype=torch.int32), "context_lens": torch.ones(2, dtype=torch.int32)}
+    with pytest.raises(lz.InvalidCallError, match="host_tables: wanted an int32 tensor on the CPU of shape"):
+        lz.StepMetadata(**step, host_tables=tables)
+    with pytest.raises(lz.InvalidCallError, match="host_tables: wanted an int32 tensor on the CPU of shape"):
+        lz.StepMetadata(**step).advance(host_tables=tables)

@@ -11,6 +11,7 @@ from torch import Tensor
 from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.ops.paged.host_slots import host_table_problems, slots_on_host
 from layerzero.ops.ragged.starts import shape_problems
 from layerzero.ops.ragged.step import host_problems
 
@@ -41,6 +42,7 @@ class StepMetadata(Handle):
             if None.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is told of, too.
+        host_tables: ``block_tables`` as a CPU tensor, beside ``host``: slots are made there then, and take one copy.
     Raises: InvalidCallError for tensors that are no tables and lengths, or a bound or number of pages below 1.
     """
 
@@ -54,18 +56,19 @@ class StepMetadata(Handle):
         max_context_len: int | None = None,
         capturable: bool = False,
         pages: int | None = None,
+        host_tables: Tensor | None = None,
     ) -> None:
         problems = table_problems(block_tables, context_lens) + _number_problems("max_context_len", max_context_len)
         problems += _number_problems("pages", pages)
         if cu_seqlens_q is not None and not problems:
             problems += shape_problems("cu_seqlens_q", cu_seqlens_q, len(context_lens) + 1)
         lengths = (context_lens,) if cu_seqlens_q is None else (context_lens, cu_seqlens_q)
-        problems += [] if problems else host_problems(host, lengths)
+        problems += [] if problems else host_problems(host, lengths) + host_table_problems(host_tables, block_tables)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
         super().__init__((block_tables, *lengths), "capturable" if capturable else "eager")
         self._max_context_len = max_context_len
-        self._given = host
+        self._given, self._host_tables = host, host_tables
         self.pages = pages
 
     def __repr__(self) -> str:
@@ -97,6 +100,11 @@ class StepMetadata(Handle):
         """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
         return self._given is not None or not self.context_lens.is_cuda
 
+    @property
+    def host_tables(self) -> Tensor | None:
+        """The block tables on the CPU: what was given, or themselves where they lie there."""
+        return self.block_tables if self.block_tables.device.type == "cpu" else self._host_tables
+
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
         if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=False)):
@@ -113,18 +121,26 @@ class StepMetadata(Handle):
         """Whether its buffers stay where they are."""
         return self.kind == "capturable"
 
-    def advance(self, *, max_context_len: int | None = None, host: tuple[Tensor, ...] | None = None) -> None:
+    def advance(
+        self,
+        *,
+        max_context_len: int | None = None,
+        host: tuple[Tensor, ...] | None = None,
+        host_tables: Tensor | None = None,
+    ) -> None:
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
 
-        ``host`` is as for a new one: without it what plans on the host copies the values again.
+        ``host`` and ``host_tables`` are as for a new one: without them what plans on the host copies the values again,
+        and slots are made on the device.
         Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place: on the CPU for these values;
             on a GPU for those of an earlier step, as far as the device has answered, since nothing waits for it.
         """
         problems = _number_problems("max_context_len", max_context_len) + host_problems(host, self._tensors[1:])
+        problems += host_table_problems(host_tables, self.block_tables)
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
-            self._given = host
+            self._given, self._host_tables = host, host_tables
             self._max_context_len = max_context_len or self._max_context_len
             slots = [each for each in self._slots.values() if isinstance(each, _SlotMapping)]
             self.refresh()
@@ -164,15 +180,15 @@ class _SlotMapping:
     def __init__(self, step: StepMetadata, page_size: int, tokens: int | None) -> None:
         by_starts = tokens is None and step.cu_seqlens_q is not None
         self._page_size, self._tokens = page_size, None if by_starts else tokens or 1
-        self._lost = torch.zeros((), dtype=torch.int64, device=step.context_lens.device)
-        self._told = 0
+        self._lost: Tensor | None = None
+        self._told = self._lost_on_host = 0
         self._seen: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        self.slots = self._compute(step)
+        self.slots = self._compute(step).to(step.context_lens.device)
         self.tell("StepMetadata.slot_mapping")
 
     def update(self, handle: Handle) -> None:
-        self.slots.copy_(self._compute(cast(StepMetadata, handle)))
+        self.slots.copy_(self._compute(cast(StepMetadata, handle)), non_blocking=True)
 
     def _places(self, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """The sequence of each new token, and its position there."""
@@ -188,6 +204,13 @@ class _SlotMapping:
     def _compute(self, step: StepMetadata) -> Tensor:
         tables, page_size = step.block_tables, self._page_size
         capacity = tables.shape[1] * page_size
+        if step.host_tables is not None and step.has_host:
+            starts = None if self._tokens is not None else step.host[1]
+            pages_there = step.pages or _MOST_PAGES
+            made = slots_on_host(step.host_tables, step.host[0], starts, self._tokens or 1, page_size, pages_there)
+            if made is not None:
+                self._lost_on_host += made[1]
+                return made[0]
         placed = self._placed_on_host(step, capacity)
         if placed is not None:
             rows, offsets = placed.to(tables.device, non_blocking=True)
@@ -232,7 +255,7 @@ class _SlotMapping:
     def _within(self, slots: Tensor, late: Tensor, early: Tensor | None) -> Tensor:
         """The slots, -1 where there is none, after those that are lost were counted."""
         slots = slots.masked_fill(late if early is None else early | late, -1)
-        self._lost += late.sum()
+        self._lost = late.sum() if self._lost is None else self._lost + late.sum()
         if self._lost.is_cuda:
             self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
             if self._arrived is None:
@@ -245,7 +268,8 @@ class _SlotMapping:
         """Raise for tokens without a place, once for each; on a GPU for those that it has counted by now."""
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return
-        lost = int(self._lost if self._seen is None else self._seen)
+        seen = self._lost if self._seen is None else self._seen
+        lost = self._lost_on_host + (0 if seen is None else int(seen))
         if lost > self._told:
             count, self._told = lost - self._told, lost
             when = "" if self._seen is None else ", now or in an earlier step; they were lost"
