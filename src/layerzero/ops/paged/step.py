@@ -96,6 +96,11 @@ class StepMetadata(Handle):
         return lens, starts[0] if starts else torch.arange(len(lens) + 1, dtype=torch.int32)
 
     @property
+    def host_lens(self) -> Tensor:
+        """The first of :attr:`host`, alone."""
+        return self._given[0] if self._given else self.host[0]
+
+    @property
     def has_host(self) -> bool:
         """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
         return self._given is not None or not self.context_lens.is_cuda
@@ -207,7 +212,8 @@ class _SlotMapping:
         if step.host_tables is not None and step.has_host:
             starts = None if self._tokens is not None else step.host[1]
             pages_there = step.pages or _MOST_PAGES
-            made = slots_on_host(step.host_tables, step.host[0], starts, self._tokens or 1, page_size, pages_there)
+            lens = step.host_lens
+            made = slots_on_host(step.host_tables, lens, starts, self._tokens or 1, page_size, pages_there)
             if made is not None:
                 self._lost_on_host += made[1]
                 return made[0]
