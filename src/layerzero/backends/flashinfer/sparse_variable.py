@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
@@ -36,6 +37,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
         *,
         scale: float | None = None,
     ) -> Tensor:
+        # its plan reads the last of all pages that are seen (IndexError on an H200, 2026-11-23); planning waits as well
+        if not bool((seen_blocks & (col_sizes > 0).unsqueeze(1)).any()):
+            return torch.zeros_like(query)
         wrapper = VariableBlockSparseAttentionWrapper(workspace(query.device, capturable=False))
         wrapper.plan(
             seen_blocks,
