@@ -47,7 +47,10 @@ def step_of(lens=(5, 1, 8, 4), starts=(0, 1, 2, 5, 7)):
     return lz.StepMetadata(table, numbers[0], cu_seqlens_q=numbers[1], capturable=True)
 
 
-def test_tables_become_rows_of_pages():
+@pytest.mark.parametrize("on_host", [True, False])
+def test_tables_become_rows_of_pages(monkeypatch, on_host):
+    if not on_host:  # as tables on a device that the caller gave alone
+        monkeypatch.setattr(lz.StepMetadata, "host_tables", None)
     indptr, pages, last = pages_of(step_of(), PAGE)
     assert indptr.tolist() == [0, 2, 3, 5, 6]
     assert pages.tolist() == [7, 2, 5, 1, 3, 6]
