@@ -6,6 +6,8 @@ An engine that schedules has its tables on the host. A launch costs 20 to 40 us 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,11 @@ def slots_on_host(
         import numpy as np
     except ImportError:  # torch's own launches do without
         return None
-    table, ends = tables.numpy(), lens.numpy().astype(np.int64)
+    table: Any = tables.numpy()
+    ends: Any = lens.numpy().astype(np.int64)
+    rows: Any
+    places: Any
+    found: Any
     if starts is None and tokens == 1:
         rows, places = np.arange(len(ends)), ends - 1
     else:
