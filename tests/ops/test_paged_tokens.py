@@ -265,7 +265,8 @@ def test_slots_of_tables_on_the_host_are_one_copy(batch, count):
         step.advance(**given)
         slots = step.slot_mapping(16)
     views = {"aten.detach.default", "aten.lift_fresh.default"}  # numpy's of a tensor, and back: no launch
-    assert [each for each in counted.calls if each not in views] == ["aten.copy_.default"]
+    reads = {"aten.select.int", "aten._local_scalar_dense.default"}  # the host's last start
+    assert [each for each in counted.calls if each not in views | reads] == ["aten.copy_.default"]
     assert slots.tolist() == [each + 1 for each in before]
 
 
@@ -288,3 +289,28 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
         lz.StepMetadata(**step, host_tables=tables)
     with pytest.raises(lz.InvalidCallError, match="host_tables: wanted an int32 tensor on the CPU of shape"):
         lz.StepMetadata(**step).advance(host_tables=tables)
+
+
+@pytest.mark.parametrize("numpy_is_here", [True, False])
+@pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1]])
+def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):
+    if not numpy_is_here:
+        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+    tables, lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(lz.InvalidCallError, match="cu_seqlens_q: wanted starts that begin with 0 and do not decrease"):
+        step.slot_mapping(16)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_another_total_of_new_tokens_is_told_when_a_step_advances(given):
+    tables, lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
+    before = step.slot_mapping(16).tolist()
+    starts.copy_(torch.tensor([0, 1, 2]))
+    with pytest.raises(lz.InvalidCallError, match="wanted 3 new tokens, as its slots have, got 2; make a new"):
+        step.advance(host=(lens, starts) if given else None)
+    starts.copy_(torch.tensor([0, 2, 3]))
+    step.advance()
+    assert step.slot_mapping(16).tolist() == before

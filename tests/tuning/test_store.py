@@ -117,6 +117,15 @@ def test_what_the_device_took_of_eager_calls_stands_for_replays_that_nobody_time
     assert times(store, kernels, facts(capturing=True)) == {"user.b": 1.5}
 
 
+def test_replays_of_sizes_between_eager_ones_that_the_device_decided_are_predicted(folder, kernels):
+    store = fresh()
+    for rows in (64, 128, 256, 512, 1024):
+        store.record(kernels[0], facts(rows), replace(TIME, median_us=rows / 4, device_us=rows / 4, host_us=3.0))
+    found = store.evidence(kernels, facts(384, capturing=True))
+    assert found["user.a"].provenance is Provenance.PREDICTED
+    assert found["user.a"].time_us == pytest.approx(96, rel=0.1)
+
+
 CHANGES = {
     "driver": lambda patch: patch.setattr(environment, "driver_version", lambda device: "999.1"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "9.9.9"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError
 
 
 def slots_on_host(
@@ -22,6 +23,7 @@ def slots_on_host(
     Tokens before a sequence's first have -1 and count for nothing.
     Shapes: tables (B, max_blocks), lens (B,), starts (B + 1,) or None for ``tokens`` of each, all int32 on the CPU
     → (T,) int64 on the CPU, tokens that are lost
+    Raises: InvalidCallError for starts that do not begin with 0, or decrease.
     """
     try:
         import numpy as np
@@ -37,6 +39,8 @@ def slots_on_host(
     else:
         begins = np.arange(len(ends) + 1) * tokens if starts is None else starts.numpy()
         counts = np.diff(begins)
+        if begins[0] != 0 or (counts < 0).any():
+            raise_for_starts(begins.tolist())
         rows = np.repeat(np.arange(len(ends)), counts)
         places = np.arange(len(rows)) + np.repeat(ends - begins[1:], counts)
     columns, offsets = np.divmod(places, page_size)
@@ -55,6 +59,19 @@ def slots_on_host(
         slots[none] = -1
         lost = int((none & ~early).sum())
     return torch.from_numpy(slots), lost
+
+
+def check_starts(starts: Tensor) -> None:
+    """Raise InvalidCallError for starts (B + 1,) on the CPU that do not begin with 0, or decrease."""
+    if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+        raise_for_starts(starts.tolist())
+
+
+def raise_for_starts(starts: list[int]) -> None:
+    """Say what starts were wanted."""
+    got = f"{str(starts[:8])[:-1]}{', ...' if len(starts) > 8 else ''}]"
+    problem = f"cu_seqlens_q: wanted starts that begin with 0 and do not decrease, got {got}"
+    raise InvalidCallError("StepMetadata", [problem])
 
 
 def host_table_problems(tables: object, like: Tensor) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
-from layerzero.ops.paged.host_slots import host_table_problems, slots_on_host
+from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
 from layerzero.ops.ragged.starts import shape_problems
 from layerzero.ops.ragged.step import host_problems
 
@@ -142,6 +142,10 @@ class StepMetadata(Handle):
         """
         problems = _number_problems("max_context_len", max_context_len) + host_problems(host, self._tensors[1:])
         problems += host_table_problems(host_tables, self.block_tables)
+        with self._lock:
+            made = [each for each in self._slots.values() if isinstance(each, _SlotMapping) and each.by_starts]
+        if host is not None and not problems and made:
+            problems = [text for each in made[:1] if (text := each.other_total(int(host[1][-1])))]
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
@@ -193,7 +197,22 @@ class _SlotMapping:
         self.tell("StepMetadata.slot_mapping")
 
     def update(self, handle: Handle) -> None:
-        self.slots.copy_(self._compute(cast(StepMetadata, handle)), non_blocking=True)
+        slots = self._compute(cast(StepMetadata, handle))
+        if slots.shape != self.slots.shape:  # starts on a device, which nobody gave on the host
+            raise InvalidCallError("StepMetadata.advance", [self.other_total(len(slots))])
+        self.slots.copy_(slots, non_blocking=True)
+
+    def other_total(self, tokens: int) -> str:
+        """What is wrong with so many new tokens; empty where as many belong to these slots."""
+        if tokens == len(self.slots):
+            return ""
+        wanted = f"cu_seqlens_q: wanted {len(self.slots)} new tokens, as its slots have"
+        return f"{wanted}, got {tokens}; make a new StepMetadata"
+
+    @property
+    def by_starts(self) -> bool:
+        """Whether starts say how many tokens there are."""
+        return self._tokens is None
 
     def _places(self, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """The sequence of each new token, and its position there."""
@@ -217,6 +236,8 @@ class _SlotMapping:
             if made is not None:
                 self._lost_on_host += made[1]
                 return made[0]
+        if self._tokens is None:
+            check_starts(step.host[1])
         placed = self._placed_on_host(step, capacity)
         if placed is not None:
             rows, offsets = placed.to(tables.device, non_blocking=True)

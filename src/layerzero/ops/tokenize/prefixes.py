@@ -265,6 +265,9 @@ class EncodedTexts:
         with self._lock:
             self._heads.clear()
             self._bytes = 0
+            for marks in self._marks.values():
+                marks[:] = [0] * MARKS  # readers hold them
+            self._marks.clear()
 
     def configure(self, **changes: Any) -> None:
         """Change the settings, and let go of what no longer fits. Raises: TypeError for an unknown name."""

@@ -79,7 +79,8 @@ def fit(points: Sequence[Point]) -> Model | None:
     whole = _fitted(points, times, host, 1) or _near(points, times, host)
     tiled = any(each.sizes.get(name, 0) % _TILE for each in points for name in each.meaning.tiled)
     rounded = _fitted(points, times, host, _TILE) if tiled else None
-    return rounded if rounded is not None and rounded.error < _TILE_GAIN * whole.error else whole
+    found = rounded if rounded is not None and rounded.error < _TILE_GAIN * whole.error else whole
+    return msgspec.structs.replace(found, told=told_apart)
 
 
 def _fitted(points: Sequence[Point], times: Sequence[float], host: tuple[float, float], tile: int) -> Model | None:

@@ -140,6 +140,7 @@ class Model(msgspec.Struct, frozen=True):
         host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
         host_error: by how much half of the points that waited for it exceed that, log2.
         meaning: what the operation said of its sizes.
+        told: whether the times are the device's, told apart from what a caller waits for.
     """
 
     axes: tuple[str, ...]
@@ -162,12 +163,13 @@ class Model(msgspec.Struct, frozen=True):
     floor_error: float = 0.0
     at_floor: tuple[tuple[float, ...], ...] = ()
     tile: int = 1
+    told: bool = False
 
 
 class Prediction(NamedTuple):
     """A time in microseconds, the error that it claims in log2, and how far the nearest point is, in doublings.
 
-    ``device_us`` is the device's part, None where no point waited for its host: it may be told, and then it is all.
+    ``device_us`` is the device's part, None where no point told it.
     """
 
     time_us: float
@@ -227,7 +229,7 @@ def _waited_for(model: Model, device: Prediction) -> Prediction:
     """What a user waits for: the longer of both. An error of the device counts as far as it reaches over the host."""
     host_us = HOST_MARGIN * model.host_us
     if not host_us:
-        return device
+        return device._replace(device_us=device.time_us) if model.told else device
     if device.time_us >= host_us:
         return device._replace(device_us=device.time_us)
     covered = math.log2(host_us / device.time_us) if device.time_us else math.inf
