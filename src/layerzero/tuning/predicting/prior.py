@@ -99,7 +99,8 @@ class Priors:
                 for graph in (False, True) if family.graph is None else (family.graph,):
                     self._families.setdefault((frozenset(family.facts.items()), graph), (table, family))
         for (told, _), (table, family) in list(self._families.items()):  # a replay waits for no host
-            self._families.setdefault((told, True), (table, family))
+            if any(case.device_us for case in family.cases):
+                self._families.setdefault((told, True), (table, family))
 
     def __bool__(self) -> bool:
         return bool(self._families)
