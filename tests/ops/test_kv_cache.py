@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from launches import Counted
 from layerzero.ops.kv import driver, ranges_cpu, strategy
 from layerzero.ops.paged import written
 
@@ -193,18 +193,6 @@ def test_steps_of_other_caches_and_from_before_pages_moved_are_refused():
     cache.compact()
     with pytest.raises(lz.KVCacheError, match="made since pages moved"):
         lz.paged_attention(query, cache.layer(0), step=step)
-
-
-class Counted(TorchDispatchMode):
-    """How many operators torch runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from launches import Counted
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import step as paged_step
@@ -268,18 +268,6 @@ def test_slots_of_tables_on_the_host_are_one_copy(batch, count):
     reads = {"aten.select.int", "aten._local_scalar_dense.default"}  # the host's last start
     assert [each for each in counted.calls if each not in views | reads] == ["aten.copy_.default"]
     assert slots.tolist() == [each + 1 for each in before]
-
-
-class Counted(TorchDispatchMode):
-    """The calls of torch while it is entered."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("tables", [torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.int32), [[0]]])

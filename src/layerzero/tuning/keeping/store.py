@@ -109,11 +109,13 @@ class TimeStore:
         times = self._times(database, work.key, graph)
         known: list[tuple[Any, ...]] = []
         worth = 1.0
-        of_device = graph and not times and not self._models(database, work.family, graph)
+        if graph and not times:
+            known = self._models(database, work.family, graph)
+        of_device = graph and not times and not known
         if of_device:  # a replay waits for no host: what the device needed for eager calls stands for it
             graph, times = False, _of_device(self._times(database, work.key, graph=False))
         waits = bool([time for time in times if time.host_us is not None and time.waits])
-        if waits or len({time.kernel for time in times}) < len(kernels):
+        if not known and (waits or len({time.kernel for time in times}) < len(kernels)):
             known = self._models(database, work.family, graph)
         if not times and not known:
             other = in_other_layout(work)
