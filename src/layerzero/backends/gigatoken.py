@@ -2,7 +2,9 @@
 
 Source: gigatoken 0.10.0. It parses the added tokens that it was made with, always; so it is made without them where
 they are text. It stays on the calling thread in a forked child by itself. While one thread is inside of a batch, its
-object refuses every other ("Already borrowed"): they wait, since a batch runs on all cores anyway.
+object refuses every other ("Already borrowed"): they wait, since a batch runs on all cores anyway. A process that is
+forked while its first batch begins the threads leaves a child in which every call hangs, on new objects, too (8 of 25
+children, 2026-11-23); so they are begun while nobody can fork.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one, ranks_file
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize.limits import TokenizerPart, always_added
@@ -32,8 +35,18 @@ _SCHEMES = {"gpt2": "gpt2", "cl100k": "gpt4", "o200k": "o200k", "qwen2": "qwen2"
 """What it calls the split patterns that it has."""
 
 
+_BEGINNING = forking.rlock()
+forking.around(_BEGINNING.acquire, _BEGINNING.release)  # whoever forks waits until the threads are there
+
+
 def _made(tokenizer: Tokenizer, parses: bool) -> Any:
     def make() -> Any:
+        made = read()
+        with _BEGINNING:
+            made.encode_batch_list(["", "a"])
+        return made
+
+    def read() -> Any:
         from gigatoken import Tokenizer as Made
 
         native, kind = tokenizer.native, tokenizer.identity.format
