@@ -51,7 +51,7 @@ def when_torn(method: Callable[[], None]) -> None:
     _add(_WHEN_TORN, method)
 
 
-def around(before: Callable[[], None], after: Callable[[], None]) -> None:
+def around(before: Callable[[], object], after: Callable[[], object]) -> None:
     """Call one before each fork, and the other behind it, in parent and child: for what must stand still meanwhile.
 
     A lock that ``before`` takes must be reentrant: it stays held in the child, and ``after`` lets go of it there.

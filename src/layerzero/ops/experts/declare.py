@@ -19,6 +19,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import drawn
 from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, wide
 from layerzero.ops.linear.examples import deviation
+from layerzero.ops.linear.sums import judged_by_products
 
 _FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
 _BIAS = TensorSchema("bias", ("experts", "out_features"), FLOATING, required=False)
@@ -188,6 +189,7 @@ BATCHED = Operation(
     cases=_cases(grouped=False),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
+    judge=judged_by_products(batched_reference, TOLERANCE, TOLERANCE_REASON),
     examples=_examples,
     work=_work(lambda facts: int(facts["experts"] * facts["rows_each"])),
     sweep=_sweep(grouped=False),
@@ -211,6 +213,7 @@ GROUPED = Operation(
     cases=_cases(grouped=True),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
+    judge=judged_by_products(grouped_reference, TOLERANCE, TOLERANCE_REASON),
     check_values=_check_values,
     examples=_examples,
     work=_work(lambda facts: int(facts["rows"])),

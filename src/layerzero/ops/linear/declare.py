@@ -22,6 +22,7 @@ from layerzero.ops.linear.examples import weight
 from layerzero.ops.linear.packed import packed_param
 from layerzero.ops.linear.parts import linear_parts, linear_scratch
 from layerzero.ops.linear.stock import linear as stock_linear
+from layerzero.ops.linear.sums import judged_by_products
 from layerzero.ops.linear.sweep import sweep
 
 TOLERANCE = {
@@ -143,6 +144,7 @@ LINEAR = Operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
+    judge=judged_by_products(linear_reference, TOLERANCE, TOLERANCE_REASON),
     derive=derive,
     derived=("rows", "input_ndim"),
     derived_from=DERIVED_FROM,

@@ -5,7 +5,7 @@ A joined weight has the rows of queries, then of keys, then of values, so that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from layerzero.ops.linear import stock
 from layerzero.ops.linear.declare import ALIASES, AXES, DERIVED_FROM, TOLERANCE, TOLERANCE_REASON, derive, wide
 from layerzero.ops.linear.examples import scaled
 from layerzero.ops.linear.packed import packed_param
+from layerzero.ops.linear.sums import judged_by_products
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight")
 BIASES = ("q_bias", "k_bias", "v_bias")
@@ -124,6 +125,7 @@ _MODELS = {
 def _operation(name: str, summary: str, *, joined: bool) -> Operation:
     shapes = {"q_weight": "joined_features"} if joined else {each: f"{each[0]}_features" for each in WEIGHTS}
     packed = {each: of for each, of in QKV_PACKED_OF.items() if of in shapes}
+    reference: Callable[..., Three] = qkv_joined_reference if joined else qkv_reference
 
     def examples(
         case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
@@ -165,7 +167,7 @@ def _operation(name: str, summary: str, *, joined: bool) -> Operation:
             axes=(*AXES, *(Axis(each, scales=True) for each in shapes.values())),
         ),
         summary=summary,
-        reference=qkv_joined_reference if joined else qkv_reference,
+        reference=reference,
         fake=_joined_fake if joined else _fake,
         cases=(
             _case("small", 33, 96, 64, 32, joined=joined, biased=True),
@@ -175,6 +177,10 @@ def _operation(name: str, summary: str, *, joined: bool) -> Operation:
         ),
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
+        judge={
+            name: judged_by_products(reference, TOLERANCE, TOLERANCE_REASON, place)
+            for place, name in enumerate(("query", "key", "value"))
+        },
         derive=_derive_joined if joined else derive,
         derived=("rows", "input_ndim", *(("q_features",) if joined else ())),
         derived_from={**DERIVED_FROM, **({"q_features": ("joined_features",)} if joined else {})},

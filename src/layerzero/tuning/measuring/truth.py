@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.testing.compare import Expected, as_tuple, check, difference, expected, for_kernel
+from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall
 
 MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
@@ -46,7 +46,7 @@ class Truth:
         found = []
         for part in self.parts:
             truth = for_kernel(part.truth, kernel)
-            found.append(difference(part.place(output), truth.results[0], truth.dtypes[0], truth.tolerance))
+            found.append(truth.problem(truth.names[0], part.place(output), truth.results[0], truth.dtypes[0]))
         return [problem for problem in found if problem]
 
     def error(self, result: Any) -> float | None:
