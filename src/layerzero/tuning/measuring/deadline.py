@@ -80,4 +80,6 @@ def _assumed_s(facts: Facts) -> float:
     if facts.operation.work is None:
         return 0.0
     work, kind = facts.operation.work(facts), facts.device.torch_type
-    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), work.bytes / _BYTE_S.get(kind, _CPU_BYTE_S))
+    drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in facts.tensors.values())  # read or not
+    moved = max(work.bytes, drawn)
+    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / _BYTE_S.get(kind, _CPU_BYTE_S))

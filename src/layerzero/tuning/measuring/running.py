@@ -36,6 +36,7 @@ from layerzero.tuning.measuring.contest import Contest, contest, taking_part, wi
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.room import too_large
 from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
@@ -189,6 +190,8 @@ class _Run:
                 self.not_built[kernel.id] = "it compiles in this process, for an unknown time; lz.warmup builds it"
         if not new:
             return "" if before is not None else "known"
+        if why := too_large(report.facts):
+            return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s:
             return "" if before is not None else "no time left for a call of its size"
         only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
@@ -305,7 +308,7 @@ def run_jobs(
         for batch in _batches(jobs):
             if deadline.passed():
                 break
-            here = [job for _, job in batch]
+            here = [job for _, job in batch if not too_large(job.facts(device))]
             beside.ask(here)
             run.rehearse(here)
             for number, job in batch:

@@ -16,6 +16,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall
+from layerzero.tuning.measuring.room import bounded
 
 MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """What the reference may need beside the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
@@ -60,7 +61,15 @@ class Truth:
 
 
 def truth_of(call: RandomCall, facts: Facts) -> Truth:
-    """Evaluate the reference in float64, for all of a call or for parts of it."""
+    """Evaluate the reference in float64, for all of a call or for parts of it.
+
+    Raises: RuntimeError or MemoryError where it would take more than its share of the memory.
+    """
+    with bounded(facts):
+        return _truth_of(call, facts)
+
+
+def _truth_of(call: RandomCall, facts: Facts) -> Truth:
     operation = facts.operation
     most = MAX_ELEMENTS.get(facts.device.torch_type, MAX_ELEMENTS["cpu"])
     if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:

@@ -1,0 +1,90 @@
+"""What does not fit into a CPU's memory is left out with a reason, before the system ends the process for it."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.asking.answers import facts as facts_of
+from layerzero.engine.failing import out_of_memory
+from layerzero.tuning.measuring import room, running, truth
+from layerzero.tuning.measuring.jobs import Job
+from others import OTHERS
+
+
+def norm(rows: int, **on):
+    where = "meta" if on else "cpu"
+    return facts_of("rms_norm", torch.empty(rows, 64, device=where), torch.empty(64, device=where), **on)
+
+
+def test_what_a_call_needs_grows_with_its_elements():
+    one, two = (room.needed_bytes(norm(rows)) for rows in (100, 200))
+    assert two - one == 100 * 64 * (4 + room.WIDE_BYTES)
+
+
+def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(room, "available_bytes", lambda: 2.0 * room.needed_bytes(norm(8)))
+    made, asked = [], []
+    make = Job.make
+    monkeypatch.setattr(Job, "make", lambda self, device: (made.append(self.case.sizes["rows"]), make(self, device))[1])
+    monkeypatch.setattr(running, "rehearse", lambda pairs, **_: asked.extend(facts["rows"] for _, facts in pairs) or ())
+    found = lz.tune("rms_norm", shapes=[(8, 64), (9, 64)], dtype="float32", leave_out=OTHERS, samples=3)
+    assert set(made) == {8}
+    assert set(asked) <= {8}
+    (why,) = found.skipped.values()
+    assert why.startswith(
+        "too little memory: it needs about 0.0 GB with its values in float64, and of 0.0 free ones 50%"
+    )
+
+
+def test_other_devices_say_so_themselves(monkeypatch):
+    monkeypatch.setattr(room, "available_bytes", lambda: 0.0)
+    assert room.too_large(norm(8))
+    assert room.too_large(norm(8, device="H200")) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bounds of Linux")
+def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_as_it_was(monkeypatch):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(room, "available_bytes", lambda: 2.0 * 2**28)
+    call = Job("norm.rms", lz.ops.OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
+    facts = facts_of(call.function, **call.arguments)
+    assert truth.truth_of(call, facts).whole is not None
+    monkeypatch.setattr(truth, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        truth.truth_of(call, facts)
+    assert out_of_memory(caught.value)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "bytes_"),
+    [
+        ({"meminfo": "MemTotal: 8 kB\nMemAvailable:       3 kB\n"}, 3072.0),
+        ({"meminfo": "MemAvailable: 3 kB\n", "memory.max": "2048", "memory.current": "1024"}, 1024.0),
+        ({"meminfo": "MemAvailable: 3 kB\n", "memory.max": "max", "memory.current": "1024"}, 3072.0),
+        (
+            {
+                "meminfo": "MemAvailable: 3 kB\n",
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "900",
+            },
+            100.0,
+        ),
+        ({"meminfo": "of another kind\n"}, math.inf),
+        ({}, math.inf),
+    ],
+)
+def test_what_is_available_is_the_least_that_the_system_says(monkeypatch, tmp_path, files, bytes_):
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(room, "_GROUP_FOLDER", tmp_path)
+    assert room.available_bytes() == bytes_
