@@ -170,7 +170,8 @@ def show(found: dict[str, Any]) -> None:
         best, own = (f"{row[name]:.3f}, {row[f'worst_{name}']:.2f}" for name in ("over_best", "over_torch"))
         print(f"| {state} | {row['calls']} | {best} | {own} |")
     for state in STATES:
-        chosen = list(zip(found["states"][state]["chosen"], found["times"], strict=True))
+        pairs = zip(found["states"][state]["chosen"], found["times"], strict=True)
+        chosen = [(kernel, each) for kernel, each in pairs if each["us"]]
         kernel, each = max(chosen, key=lambda pair: pair[1]["us"].get(pair[0], 0.0) / min(pair[1]["us"].values()))
         quickest = min(each["us"], key=each["us"].__getitem__)
         took = f"{kernel} {each['us'].get(kernel, math.nan):.1f} us, {quickest} {each['us'][quickest]:.1f}"
