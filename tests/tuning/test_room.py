@@ -11,6 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.asking.answers import facts as facts_of
 from layerzero.engine.failing import out_of_memory
+from layerzero.ops import OPERATIONS
 from layerzero.tuning.measuring import room, running, truth
 from layerzero.tuning.measuring.jobs import Job
 from others import OTHERS
@@ -24,6 +25,14 @@ def norm(rows: int, **on):
 def test_what_a_call_needs_grows_with_its_elements():
     one, two = (room.needed_bytes(norm(rows)) for rows in (100, 200))
     assert two - one == 100 * 64 * (4 + room.WIDE_BYTES)
+
+
+def test_scores_that_a_reference_makes_at_once_count():
+    """A prefill over pages of 201 MB took more than 13 GB."""
+    prefill = next(each for each in OPERATIONS["attention.gqa.prefill.paged"].cases if each.name == "llama3_8b_prefill")
+    assert room.needed_bytes(Job("attention.gqa.prefill.paged", prefill, "float32").facts("cpu")) > 13e9
+    decode = next(each for each in OPERATIONS["attention.gqa.decode"].cases if each.name == "llama3_8b_b64")
+    assert room.needed_bytes(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 5e9, "done in parts"
 
 
 def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
@@ -53,7 +62,7 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     monkeypatch.setattr(room, "available_bytes", lambda: 2.0 * 2**28)
-    call = Job("norm.rms", lz.ops.OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
+    call = Job("norm.rms", OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
     facts = facts_of(call.function, **call.arguments)
     assert truth.truth_of(call, facts).whole is not None
     monkeypatch.setattr(truth, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))

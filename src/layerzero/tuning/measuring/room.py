@@ -52,9 +52,11 @@ def _of_group(bound: str, use: str) -> float:
 
 
 def needed_bytes(facts: Facts) -> int:
-    """What a call's tensors need, as they are and in float64; what its reference makes between them comes on top."""
+    """What its tensors need, as they are and in float64, and the scores of a reference that is not cut in parts."""
+    operation = facts.operation
+    whole = operation.scratch(facts.sizes()) if operation.scratch is not None and operation.parts is None else 0
     sizes = [(math.prod(each.shape), each.dtype.itemsize) for each in facts.tensors.values()]
-    return sum(count * (own + WIDE_BYTES) for count, own in sizes)
+    return sum(count * (own + WIDE_BYTES) for count, own in sizes) + 8 * whole
 
 
 def too_large(facts: Facts) -> str:
