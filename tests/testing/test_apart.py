@@ -54,7 +54,7 @@ def task(act, owner=None, **more):
 @pytest.fixture(scope="module")
 def asked():
     """Ways to end, one after another, with what answers between; each takes a child, and there are more below."""
-    acts = ["segfault", "answer", "hang", "SIGKILL", "dies unbegun", "dies between two", "steps"]
+    acts = ["segfault", "answer", "hang", "SIGKILL", "bad_alloc", "dies unbegun", "dies between two", "steps"]
     return Asker(*(task(act) for act in (*acts, "garbage", "reads", "answer"))).run()
 
 
@@ -78,6 +78,7 @@ def test_what_it_said_last_is_told(act, text):
         ("segfault", Verdict.CRASHED, "it ended the process with SIGSEGV; it ran the call"),
         ("hang", Verdict.HUNG, "no sign of life for 0.01 s"),
         ("SIGKILL", None, "its process was killed from outside with SIGKILL"),
+        ("bad_alloc", None, "its process had too little memory and ended with SIGABRT: what():  std::bad_alloc"),
         ("dies unbegun", None, "the child process did not answer: it ended the process with exit code 4"),
     ],
 )

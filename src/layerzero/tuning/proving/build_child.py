@@ -25,7 +25,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
 from layerzero.tuning.proving.child import rebuilt
-from layerzero.tuning.proving.toolchain import lacking
+from layerzero.tuning.proving.toolchain import interrupted, lacking
 
 NICENESS = 10
 
@@ -99,6 +99,8 @@ def failed(error: BaseException, *, lasting: bool) -> Outcome:
     program = lacking(error)
     if program is not None:
         return Outcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
+    if ended := interrupted(error):
+        return Outcome(f"{last_lines(error)}\nerror: {ended}", lasting=False)
     return Outcome(last_lines(error), lasting=lasting)
 
 
