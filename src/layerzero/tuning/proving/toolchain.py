@@ -49,7 +49,9 @@ PROGRAMS = (
 
 _ENDED = (
     (
-        re.compile(r"Killed signal terminated program|died due to signal 9|fatal error: [Kk]illed|\bKilled\b\s*$", re.M),
+        re.compile(
+            r"Killed signal terminated program|died due to signal 9|fatal error: [Kk]illed|\bKilled\s*$", re.MULTILINE
+        ),
         "a compiler was killed, most often since memory ran out",
     ),
     (
@@ -74,7 +76,7 @@ def lacking(error: BaseException) -> Program | None:
 
 
 def interrupted(error: BaseException) -> str:
-    """What kept a compiler from its work that may be over the next time: little memory, a full disk, a kill; or empty."""
+    """What kept a compiler from its work and may be over the next time: little memory, a full disk, a kill."""
     for at in _causes(error):
         if isinstance(at, subprocess.CalledProcessError):
             number = -at.returncode if at.returncode < 0 else at.returncode - 128  # a shell adds 128
