@@ -13,6 +13,7 @@ import apart_worker
 import pytest
 
 from layerzero.core.ledger import Verdict
+from layerzero.engine import ending
 from layerzero.testing import apart, process
 from layerzero.testing.apart import DEATHS, Task, run_apart
 
@@ -143,7 +144,7 @@ def test_a_job_without_sense_ends_the_run_and_the_child():
 
 
 def test_a_memory_limit_is_named_where_it_ended_something(monkeypatch):
-    monkeypatch.setattr(apart, "killed_for_memory", lambda: process.killed_for_memory() + 1)
+    monkeypatch.setattr(apart, "killed_for_memory", lambda: ending.killed_for_memory() + 1)
     (end,) = Asker(task("SIGKILL")).run().ended["SIGKILL"]
     assert end.verdict is None
     assert end.words == "the memory limit ended 1 processes of its group meanwhile"
@@ -154,8 +155,8 @@ def test_processes_that_a_memory_limit_ended_are_counted(monkeypatch, tmp_path, 
     name = f"{version}/memory.oom_control" if version else "memory.events"
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("under_oom 0\noom_kill 7\n")
-    monkeypatch.setattr(process, "_GROUPS", tmp_path)
-    assert process.killed_for_memory() == 7
+    monkeypatch.setattr(ending, "_GROUPS", tmp_path)
+    assert ending.killed_for_memory() == 7
 
 
 # where a child imports from

@@ -20,9 +20,10 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
+from layerzero.engine.ending import killed_for_memory
 from layerzero.engine.failing import says_out_of_memory
 from layerzero.testing.apart_child import Message
-from layerzero.testing.process import APART, Process, child_environment, how_it_ended, killed_for_memory
+from layerzero.testing.process import APART, Process, child_environment, how_it_ended
 
 log = logging.getLogger("layerzero")
 
