@@ -251,6 +251,17 @@ def test_a_call_that_waits_for_its_turn_is_told(here, monkeypatch, tmp_path):
     assert lz.jit_status().done
 
 
+def test_what_memory_does_not_hold_is_not_drawn_for_a_build(here, monkeypatch, caplog):
+    monkeypatch.setattr(build_child, "available_bytes", lambda: 1000.0)
+    here.may.set()
+    in_background()
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        lz.rms_norm(*CALL)
+        assert BUILDS.idle.wait(LIMIT_S)
+    assert here.builds == []
+    assert "may be used on the device\nit is not tried again in this process" in caplog.text
+
+
 @pytest.fixture
 def apart(monkeypatch, tmp_path):
     """A kernel that a child builds: its artefact is a file in a folder."""
