@@ -143,7 +143,7 @@ def libraries(found: Sequence[Listed]) -> Iterator[RenderableType]:
         named = {describe.function_of(operation) or operation for each in mine for operation in each.kernel.operations}
         add_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
     yield table
-    yield Text("`layerzero kernels rms_norm`, --backend NAME and --all list kernels with their limits")
+    yield Text("`layerzero kernels FUNCTION`, --backend NAME and --all list kernels with their limits")
 
 
 def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[RenderableType]:

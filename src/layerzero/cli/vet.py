@@ -27,6 +27,9 @@ from layerzero.tuning.proving.vetting import allows, class_pairs, is_named, vet_
 
 Pair = tuple[Kernel, Facts]
 
+MANY = 10
+"""Classes from which on somebody is told beforehand: each takes seconds."""
+
 
 def answer(
     *,
@@ -58,7 +61,7 @@ def answer(
         asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
     pairs = [pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None]
     classes = len({(kernel.id, class_text(facts)) for kernel, facts in pairs})
-    if classes > 1:
+    if classes > MANY:
         say(f"{classes} classes, one after the other in a child process; what is found so far is kept by Ctrl-C, too")
     numbers = itertools.count(1)
 
