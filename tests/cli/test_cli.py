@@ -338,9 +338,19 @@ def test_doctor_lists_libraries_and_why_they_are_unusable():
     data = answer("doctor")
     assert data["versions"]["layerzero"] == lz.__version__
     assert "torch" in {each["name"] for each in data["libraries"]}
-    text = run("doctor").output
+    text = run("doctor --all").output
     assert all(each["name"] in text for each in data["libraries"])
     assert all(each["usable"] or each["reason"] in text for each in data["libraries"])
+
+
+def test_doctor_fits_a_screen_and_counts_what_is_for_other_hardware():
+    elsewhere = [each for each in answer("doctor")["libraries"] if each["reason"] == "PLATFORM_MISMATCH"]
+    text = run("doctor").output
+    assert len(text.splitlines()) <= 50
+    assert "PLATFORM_MISMATCH" not in text
+    (line,) = [each for each in text.splitlines() if each.startswith("libraries for other hardware: ")]
+    counted = sum(int(word) for word in line.partition(": ")[2].split() if word.isdigit())
+    assert counted == len(elsewhere)
 
 
 def test_doctor_fails_on_issues_only_if_strict():
@@ -357,9 +367,23 @@ def test_kernels_lists_limits_and_whether_they_are_here():
     assert data["flash_attn.v3"]["priority"] == 100
     assert "head_dim <= 256, head_dim % 8 == 0" in data["flash_attn.v3"]["limits"]
     assert data["torch.sdpa.cpu_flash"]["usable"]
-    text = run("kernels attention").output
+    text = run("kernels attention --all").output
     assert all(kernel_id in text for kernel_id in data if not kernel_id.startswith("reference"))
     assert "runs: attention (all 4)" in text
+    brief = run("kernels attention").output
+    assert "torch.sdpa.cpu_flash" in brief
+    assert "cudnn.sdpa" not in brief
+    assert "not for this machine: " in brief
+
+
+def test_kernels_of_everything_are_counted_by_library():
+    data = answer("kernels")
+    usable = [each for each in data if each["usable"] and not each["id"].startswith("reference.")]
+    lines = run("kernels").output.splitlines()
+    assert len(lines) <= 60
+    for name in {each["library"] for each in usable}:
+        (line,) = [each for each in lines if each.split()[:1] == [name]]
+        assert str(sum(each["library"] == name for each in usable)) in line.split()
 
 
 def test_operations_lists_cases():

@@ -57,6 +57,22 @@ def test_bench_compares_everything_with_everything():
     assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # no time is remembered
 
 
+def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
+    asked = f"bench rms_norm --shapes 8x64,9x64 {QUICK}"
+    monkeypatch.setattr("layerzero.cli.bench.too_large", lambda facts: "no room" if facts.size("rows") == 9 else "")
+    found = run(f"{asked} --json")
+    assert [each["call"]["rows"] for each in json.loads(found.stdout)] == [8]
+    told = run(asked).stderr
+    assert "measuring norm.rms 8x64 float32 (1 of 2)" in told
+    assert "not measured: norm.rms 9x64 float32: no room" in told
+
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 76 bytes\nmore")
+
+    monkeypatch.setattr("layerzero.cli.bench.bench", full)
+    assert "can't allocate memory: you tried to allocate 76 bytes\n" in run(asked, code=1).stderr
+
+
 def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
     @lz.register_kernel("norm.rms", "mine.half", supported_dtypes=["float16", "bfloat16"])
     def half(input, weight, *, eps):

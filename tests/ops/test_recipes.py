@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerzero.core.recipe import CallRecipe
+from layerzero.core.operation import Case
+from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATIONS
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing.generate import case_call
+from layerzero.tuning.measuring.jobs import Job
 
 
 def facts_of_call(name, arguments):
@@ -33,3 +35,17 @@ def test_the_smallest_call_of_an_operation_is_made_again(name):
     assert {each: tensor.shape for each, tensor in again.tensors.items()} == {
         each: tensor.shape for each, tensor in facts.tensors.items()
     }
+    told = Job(operation.name, case, "", recipe=CallRecipe.of(again)).facts("cpu")
+    assert (dict(told.items()), told.tensors) == (dict(again.items()), again.tensors), "without its data it is the same"
+
+
+def test_the_facts_of_a_written_call_take_no_memory_however_large_it_was():
+    rows, hidden = 1 << 40, 4096
+    tensors = {
+        "input": TensorRecipe((rows, hidden), (hidden, 1), "bfloat16", alignment_bytes=2),
+        "weight": TensorRecipe((hidden,), (1,), "bfloat16"),
+    }
+    recipe = CallRecipe("norm.rms", None, "cpu", tensors, {"eps": 1e-6})
+    facts = Job("norm.rms", Case("", {}), "bfloat16", recipe=recipe).facts("cpu")
+    assert (facts.size("rows"), facts.device.torch_type) == (rows, "cpu")
+    assert [each.alignment_bytes for each in facts.tensors.values()] == [2, 16]

@@ -225,6 +225,43 @@ def test_another_rank_builds_and_this_one_takes_over(monkeypatch, tmp_path):
     other.leave()
 
 
+@pytest.mark.usefixtures("here")
+def test_this_process_is_not_another_one_that_builds(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    assert BUILDS.host.take()
+    BUILDS.host.tell([], 0)  # between the last build and the end of the turn
+    assert lz.jit_status().elsewhere == ""
+    BUILDS.host.leave()
+
+
+def test_a_call_that_waits_for_its_turn_is_told(here, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    other, asked = builds.HostLock(), threading.Event()
+    assert other.take()
+    in_background()
+    take = BUILDS.host.take
+    monkeypatch.setattr(BUILDS.host, "take", lambda: (asked.set(), take())[1])
+    lz.rms_norm(*CALL)
+    assert asked.wait(LIMIT_S)
+    status = lz.jit_status()
+    assert (status.waiting, status.done) == (1, False)
+    other.leave()
+    here.may.set()
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert lz.jit_status().done
+
+
+def test_what_memory_does_not_hold_is_not_drawn_for_a_build(here, monkeypatch, caplog):
+    monkeypatch.setattr(build_child, "available_bytes", lambda: 1000.0)
+    here.may.set()
+    in_background()
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        lz.rms_norm(*CALL)
+        assert BUILDS.idle.wait(LIMIT_S)
+    assert here.builds == []
+    assert "may be used on the device\nit is not tried again in this process" in caplog.text
+
+
 @pytest.fixture
 def apart(monkeypatch, tmp_path):
     """A kernel that a child builds: its artefact is a file in a folder."""
@@ -340,11 +377,11 @@ def test_a_missing_compiler_is_named_and_told_once(here, caplog):
             assert BUILDS.idle.wait(LIMIT_S)
     (told,) = [each.message for each in caplog.records if "background" in each.message]
     assert "\n" not in told
-    assert "test.compiles is not built in the background: a C++ compiler was not found" in told
+    assert "test.compiles is not built in the background: a C++ compiler that works was not found" in told
     assert "name it in CXX" in told
     assert [hidden for _, hidden in here.builds] == [32], "no other class would build"
     assert [each.log for each in lz.jit_status().failed] == [
-        "a C++ compiler was not found: install one (g++), or name it in CXX"
+        "a C++ compiler that works was not found: install one (g++), or name it in CXX"
     ]
 
 

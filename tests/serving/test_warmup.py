@@ -57,6 +57,16 @@ def test_what_a_manifest_lists_is_built(compiled, tmp_path):
         lz.warmup("rms_norm", [(8, 64)], manifest=file)
 
 
+@pytest.mark.usefixtures("compiled")
+def test_a_call_that_memory_does_not_hold_is_skipped(monkeypatch):
+    monkeypatch.setattr("layerzero.tuning.proving.build_child.available_bytes", lambda: 20_000.0)
+    built = lz.warmup("rms_norm", [(8, 64), (1 << 40, 64)], device="cpu")
+    assert [each.kernel_id for each in built] == ["mine.compiled"]
+    (left,) = [each for each in built.skipped if each.kernel_id == "*"]
+    assert left.call == f"norm.rms {1 << 40}x64 float32"
+    assert left.why.startswith("too little memory: its tensors take 268435456 MiB, and 0 MiB may be used")
+
+
 @pytest.mark.slow
 def test_grouped_heads_and_caches_have_calls_to_build_for():
     looked_at = []

@@ -66,9 +66,12 @@ def print_garbage():
                 os.write(descriptor, b'\xff\x00 {"kind": "no such"}\n{"kind": "found", \n[]\n\n')
 
 
+BAD_ALLOC = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+
 ACTS = {
     "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: (sys.stderr.write("the last word\n"), sys.stderr.flush(), os._exit(3)),
+    "bad_alloc": lambda: (sys.stderr.write(BAD_ALLOC), sys.stderr.flush(), os.abort()),
     "raises": lambda: 1 / 0,
     "hang": lambda: threading.Event().wait(),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -13,6 +13,7 @@ import apart_worker
 import pytest
 
 from layerzero.core.ledger import Verdict
+from layerzero.engine import ending
 from layerzero.testing import apart, process
 from layerzero.testing.apart import DEATHS, Task, run_apart
 
@@ -54,7 +55,7 @@ def task(act, owner=None, **more):
 @pytest.fixture(scope="module")
 def asked():
     """Ways to end, one after another, with what answers between; each takes a child, and there are more below."""
-    acts = ["segfault", "answer", "hang", "SIGKILL", "dies unbegun", "dies between two", "steps"]
+    acts = ["segfault", "answer", "hang", "SIGKILL", "bad_alloc", "dies unbegun", "dies between two", "steps"]
     return Asker(*(task(act) for act in (*acts, "garbage", "reads", "answer"))).run()
 
 
@@ -78,6 +79,7 @@ def test_what_it_said_last_is_told(act, text):
         ("segfault", Verdict.CRASHED, "it ended the process with SIGSEGV; it ran the call"),
         ("hang", Verdict.HUNG, "no sign of life for 0.01 s"),
         ("SIGKILL", None, "its process was killed from outside with SIGKILL"),
+        ("bad_alloc", None, "its process had too little memory and ended with SIGABRT: what():  std::bad_alloc"),
         ("dies unbegun", None, "the child process did not answer: it ended the process with exit code 4"),
     ],
 )
@@ -142,7 +144,7 @@ def test_a_job_without_sense_ends_the_run_and_the_child():
 
 
 def test_a_memory_limit_is_named_where_it_ended_something(monkeypatch):
-    monkeypatch.setattr(apart, "killed_for_memory", lambda: process.killed_for_memory() + 1)
+    monkeypatch.setattr(apart, "killed_for_memory", lambda: ending.killed_for_memory() + 1)
     (end,) = Asker(task("SIGKILL")).run().ended["SIGKILL"]
     assert end.verdict is None
     assert end.words == "the memory limit ended 1 processes of its group meanwhile"
@@ -153,8 +155,8 @@ def test_processes_that_a_memory_limit_ended_are_counted(monkeypatch, tmp_path, 
     name = f"{version}/memory.oom_control" if version else "memory.events"
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("under_oom 0\noom_kill 7\n")
-    monkeypatch.setattr(process, "_GROUPS", tmp_path)
-    assert process.killed_for_memory() == 7
+    monkeypatch.setattr(ending, "_GROUPS", tmp_path)
+    assert ending.killed_for_memory() == 7
 
 
 # where a child imports from

@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of
+from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
 from others import OTHERS
 
 
@@ -90,7 +90,7 @@ def test_a_recorded_workload_is_tuned_most_frequent_first(tmp_path):
     jobs = jobs_of(Manifest.load(file), "cpu")
     assert [(job.operation, job.count) for job in jobs[:2]] == [("attention.standard.decode", 27), ("norm.rms", 1)]
     lengths = [job.recipe.tensors["key"].shape[1] for job in jobs if "decode" in job.operation]
-    assert lengths == [59, 33], "both ends; of those that are equally frequent, the largest is the first"
+    assert lengths == [46, 33, 59], "of those that are equally frequent the middle one is the first, then both ends"
     lz.configure(deny=OTHERS)
     found = lz.tune(manifest=file, samples=3, isolate=False)
     assert [each.report.operation for each in found.contests[:2]] == ["attention.standard.decode", "norm.rms"]
@@ -172,3 +172,23 @@ def test_a_manifest_of_another_device_says_so(tmp_path, asked):
     msgspec.structs.replace(manifest, calls=elsewhere).save(file)
     with pytest.raises(ValueError, match="wanted calls on cpu, got 1 on cuda"):
         asked("*", manifest=file, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "params"),
+    [
+        ({"input": TensorRecipe((-1, 8), (8, 1), "float32")}, {"eps": 1e-6}),
+        ({"input": TensorRecipe((3, 8), (-8, 1), "float32")}, {"eps": 1e-6}),
+        ({"input": TensorRecipe((3, 8), (8,), "float32")}, {"eps": 1e-6}),
+        ({"input": TensorRecipe((3, 8), (8, 1), "float5")}, {"eps": 1e-6}),
+        ({"input": TensorRecipe((3, 9), (9, 1), "float32")}, {"eps": 1e-6}),
+        ({"input": TensorRecipe((3, 8), (8, 1), "float32")}, {"nonsense": 1}),
+        ({}, {"eps": 1e-6}),
+    ],
+)
+def test_a_damaged_call_is_an_error_that_names_the_file(tmp_path, tensors, params):
+    file = tmp_path / "workload.json"
+    call = CallRecipe("norm.rms", None, "cpu", tensors | {"weight": TensorRecipe((8,), (1,), "float32")}, params)
+    Manifest(FORMAT, time.time(), "0.1.0", [Recorded(1, call)]).save(file)
+    with pytest.raises(ValueError, match=r"workload\.json: wanted calls as lz\.record writes them, got another: "):
+        jobs_of_file(file, "cpu")

@@ -12,6 +12,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.ledger import Verdict
+from layerzero.engine import ending
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.keeping.files import FileLedger
 
@@ -143,6 +144,19 @@ def test_a_crash_leaves_a_marker_and_the_next_process_goes_around_it(place, know
     assert not place.files("running")
     assert len(place.files("suspect")) == 1
     assert lz.which("rms_norm", *arguments(500))["kernel_id"] == "planted.rms_norm", "another class is not suspected"
+
+
+@pytest.mark.parametrize(("more", "kernel"), [(0, "torch.rms_norm"), (1, "planted.rms_norm")])
+def test_a_process_that_was_killed_for_memory_leaves_no_suspect(known, monkeypatch, more, kernel):
+    kills = ending.killed_for_memory()
+    marker = ENGINE.ledger.begin(lz.list_kernels("norm.rms")[0], lz.facts("rms_norm", *arguments()))
+    ending.end(marker.file)
+    os.close(marker.file)  # as the system does when it kills a process
+    monkeypatch.setattr(ending, "killed_for_memory", lambda: kills + more)
+    ENGINE.ledger = FileLedger(known.cache)
+    assert chosen() == kernel
+    assert not known.files("running")
+    assert len(known.files("suspect")) == 1 - more
 
 
 @pytest.mark.slow

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from layerzero.tuning.proving.toolchain import lacking
+from layerzero.tuning.proving.build_child import failed
+from layerzero.tuning.proving.toolchain import interrupted, lacking
 
 
 @pytest.mark.parametrize(
     ("raised", "name"),
     [
-        (FileNotFoundError(2, "No such file or directory", "g++"), "a C++ compiler"),
-        (FileNotFoundError(2, "No such file or directory", "/opt/bin/clang++-18"), "a C++ compiler"),
+        (FileNotFoundError(2, "No such file or directory", "g++"), "a C++ compiler that works"),
+        (FileNotFoundError(2, "No such file or directory", "/opt/bin/clang++-18"), "a C++ compiler that works"),
         (
             RuntimeError("No working C++ compiler found in config.cpp.cxx: (None, 'g++')"),
-            "a C++ compiler",
+            "a C++ compiler that works",
         ),
         (RuntimeError("Failed to find C compiler. Please specify via CC environment variable"), "a C compiler"),
         (FileNotFoundError(2, "No such file or directory", "/usr/bin/gcc"), "a C compiler"),
@@ -38,3 +41,29 @@ def test_causes_in_a_circle_end():
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
     assert lacking(one) is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (subprocess.CalledProcessError(-9, ["g++"]), "ended by SIGKILL"),
+        (subprocess.CalledProcessError(137, "g++ -c a.cpp"), "ended by SIGKILL"),
+        (subprocess.CalledProcessError(-15, ["nvcc"]), "ended by SIGTERM"),
+        (RuntimeError("g++: fatal error: Killed signal terminated program cc1plus"), "was killed"),
+        (RuntimeError("nvcc error : 'cicc' died due to signal 9 (Kill signal)"), "was killed"),
+        (RuntimeError("cc1plus: out of memory allocating 65536 bytes"), "too little memory"),
+        (RuntimeError("virtual memory exhausted: Cannot allocate memory"), "too little memory"),
+        (RuntimeError("cannot write PCH file: No space left on device"), "the disk is full"),
+        (subprocess.CalledProcessError(1, ["g++"]), ""),
+        (subprocess.CalledProcessError(-11, ["g++"]), ""),
+        (RuntimeError("error: 'Killed_t' was not declared"), ""),
+    ],
+)
+def test_a_compiler_that_something_else_ended_is_no_verdict_about_its_source(raised, words):
+    above = RuntimeError("C++ compile error")
+    above.__cause__ = raised
+    found = interrupted(above)
+    assert (words in found) if words else not found
+    outcome = failed(above, lasting=True)
+    assert outcome.lasting == (not words)
+    assert words in outcome.log

@@ -30,7 +30,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import files
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.proving.vet_later import Background
-from layerzero.tuning.proving.vetting import vet_calls
+from layerzero.tuning.proving.vetting import class_pairs, vet_calls
 from others import OTHERS
 
 CALL = torch.randn(4, 64), torch.randn(64)
@@ -465,6 +465,12 @@ def test_it_says_nothing_twice_and_tells_why_there_is_nothing_to_do(plugin):
     layerzero(*ask)
     assert "other sizes need --shapes" in layerzero(*ask).stdout
     assert "no such kernel has this operation" in layerzero("vet", "layer_norm", "--kernel", "plug.rms").stdout
+
+
+def test_cases_that_are_no_call_in_a_dtype_are_left_out():
+    """A linear layer's case that names float32 for its result is none of float64."""
+    found = class_pairs(REGISTRY.kernels("mlp.linear"), "mlp.linear", Device.detect("cpu"))
+    assert {torch.float32, torch.float64} <= {facts["dtype"] for _, facts in found}
 
 
 def test_sizes_that_no_kernel_takes_are_no_verdicts():

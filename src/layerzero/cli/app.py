@@ -102,7 +102,13 @@ main.command(
 
 
 @main.command(
-    **_examples("doctor", "doctor --load --strict", "doctor --for decoder", "doctor --confirm --module my_kernels")
+    **_examples(
+        "doctor",
+        "doctor --all",
+        "doctor --load --strict",
+        "doctor --for decoder",
+        "doctor --confirm --module my_kernels",
+    )
 )
 def doctor(
     load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
@@ -115,6 +121,9 @@ def doctor(
         typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list each library that is not installed or made for other hardware.")
+    ] = False,
     asked_for: Annotated[
         str | None,
         typer.Option("--for", metavar="SET", help="Also tell what each operation of decoders, encoders, … has here."),
@@ -123,11 +132,12 @@ def doctor(
 ) -> Answer:
     """Diagnose this machine and its libraries.
 
-    Lists devices, libraries, why each unusable one is unusable, kernels that failed, and what to do about it; then what
-    is built in the background, and at the end at most five lines that say what would make calls faster here.
+    Lists devices, libraries that are here, why each unusable one is unusable, kernels that failed, and what to do about
+    it; then what is built in the background, and at the end at most five lines that say what would make calls faster
+    here. Libraries that are not installed, and those for other hardware, are counted.
     """
     from layerzero.asking.diagnosis import doctor as diagnose
-    from layerzero.cli import tables
+    from layerzero.cli import doctor as screen
     from layerzero.cli.plugins import ask_a_child
     from layerzero.serving.advice import advice
     from layerzero.serving.jit_status import jit_status
@@ -143,36 +153,51 @@ def doctor(
     data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
     data |= {"jit": status.to_dict(), "faster": [each.to_dict() for each in faster]}
     lines = [f"confirmed: {each}" for each in confirmed]
-    return Answer(data, lambda: [*lines, *tables.diagnosis(diagnosis), *tables.faster(status, faster)], code)
+    shown = screen.diagnosis(diagnosis, everything=everything)
+    return Answer(data, lambda: [*lines, *shown, *screen.faster(status, faster)], code)
 
 
 @main.command(
     **_examples(
-        "kernels", "kernels rms_norm", 'kernels "attention.gqa.*" --json', "kernels --descriptor --backend torch"
+        "kernels",
+        "kernels rms_norm",
+        "kernels rms_norm --all",
+        'kernels "attention.gqa.*" --json',
+        "kernels --descriptor --backend torch",
     )
 )
 def kernels(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")] = "*",
+    operation: Annotated[
+        str | None, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = None,
     descriptor: Annotated[
         bool, typer.Option("--descriptor", help="Print what is declared as capability descriptors, in JSON.")
     ] = False,
     backend: Annotated[
         str | None, typer.Option("--backend", metavar="NAME", help="Only kernels of this library.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
+    ] = False,
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """List kernels, their limits, and what is installed."""
+    """List kernels, their limits, and what is installed.
+
+    With neither OPERATION nor --backend: the libraries that run here, and how many kernels of which functions each has.
+    """
     from layerzero.cli import capabilities, listing, tables
     from layerzero.cli.modules import import_modules
     from layerzero.engine.registry import REGISTRY
 
     import_modules(module or ())
     if descriptor:
-        return capabilities.declared(operation, backend)
-    kernels = REGISTRY.kernels(operation)
+        return capabilities.declared(operation or "*", backend)
+    kernels = REGISTRY.kernels(operation or "*")
     found = listing.on_this_machine(capabilities.of_backend(kernels, backend) if backend else kernels)
-    return Answer([listing.kernel_data(each) for each in found], lambda: tables.kernels(found))
+    brief = operation is None and backend is None and not everything
+    shown = tables.libraries(found) if brief else tables.kernels(found, everything=everything)
+    return Answer([listing.kernel_data(each) for each in found], lambda: shown)
 
 
 @main.command(**_examples("operations", "operations --json"))

@@ -17,6 +17,7 @@ from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
+from layerzero.engine.failing import out_of_memory
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
@@ -24,6 +25,7 @@ from layerzero.tuning.measuring.bench import Benched, Line, bench
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import operations_named
 from layerzero.tuning.measuring.on_device import Timed
+from layerzero.tuning.measuring.room import too_large
 from layerzero.tuning.measuring.timing import Effort, clock_of
 from layerzero.tuning.measuring.tune import dtypes_of
 
@@ -72,15 +74,25 @@ def answer(
     found = []
     with with_threads(threads):
         clock = clock_of(target)
-        for job in jobs:
+        for number, job in enumerate(jobs, 1):
             if not quiet:
-                say(f"measuring {job.name}")
-            found.append(bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only, timed=times))
-    bad = any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+                say(f"measuring {job.name} ({number} of {len(jobs)})")
+            try:
+                why = too_large(job.facts(target))
+                if not why:
+                    made = bench(job, target, effort=effort, clock=clock, leave_out=leave_out, only=only, timed=times)
+                    found.append(made)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                why = f"too little memory: {str(error).partition(chr(10))[0]}"
+            if why:
+                say(f"not measured: {job.name}: {why}")
+    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
     try:
-        if plot is not None:
+        if plot is not None and found:
             charts.plot(found, plot)
-        if html is not None:
+        if html is not None and found:
             charts.page(found, html)
     except OSError as error:  # what was measured is told all the same
         say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")

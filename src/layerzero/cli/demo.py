@@ -11,6 +11,7 @@ import copy
 import importlib
 import os
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.cli.demo_screen import show
+from layerzero.cli.output import say
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
@@ -101,12 +103,21 @@ def demo(
     _require(NEEDS if encode else DECODED)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     started = time.perf_counter()
+    steps = [*(f"an encoder in {name}" for name in encode), "a decoder in bfloat16"]
     with Console(quiet=json, stderr=True).status("") as status, torch.no_grad():
+
+        def tell(number: int) -> None:
+            """Say what runs: a terminal shows it for as long as it does, elsewhere it is a line."""
+            text = f"{number + 1} of {len(steps)}: {steps[number]}: stock, attention alone, lz.optimize"
+            status.update(text)
+            if not json and not sys.stderr.isatty():
+                say(text)
+
         rows: list[dict[str, Any]] = []
-        for name in encode:
-            status.update(f"an encoder in {name}: stock, attention alone, lz.optimize")
+        for number, name in enumerate(encode):
+            tell(number)
             rows.append(_encoder(texts or SENTENCES * (32 if place.type == "cuda" else 1), place, DTYPES[name], repeat))
-        status.update("a decoder in bfloat16: stock, attention alone, lz.optimize")
+        tell(len(encode))
         rows += _decoder(place, sizes or DECODERS[place.type], repeat)
     result = {
         "device": lz.Device.detect(place).name,

@@ -21,11 +21,15 @@ from layerzero.testing.fuzz import FuzzReport
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kernel beside this machine: the version of its library, and why it cannot run here, None if it can."""
+    """A kernel beside this machine: the version of its library, and why it cannot run here, None if it can.
+
+    ``elsewhere``: it is made for other hardware.
+    """
 
     kernel: Kernel
     version: str
     reason: Reason | None
+    elsewhere: bool = False
 
 
 def on_this_machine(kernels: Iterable[Kernel]) -> list[Listed]:
@@ -43,7 +47,7 @@ def _listed(kernel: Kernel, devices: list[Device]) -> Listed:
     reason = state.reason
     if reason is None and device.platform not in platforms:
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(platforms), device.platform)
-    return Listed(kernel, state.version or "", reason)
+    return Listed(kernel, state.version or "", reason, elsewhere=device.platform not in platforms)
 
 
 def kernel_data(listed: Listed) -> dict[str, Any]:

@@ -166,7 +166,8 @@ def bench(
     the L2 cache (cold) or, where a call is too small for that, in it (warm); a kernel that cannot be captured says why
     and has the time of one launch between two events. With --timed device, order, rates and speed go by it. Times are
     not remembered. A kernel that gives a wrong result is banned until its library has another version or
-    `layerzero vet --again` passes it, and failures are remembered. Exits with 1 if a kernel is wrong or fails.
+    `layerzero vet --again` passes it, and failures are remembered. What this
+    machine's memory does not hold is left out. Exits with 1 if a kernel is wrong or fails, or if nothing was measured.
     """
     from layerzero.cli import bench as command
     from layerzero.cli import plain

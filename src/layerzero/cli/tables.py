@@ -11,23 +11,22 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from layerzero.asking.diagnosis import Diagnosis
 from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Platform
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import Setting
-from layerzero.serving.advice import Advice
-from layerzero.serving.jit_status import JitStatus
 from layerzero.tuning.keeping.rows import Row
 
 
-def _table(*headers: str, **right: str) -> Table:
+def table_of(*headers: str, **right: str) -> Table:
+    """A table; columns whose names are given as ``right`` stand to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=False)
     for header in headers:
         fold = header in ("kernel", "library", "key", "name")  # ids stay whole; prose wraps
@@ -35,12 +34,13 @@ def _table(*headers: str, **right: str) -> Table:
     return table
 
 
-def _row(table: Table, *cells: Text | str) -> None:
+def add_row(table: Table, *cells: Text | str) -> None:
     """Add a row; strings are text, not markup: ``list[str]`` and ``[CODE]`` stay as they are."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
-def _lines(*lines: Text | str) -> Text:
+def lines_of(*lines: Text | str) -> Text:
+    """A cell of several lines."""
     return Text("\n").join([line if isinstance(line, Text) else Text(line) for line in lines])
 
 
@@ -54,7 +54,7 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
         title.append(f"  ({report.locked})")
     yield title
     yield Text(_call(report.facts), style="dim")
-    table = _table("", "kernel", "score", "why", score="right")
+    table = table_of("", "kernel", "score", "why", score="right")
     elsewhere: Counter[str] = Counter()
     for candidate in report.candidates:
         chosen = candidate is report.chosen
@@ -65,18 +65,19 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
         mark = Text(">", style="bold green") if chosen else Text("")
         name = Text(candidate.kernel.id, style="bold green" if chosen else "" if candidate.legal else "dim")
         score = f"{candidate.score:.1f}" if candidate.legal else Text("refused", style="red")
-        _row(table, mark, name, score, _why(candidate))
+        add_row(table, mark, name, score, _why(candidate))
     yield table
     if elsewhere:
-        counted = ", ".join(f"{count} for {name}" for name, count in elsewhere.most_common())
-        yield Text(f"not for this device: {counted}; --all lists them", style="dim")
+        yield counted("not for this device", elsewhere)
     for note in report.notes:
         yield Text(f"note: {note}")
     if report.chosen is None and report.locked:
         yield Text(f"next step: remove the {report.locked}, or let it say `otherwise: select`")
 
 
-_PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "hpu": "Gaudi", "xpu": "Intel GPUs", "cpu": "CPUs"}
+PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "hpu": "Gaudi", "xpu": "Intel GPUs", "cpu": "CPUs"}
+"""What people call them."""
+
 _OTHER_GPUS = frozenset({ReasonCode.SM_TOO_OLD, ReasonCode.SM_TOO_NEW, ReasonCode.INSTRUCTION_SET_MISMATCH})
 
 
@@ -86,7 +87,7 @@ def _made_for(candidate: Candidate) -> str:
     if ReasonCode.PLATFORM_MISMATCH in codes:
         named = next((each.names for each in candidate.kernel.limits if isinstance(each, Platform)), None)
         platforms = named or candidate.kernel.backend.platforms
-        return " and ".join(_PLATFORMS.get(name, name) for name in platforms)
+        return " and ".join(PLATFORMS.get(name, name) for name in platforms)
     return "other GPUs" if codes & _OTHER_GPUS else ""
 
 
@@ -110,31 +111,49 @@ def _sizes(shape: Sequence[int]) -> str:
 
 def _why(candidate: Candidate) -> Text:
     if not candidate.legal:
-        return _lines(*_against(candidate.reasons))
+        return lines_of(*_against(candidate.reasons))
     terms = ", ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
     lines = [terms]
     if candidate.time_us is not None:
         lines.append(f"{candidate.time_us:.1f} us {candidate.provenance}, confidence {candidate.confidence:.2f}")
-    return _lines(*lines, *(f"adapts: {adaptation.text}" for adaptation in candidate.adaptations))
+    return lines_of(*lines, *(f"adapts: {adaptation.text}" for adaptation in candidate.adaptations))
 
 
 def _against(reasons: Sequence[Reason]) -> Iterator[Text]:
     """Every reason; beside another platform, or a library that is not there, the others by code only."""
     first = [reason for reason in reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
     first = first or [reason for reason in reasons if reason.code is ReasonCode.NOT_INSTALLED]
-    yield from map(_reason, first[:1] or reasons)
+    yield from map(told, first[:1] or reasons)
     others = list(dict.fromkeys(str(reason.code) for reason in reasons if reason not in first))
     if first and others:
         yield Text.assemble("also ", (", ".join(others), "yellow"))
 
 
-def _reason(reason: Reason) -> Text:
+def told(reason: Reason) -> Text:
+    """A reason, its code first."""
     return Text.assemble((str(reason.code), "yellow"), ": ", reason.message)
 
 
-def kernels(found: Sequence[Listed]) -> Iterator[RenderableType]:
-    """A row for each kernel: whether it can run here, priority, what it runs, limits and flags."""
-    table = _table("kernel", "priority", "runs, on, limits, flags", priority="right")
+def libraries(found: Sequence[Listed]) -> Iterator[RenderableType]:
+    """A row for each library that runs here: how many kernels it has, and of which functions."""
+    table = table_of("library", "version", "kernels", "of", kernels="right")
+    here = [each for each in found if each.reason is None and not each.kernel.is_reference]
+    for name in sorted({each.kernel.source for each in here}):
+        mine = [each for each in here if each.kernel.source == name]
+        named = {describe.function_of(operation) or operation for each in mine for operation in each.kernel.operations}
+        add_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
+    yield table
+    yield Text("`layerzero kernels FUNCTION`, --backend NAME and --all list kernels with their limits")
+
+
+def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[RenderableType]:
+    """A row for each kernel: whether it can run here, priority, what it runs, limits and flags.
+
+    Those for other hardware are counted in one line, unless ``everything`` is listed.
+    """
+    elsewhere = Counter(_hardware(each.kernel) for each in found if each.elsewhere and not everything)
+    found = [each for each in found if everything or not each.elsewhere]
+    table = table_of("kernel", "priority", "runs, on, limits, flags", priority="right")
     references = [listed for listed in found if listed.kernel.is_reference]
     for listed in found:
         kernel = listed.kernel
@@ -153,91 +172,61 @@ def kernels(found: Sequence[Listed]) -> Iterator[RenderableType]:
         lines += [f"limits: {'; '.join(limits)}"] if limits else []
         lines.append(f"flags: {', '.join(describe.flags(kernel)) or 'none'}")
         lines += [f"narrowed by: {kernel.revision}"] if kernel.revision else []
-        _row(table, _lines(name, here), str(kernel.priority), _lines(*lines))
+        add_row(table, lines_of(name, here), str(kernel.priority), lines_of(*lines))
         table.add_section()
     if references:
         runs = f"runs: {', '.join(describe.operations([listed.kernel.operations[0] for listed in references]))}"
         takes = "takes everything; the operation's own definition in plain PyTorch, the last candidate"
-        _row(table, _lines("reference.<operation>", Text("usable here", style="green")), "0", _lines(runs, takes))
+        add_row(
+            table, lines_of("reference.<operation>", Text("usable here", style="green")), "0", lines_of(runs, takes)
+        )
     yield table
+    if elsewhere:
+        yield counted("not for this machine", elsewhere)
+
+
+def counted(what: str, hardware: Counter[str]) -> Text:
+    """One line for all that is made for other hardware."""
+    each = ", ".join(f"{count} for {name}" for name, count in hardware.most_common())
+    return Text(f"{what}: {each}; --all lists them", style="dim")
+
+
+def _hardware(kernel: Kernel) -> str:
+    return " and ".join(PLATFORMS.get(name, name) for name in describe.platforms(kernel))
 
 
 def operations(found: Sequence[Operation]) -> Iterator[RenderableType]:
     """A row for each operation."""
-    table = _table("name", "function", "what it computes, named cases", "kernels", kernels="right")
+    table = table_of("name", "function", "what it computes, named cases", "kernels", kernels="right")
     for operation in found:
         cases = f"cases: {', '.join(case.name for case in operation.cases)}"
-        text = _lines(operation.summary, Text(cases, style="dim"))
+        text = lines_of(operation.summary, Text(cases, style="dim"))
         count = len(REGISTRY.kernels(operation.name))
-        _row(table, operation.name, describe.function_of(operation.name), text, str(count))
+        add_row(table, operation.name, describe.function_of(operation.name), text, str(count))
     yield table
-
-
-def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
-    """Versions, devices, libraries, issues."""
-    yield Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))
-    for device in found.devices:
-        sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
-        sets = ", ".join(sorted(device.instruction_sets))
-        yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
-    table = _table("library", "version", "kernels", "state", kernels="right")
-    for library in found.libraries:
-        state = Text(f"usable{library.known}", style="green") if library.reason is None else _reason(library.reason)
-        _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
-    yield table
-    if found.asked_for:
-        table = _table("operation", "dtype", "has here", "calls get", "instead")
-        for finding in found.asked_for:
-            style = "green" if finding.served == "optimised" else "yellow"
-            has, gets = Text(finding.served, style=style), ", ".join(finding.chosen)
-            instead = ", ".join(name for name in finding.kernels if name not in finding.chosen) or finding.refused
-            _row(table, finding.operation, finding.dtype, has, gets, instead)
-        yield table
-    for kernel, error in found.resting.items():
-        yield Text(f"resting: {kernel}: {error}", style="red")
-    for line in found.health_lines():
-        yield Text(line)
-    for name, error in found.plugin_errors.items():
-        yield Text(f"plugin {name}: {error}", style="red")
-    for each in found.descriptors:
-        yield Text(f"descriptor: {each['name']} (sha256 {each['sha256']})")
-    for issue in found.issues:
-        yield Text(f"issue: {issue}", style="yellow")
-    if not found.issues:
-        yield Text("no issues found", style="green")
-
-
-def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableType]:
-    """What is built in the background, and what to do to be faster here."""
-    for line in status.lines():
-        yield Text(f"jit: {line}")
-    if advice:
-        yield Text("to be faster here:", style="bold")
-    for each in advice:
-        yield Text(f"  {each}")
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:
     """A row for each setting; those that somebody set stand out."""
-    table = _table("key", "value", "origin")
+    table = table_of("key", "value", "origin")
     for key, (value, origin) in settings.items():
         style = "" if origin == "default" else "bold green"
-        _row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
+        add_row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
     yield table
 
 
 def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
     """A row for each key."""
-    table = _table("key", "type", "default", "meaning")
+    table = table_of("key", "type", "default", "meaning")
     for key, setting in settings.items():
         meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
-        _row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
+        add_row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
     yield table
 
 
 def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
     """Measured times, and whether each counts on this machine."""
-    table = _table("kernel", "work", "time", "from")
+    table = table_of("kernel", "work", "time", "from")
     for row, counts in zip(rows, here, strict=True):
         sizes = " ".join(f"{name} {size}" for name, size in row.work.sizes.items())
         head = f"{row.facts.get('operation', '')} {row.facts.get('dtype', '')}{' in a graph' if row.graph else ''}"
@@ -247,11 +236,11 @@ def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
             spread += f"\ndevice {row.device_us:.1f} us{host}"
         origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
         whence = f"imported from {row.source}" if row.source else row.written_at[:16]
-        _row(
+        add_row(
             table,
             row.kernel,
-            _lines(head, Text(sizes, style="dim")),
-            _lines(spread, Text("" if counts else "does not count here", style="yellow")),
-            _lines(origin, Text(whence, style="dim")),
+            lines_of(head, Text(sizes, style="dim")),
+            lines_of(spread, Text("" if counts else "does not count here", style="yellow")),
+            lines_of(origin, Text(whence, style="dim")),
         )
     return table

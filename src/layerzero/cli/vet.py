@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Verdict
+from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
@@ -25,6 +26,9 @@ from layerzero.tuning.measuring.jobs import Job, Shape
 from layerzero.tuning.proving.vetting import allows, class_pairs, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]
+
+MANY = 10
+"""Classes from which on somebody is told beforehand: each takes seconds."""
 
 
 def answer(
@@ -56,12 +60,20 @@ def answer(
     else:
         asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
     pairs = [pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None]
-    found = vet_calls(pairs, modules=modules, progress=say if quiet else typer.echo)
+    classes = len({(kernel.id, class_text(facts)) for kernel, facts in pairs})
+    if classes > MANY:
+        say(f"{classes} classes, one after the other in a child process; what is found so far is kept by Ctrl-C, too")
+    numbers = itertools.count(1)
+
+    def told(text: str) -> None:
+        (say if quiet else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
+
+    found = vet_calls(pairs, modules=modules, progress=told)
     counts = Counter(str(each.verdict or "not vetted") for each in found)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     bad = any(each.verdict not in (None, Verdict.PASSED) for each in found)
     if found:
-        last = f"{len(found)} classes: {told}"
+        last = f"{len(found)} classes: {summary}"
     else:
         last = f"nothing to vet: {_nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)}"
     data = {"classes": [each.to_dict() for each in found], "counts": dict(counts)}

@@ -58,8 +58,17 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on whatever device; the CPU's allocator has no error type of its own."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """Whether memory ran out, on whatever device; allocators of CPUs have no error type of their own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or says_out_of_memory(str(error))
+
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Failed to allocate memory for requested")
+"""Words of torch's allocator on Linux and elsewhere, of C++ behind torch's operators, and of ONNX Runtime's."""
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether what a library said, as it ended or raised, is that memory ran out."""
+    return any(words in text for words in _NO_MEMORY)
 
 
 _NOT_CHANGEABLE = ("is being modified inplace", "is being used in an in-place operation")

@@ -15,14 +15,20 @@ from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read
 
 
-def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Function, dict[str, Any]]:
+def arguments_of_recipe(
+    recipe: CallRecipe, operation: Operation, device: str | None = None
+) -> tuple[Function, dict[str, Any]]:
     """The function that a written call goes to, and its arguments.
 
+    Args:
+        device: where the tensors lie, in place of the call's; ``meta`` gives shapes and strides alone, of a call of any
+            size. Tensors without an address count as aligned.
     Raises: KeyError where no function calls the operation; LookupError where a value is known to have been there, but
         not what it was.
     """
     function, schema = function_for(operation), operation.schema
-    generator = torch.Generator(recipe.device).manual_seed(0)
+    place = device or recipe.device
+    generator = None if place == "meta" else torch.Generator(place).manual_seed(0)
     sizes: dict[str, int] = {}
     for tensor in schema.inputs:
         if tensor.name in recipe.tensors:
@@ -32,12 +38,12 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
             sizes |= zip(named, shape[len(shape) - len(named) :], strict=True)
             if named != axes and schema.leading:
                 sizes[schema.leading] = math.prod(shape[: len(shape) - len(named)])
-    own = _own_values(recipe, operation, sizes)
+    own = _own_values(recipe, operation, sizes, place)
     values: dict[str, Any] = {}
     for tensor in schema.inputs:
         written = recipe.tensors.get(tensor.name)
         if written is not None:
-            values[tensor.name] = _tensor(tensor, written, recipe.device, sizes, generator, own.get(tensor.name))
+            values[tensor.name] = _tensor(tensor, written, place, sizes, generator, own.get(tensor.name))
     values |= {name: read(recipe.params.get(name)) for name in (*schema.chosen, *schema.bounds)}
     for name in schema.scalars:
         if recipe.params.get(name) == "given":
@@ -57,7 +63,7 @@ def arguments_of_recipe(recipe: CallRecipe, operation: Operation) -> tuple[Funct
     return function, accepted(function, values)
 
 
-def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, Any]:
+def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int], device: str) -> dict[str, Any]:
     """Values that the operation draws itself: places, counts, what is drawn from, weights, and what it promises.
 
     Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
@@ -77,7 +83,7 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int])
     dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if exact else torch.bfloat16
     promised = {name: recipe.params[name] for name in schema.bounds if recipe.params.get(name) is not None}
     chosen = {name: recipe.params[name] for name in schema.chosen if recipe.params.get(name) is not None}
-    made = operation.examples(Case("again", sizes, chosen | promised), dtype, torch.device(recipe.device), None)
+    made = operation.examples(Case("again", sizes, chosen | promised), dtype, torch.device(device), None)
     shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
     found: dict[str, Any] = {
         name: made[name].view(shape) if made[name].numel() == math.prod(shape) else made[name]
@@ -91,7 +97,7 @@ def _tensor(
     recipe: TensorRecipe,
     device: str,
     sizes: dict[str, int],
-    generator: torch.Generator,
+    generator: torch.Generator | None,
     own: Tensor | None,
 ) -> Tensor:
     """A tensor as it lay in memory; axes that were expanded share their elements again."""

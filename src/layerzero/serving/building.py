@@ -96,14 +96,16 @@ class Builds:
         self.failed: list[FailedBuild] = []
         self._lacking: dict[str, str] = {}
         """What this machine lacks to build a kernel, by its id."""
+        self._taken = 0
+        """Calls that the thread took out of the queue and is not done with."""
         self.dropped, self.elsewhere = 0, False
         self.idle = threading.Event()
         self.idle.set()
 
     @property
     def waits(self) -> int:
-        """How many calls wait."""
-        return len(self._waiting)
+        """How many calls wait: in the queue, or for their turn while nothing is built for them yet."""
+        return len(self._waiting) + (0 if self.building else self._taken)
 
     def add(self, kernels: Iterable[Kernel], facts: Facts) -> None:
         """Ask for what a call lacks, each build once; never waits."""
@@ -151,6 +153,7 @@ class Builds:
             self._ending.wait(GATHER_S)
             with self._lock:
                 batch = list(self._waiting)
+                self._taken = len(batch)
                 self._waiting.clear()
                 self._wake.clear()
             try:
@@ -158,6 +161,7 @@ class Builds:
             except Exception:
                 log.exception("building in the background failed for %d calls", len(batch))
             self.building = ()
+            self._taken = 0
             self.host.leave()
             with self._lock:
                 if not self._waiting:
@@ -178,6 +182,7 @@ class Builds:
             if len(left) < len(chosen):  # another process built it meanwhile
                 ENGINE.new_winner()
             batch = self._run(left)
+            self.building, self._taken = (), len(batch)
 
     def _choice(self, waiting: Waiting) -> Chosen | None:
         from layerzero.serving.wanted import wanted

@@ -72,21 +72,23 @@ class JitStatus:
             lines.append(f"built in {seconds:.0f} s: {names}")
         if self.dropped:
             lines.append(f"{self.dropped} calls were dropped: the queue was full")
-        return lines + [f"{each.kernel} did not build for {each.call_class}: {_last(each)}" for each in self.failed]
+        return lines + [f"{each.kernel} did not build for {each.call_class}: {_gist(each)}" for each in self.failed]
 
     def __str__(self) -> str:
         return "\n".join([f"jit: {self.setting}", *self.lines()])
 
 
-def _last(failed: FailedBuild) -> str:
-    lines = failed.log.strip().splitlines()
-    return lines[-1] if lines else "no message"
+def _gist(failed: FailedBuild) -> str:
+    """The last line that speaks of an error, or else the last one: compilers end with other things."""
+    lines = [line.strip() for line in failed.log.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no message"])[-1]
 
 
 def jit_status() -> JitStatus:
     """Tell what is built in the background, and what became of it; see the setting ``jit``."""
     here = BUILDS.building, BUILDS.waits
-    others = None if here[0] else progress_of_others()
+    others = None if here[0] or BUILDS.host.held else progress_of_others()
     return JitStatus(
         setting=current_policy().jit,
         building=here[0],

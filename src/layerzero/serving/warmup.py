@@ -19,6 +19,7 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine import legality, planning
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
@@ -31,6 +32,7 @@ from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
+from layerzero.tuning.proving.build_child import too_large
 
 log = logging.getLogger("layerzero")
 
@@ -47,7 +49,10 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A kernel that was not built for a call, and why: it is built already, or what keeps it from the call."""
+    """A kernel that was not built for a call, and why: it is built already, or what keeps it from the call.
+
+    ``*`` stands for every kernel, of a call whose tensors this machine's memory does not hold.
+    """
 
     kernel_id: str
     call: str
@@ -96,9 +101,11 @@ def warmup(
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     jobs = _asked(operation, shapes, dtype, target.type, manifest, params)
+    warmed = Warmed()
+    if target.type == "cpu":  # a GPU's allocator says so instead
+        jobs = list(_that_fit(jobs, target, warmed))
     if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels()):
         _assembly.vet([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))])
-    warmed = Warmed()
     with _told(progress) as tell:
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
@@ -159,6 +166,16 @@ def _bound(job: Job, device: torch.device, params: Mapping[str, Any]) -> tuple[D
     call = job.make(device)
     dispatcher = CALLS[call.function].dispatcher
     return dispatcher, dispatcher.function.bind((), {**call.arguments, **accepted(dispatcher.function, params)})
+
+
+def _that_fit(jobs: Iterable[Job], device: torch.device, warmed: Warmed) -> Iterator[Job]:
+    """The calls whose tensors memory holds; the others are skipped."""
+    for job in jobs:
+        why = too_large(job.recipe or CallRecipe.of(job.facts(device)))
+        if why:
+            warmed.skipped.append(Skipped("*", job.name, f"too little memory: {why}"))
+        else:
+            yield job
 
 
 def _facts(dispatcher: Dispatcher, bound: dict[str, Any]) -> Facts:

@@ -20,8 +20,10 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
+from layerzero.engine.ending import killed_for_memory
+from layerzero.engine.failing import says_out_of_memory
 from layerzero.testing.apart_child import Message
-from layerzero.testing.process import APART, Process, child_environment, how_it_ended, killed_for_memory
+from layerzero.testing.process import APART, Process, child_environment, how_it_ended
 
 log = logging.getLogger("layerzero")
 
@@ -37,6 +39,7 @@ DEATHS = 3
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
 
+_KILLED = "its process was killed from outside with"
 _END_S = 10.0  # how long a child may take to end once it has no more jobs
 _LOOK_S = 0.05  # how often children are looked at that say nothing
 
@@ -70,7 +73,7 @@ class End:
     """What became of a task that has no answer.
 
     Attributes:
-        kind: why; one that was killed was so from outside.
+        kind: why; one that was killed was so from outside, or since memory ran out.
         how: an exit code or a signal in words, or the time of silence.
         words: the last line that the child said, or what else is known.
         step: the step that ran; None if none had begun.
@@ -100,7 +103,8 @@ class End:
         if self.kind == "stopped":
             return "who asked did not wait any longer"
         how = {"died": "it ended the process with", "hung": "no sign of life for"}
-        text = f"{how.get(self.kind, 'its process was killed from outside with')} {self.how}"
+        killed = "its process had too little memory and ended with" if says_out_of_memory(self.words) else _KILLED
+        text = f"{how.get(self.kind, killed)} {self.how}"
         return f"{text}: {self.words}" if self.words else text
 
     def __str__(self) -> str:
@@ -201,7 +205,9 @@ class _Runner:
                 words = f"the memory limit ended {short} processes of its group meanwhile" if short > 0 else ""
                 self._gone(child, "killed", how_it_ended(code), words)
             elif code is not None:
-                self._gone(child, "died", how_it_ended(code), child.last_words())
+                words = child.last_words()
+                kind: Kind = "killed" if says_out_of_memory(words) else "died"  # C++ ends a process that has none left
+                self._gone(child, kind, how_it_ended(code), words)
             elif time.monotonic() - child.since > child.limit:
                 self._gone(child, "hung", f"{child.limit:g} s")
 

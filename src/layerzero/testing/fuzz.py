@@ -81,6 +81,10 @@ class Failure:
         return f"{self.kernel_id} ({self.way}): {self.problem}\n    {self.call}\n    {self.reproducer}"
 
 
+SHOWN = 20
+"""Kernels, and wrong results, that a report shows."""
+
+
 @dataclass(slots=True)
 class FuzzReport:
     """What a run found so far.
@@ -116,10 +120,13 @@ class FuzzReport:
         rate = f"{self.seconds:.1f} s, {self.rate:.0f} calls a second"
         compared = f"{self.comparisons} comparisons with float64, {self.reused} on kept plans"
         lines = [f"{self.calls} calls, seed {self.seed}: {compared}, {len(self.failures)} wrong; {rate}"]
-        lines += [f"  {kernel_id}: {count}" for kernel_id, count in self.kernels.most_common()]
-        lines += [str(failure) for failure in self.failures[:20]]
-        if len(self.failures) > 20:
-            lines.append(f"and {len(self.failures) - 20} more")
+        lines += [f"  {kernel_id}: {count}" for kernel_id, count in self.kernels.most_common(SHOWN)]
+        others = self.kernels.total() - sum(count for _, count in self.kernels.most_common(SHOWN))
+        if others:
+            lines.append(f"  {len(self.kernels) - SHOWN} other kernels: {others}")
+        lines += [str(failure) for failure in self.failures[:SHOWN]]
+        if len(self.failures) > SHOWN:
+            lines.append(f"and {len(self.failures) - SHOWN} more")
         return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero.engine.ending import killed_for_memory
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 
@@ -29,7 +29,6 @@ ends where it fails."""
 _KILLED_S = 2.0
 """How long a killed process may take to end; only one that waits in the system, as for a device, takes any time."""
 
-_GROUPS = Path("/sys/fs/cgroup")
 _DECODER = msgspec.json.Decoder(Message)
 
 
@@ -71,19 +70,6 @@ def how_it_ended(code: int) -> str:
     """An exit code, or the name of the signal, in words."""
     names = {-each: each.name for each in signal.Signals}
     return names.get(code, f"exit code {code}" if code >= 0 else f"signal {-code}")
-
-
-def killed_for_memory() -> int:
-    """How many processes of this one's control group the system ended for want of memory; 0 where nobody counts."""
-    places = {"": (_GROUPS, "memory.events"), "memory": (_GROUPS / "memory", "memory.oom_control")}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controller, group = line.split(":", 2)
-            top, name = places.get(controller, (_GROUPS, ""))
-            for file in (top / group[1:] / name, top / name):  # in a container the group's own folder is the top
-                if file.is_file() and (count := re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE)):
-                    return int(count[1])
-    return 0
 
 
 class Process(subprocess.Popen[bytes]):

@@ -141,6 +141,11 @@ class HostLock:
     def __init__(self) -> None:
         self._file: int | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether it is this one's."""
+        return self._file is not None
+
     def take(self) -> bool:
         """Take it unless another process has it; where no file can be opened, nobody can have it."""
         if self._file is not None:

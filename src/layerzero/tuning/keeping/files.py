@@ -160,7 +160,7 @@ class FileLedger(MemoryLedger):
         if not self.unproved(kernel, facts):
             return None
         identity = (kernel.id, facts.device.name, call_class(facts))
-        record = self._about(kernel, facts)
+        record = self._about(kernel, facts, text=ending.so_far())
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)
         file = self.files.write(path, record)

@@ -66,7 +66,8 @@ def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
         file = disk.open_plain(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            disk.write_all(file, f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n".encode())
+            said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{ending.so_far()}\n"
+            disk.write_all(file, said.encode())
             os.fsync(file)
             hidden.replace(path)
         except OSError:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from layerzero.asking.answers import facts as facts_of
@@ -16,6 +17,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.ops.calls import accepted, arguments_of, as_shapes, case_of_shapes, function_for, is_call_of
+from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.proving.child import rebuilt
 
@@ -66,8 +68,7 @@ class Job:
     def facts(self, device: torch.device | str) -> Facts:
         """The facts of the call on a device, without making its data."""
         if self.recipe is not None:
-            call = rebuilt(self.recipe)
-            return facts_of(call.function, **call.arguments)
+            return _facts_of_recipe(self.recipe)
         return facts_of(self._function, device=str(device), **self._arguments("meta"))
 
     @property
@@ -78,6 +79,21 @@ class Job:
         operation, dtype = REGISTRY.operation(self.operation), dtype_named(self.dtype)
         made = arguments_of(operation, self.case, dtype, device, layout=self.layout, promised=True)
         return accepted(function_for(operation), made)
+
+
+def _facts_of_recipe(recipe: CallRecipe) -> Facts:
+    """The facts of a written call, whose tensors are not made: a cache that some machine had may not fit into this one.
+
+    What has no address counts as aligned, so the alignment is what was written down.
+    """
+    function, arguments = arguments_of_recipe(recipe, REGISTRY.operation(recipe.operation), "meta")
+    facts = facts_of(function.name, device=recipe.device, **arguments)
+    return facts.with_tensors(
+        {
+            name: msgspec.structs.replace(each, alignment_bytes=recipe.tensors[name].alignment_bytes)
+            for name, each in facts.tensors.items()
+        }
+    )
 
 
 def jobs_of_cases(

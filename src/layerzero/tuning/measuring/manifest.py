@@ -96,7 +96,8 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
     """Calls of each class, where a class is what verdicts are kept for; frequent classes first.
 
     A decode loop makes thousands of calls that differ in length by one. Of each power of two that they lie in, three
-    stand for it: the smallest, the most frequent and the largest, so that all between them have measured neighbours.
+    stand for it: the smallest, the most frequent and the largest, so that all between them have measured neighbours; of
+    those that are equally frequent, the middle one.
     The most frequent of every class come before the others. Calls without tensors are no jobs: see :func:`cases_of`.
     """
     classes: dict[str, list[Recorded]] = defaultdict(list)
@@ -105,12 +106,12 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
             classes[_class_of(recorded.call)].append(recorded)
     first, bracketing = [], []
     for members in classes.values():
-        most = max(
-            members, key=lambda each: (each.count, [each.call.tensors[name].shape for name in each.call.tensors])
-        )
+        by_size = sorted(members, key=lambda each: (_elements(each.call), text_of(each.call)))
+        highest = max(each.count for each in members)
+        frequent = [each for each in by_size if each.count == highest]
+        most = frequent[len(frequent) // 2]  # in a decode loop every length comes as often
         count = sum(each.count for each in members)
         first.append(_job(most.call, count))
-        by_size = sorted(members, key=lambda each: _elements(each.call))
         ends = {_elements(each.call): each for each in (by_size[0], by_size[-1])}
         bracketing += [_job(each.call, count) for size, each in ends.items() if size != _elements(most.call)]
     return [*sorted(first, key=_rank), *sorted(bracketing, key=_rank)]
@@ -139,7 +140,10 @@ def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") 
     Raises: ValueError as :meth:`Manifest.load` does, and where all calls were made on other devices.
     """
     manifest = Manifest.load(path, model=model)
-    jobs = jobs_of(manifest, device)
+    try:
+        jobs = jobs_of(manifest, device)
+    except (RuntimeError, TypeError, LookupError, ValueError) as error:  # it was written by hand, or damaged
+        raise ValueError(f"{path}: wanted calls as lz.record writes them, got another: {error}") from error
     elsewhere = ", ".join(sorted({each.call.device for each in manifest.calls} - {device}))
     if elsewhere and not jobs:
         got = f"{len(manifest.calls)} on {elsewhere}"

@@ -24,8 +24,9 @@ from layerzero.engine.jit import Outcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
+from layerzero.tuning.measuring.room import SHARE, available_bytes
 from layerzero.tuning.proving.child import rebuilt
-from layerzero.tuning.proving.toolchain import lacking
+from layerzero.tuning.proving.toolchain import interrupted, lacking
 
 NICENESS = 10
 
@@ -33,7 +34,7 @@ LINES = 15
 """Of what a compiler said, the last lines are told."""
 
 _SPARE = 2
-"""How many times a call's tensors must fit into what a GPU has left: the copies, and what else runs there."""
+"""How many times a call's tensors must fit into what a device has left: the copies, and what else runs there."""
 
 
 class Build(msgspec.Struct, frozen=True):
@@ -99,6 +100,8 @@ def failed(error: BaseException, *, lasting: bool) -> Outcome:
     program = lacking(error)
     if program is not None:
         return Outcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
+    if ended := interrupted(error):
+        return Outcome(f"{last_lines(error)}\nerror: {ended}", lasting=False)
     return Outcome(last_lines(error), lasting=lasting)
 
 
@@ -110,11 +113,14 @@ def last_lines(error: BaseException) -> str:
 
 
 def too_large(recipe: CallRecipe) -> str:
-    """Why a call cannot be made beside what runs on a GPU; empty where it can."""
-    if recipe.device != "cuda":
-        return ""
+    """Why a call cannot be made beside what runs on its device; empty where it can.
+
+    On a CPU the system gives out more than there is, and then ends a process, perhaps the one that asked.
+    """
     sizes = [math.prod(each.shape) * dtype_named(each.dtype).itemsize for each in recipe.tensors.values()]
-    free, _ = torch.cuda.mem_get_info()
+    free = SHARE * available_bytes() if recipe.device == "cpu" else math.inf
+    if recipe.device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
     if sum(sizes) * _SPARE <= free:
         return ""
-    return f"its tensors take {sum(sizes) / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free on the device"
+    return f"its tensors take {sum(sizes) / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB may be used on the device"

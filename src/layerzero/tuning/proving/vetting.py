@@ -22,7 +22,7 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, class_text
@@ -153,7 +153,10 @@ def _classes(
             for layout in operation.layouts or (None,):
                 if case is None:
                     continue
-                facts = facts_of(operation, case, dtype, device, layout)
+                try:
+                    facts = facts_of(operation, case, dtype, device, layout)
+                except InvalidCallError:  # a case names another dtype, as of a result, that does not fit this one
+                    continue
                 text = class_text(facts)
                 if text not in seen and allows(kernel, facts):
                     seen.add(text)

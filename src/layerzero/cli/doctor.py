@@ -1,0 +1,91 @@
+"""What ``layerzero doctor`` shows: what is usable here, in a screen; the rest counted, or listed if asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
+from layerzero.cli.tables import PLATFORMS, add_row, counted, lines_of, table_of, told
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.serving.advice import Advice
+from layerzero.serving.jit_status import JitStatus
+
+
+def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[RenderableType]:
+    """Versions, devices, libraries, issues.
+
+    Libraries that are not installed, and those for other hardware, have a line each kind, unless ``everything`` is
+    listed.
+    """
+    yield Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    for device in found.devices:
+        sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
+        sets = ", ".join(sorted(device.instruction_sets))
+        yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
+    yield from _libraries(found.libraries, everything)
+    if found.asked_for:
+        table = table_of("operation", "dtype", "has here", "calls get", "instead")
+        for finding in found.asked_for:
+            style = "green" if finding.served == "optimised" else "yellow"
+            has, gets = Text(finding.served, style=style), ", ".join(finding.chosen)
+            instead = ", ".join(name for name in finding.kernels if name not in finding.chosen) or finding.refused
+            add_row(table, finding.operation, finding.dtype, has, gets, instead)
+        yield table
+    for kernel, error in found.resting.items():
+        yield Text(f"resting: {kernel}: {error}", style="red")
+    for line in found.health_lines():
+        yield Text(line)
+    for name, error in found.plugin_errors.items():
+        yield Text(f"plugin {name}: {error}", style="red")
+    for each in found.descriptors:
+        yield Text(f"descriptor: {each['name']} (sha256 {each['sha256']})")
+    for issue in found.issues:
+        yield Text(f"issue: {issue}", style="yellow")
+    if not found.issues:
+        yield Text("no issues found", style="green")
+
+
+_FOLDED = (ReasonCode.PLATFORM_MISMATCH, ReasonCode.NOT_INSTALLED)
+"""Reasons that need no look: other hardware, and what somebody may install."""
+
+
+def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterator[RenderableType]:
+    """A row for each library that is here; what it is for and every refusal where everything is listed."""
+    shown = [each for each in libraries if everything or each.reason is None or each.reason.code not in _FOLDED]
+    table = table_of("library", "version", "kernels", "state", kernels="right")
+    for library in shown:
+        state = Text(f"usable{library.known}", style="green") if library.reason is None else told(library.reason)
+        about = lines_of(library.summary, state) if everything else state
+        add_row(table, library.name, library.version or "", str(library.kernels), about)
+    yield table
+    folded = [(each, each.reason) for each in libraries if each not in shown and each.reason is not None]
+    absent = [(each, why) for each, why in folded if why.code is ReasonCode.NOT_INSTALLED]
+    if absent:
+        yield Text(f"not installed: {'; '.join(_how_to(each, why) for each, why in absent)}", style="dim")
+    elsewhere = Counter(_hardware(why) for _, why in folded if why.code is ReasonCode.PLATFORM_MISMATCH)
+    if elsewhere:
+        yield counted("libraries for other hardware", elsewhere)
+
+
+def _how_to(library: LibraryFinding, why: Reason) -> str:
+    """The name of a library, and the command that installs it."""
+    return f"{library.name.partition(' (')[0]} ({why.hint.partition(': ')[2] or why.message})"
+
+
+def _hardware(why: Reason) -> str:
+    """What hardware a library is made for."""
+    return " and ".join(PLATFORMS.get(name, name) for name in str(why.wanted).split(" or "))
+
+
+def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableType]:
+    """What is built in the background, and what to do to be faster here."""
+    for line in status.lines():
+        yield Text(f"jit: {line}")
+    if advice:
+        yield Text("to be faster here:", style="bold")
+    for each in advice:
+        yield Text(f"  {each}")
