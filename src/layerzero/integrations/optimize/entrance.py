@@ -142,6 +142,11 @@ def optimize(
         report.replaced.append(
             Replaced(theirs.path, type(theirs.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
+    for turned in diffusion.rotations(root, report):
+        turned.on()
+        report._exchanges.append(turned)
+        name = type(turned.model).__name__
+        report.replaced.append(Replaced(turned.path, name, "rotation", "lz.rope_", turned.kernel, turned.error))
     if graph:
         _steps(attention, report)
     report._forget()
