@@ -25,7 +25,7 @@ from layerzero.engine.dispatch import ENGINE  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
 
 pytestmark = [
-    # a softcap and sinks have no kernel on the CPU but the reference, and LayerZero says so once
+    # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -296,9 +296,43 @@ def _traced(model: Any) -> tuple[Counter[str], torch.Tensor]:
     return calls, logits
 
 
-@named([each for each in EVERY if each.kind not in {"softcap", "sinks"}], QUICK)
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models without ``sdpa`` always get one; a window's and one that somebody wrote into are."""
+    (architecture,) = (each for each in DECODERS if each.name == name)
+    eager, ours = architecture.pair()
+    masks: list[bool] = []
+    attend = lz.attention
+
+    def watched(*given: Any, **named: Any) -> Any:
+        masks.append(named["attn_mask"] is not None)
+        return attend(*given, **named)
+
+    monkeypatch.setattr(integration.lz, "attention", watched)
+    with torch.no_grad():
+        for ids, wanted in (([[5, 9, 2]], [False, False]), ([[5, 9, 2, 7, 1, 8, 3, 4]], [True, False])):
+            masks.clear()
+            cache = transformers.DynamicCache(config=ours.config)
+            assert_equal(ours(torch.tensor(ids), past_key_values=cache).logits, eager(torch.tensor(ids)).logits)
+            assert masks == wanted
+            masks.clear()
+            token = torch.tensor([[6]])
+            got = ours(token, past_key_values=cache).logits[:, -1]
+            assert_equal(got, eager(torch.cat([torch.tensor(ids), token], 1)).logits[:, -1])
+            assert masks == wanted
+    mask = integration.attention_mask(
+        q_length=3, kv_length=3, batch_size=1, config=ours.config, dtype=torch.float32, device=torch.device("cpu"),
+        mask_function=transformers.masking_utils.causal_mask_function, q_offset=0, kv_offset=0,
+    )  # fmt: skip
+    assert mask is not None
+    assert integration._only_hides_the_future(mask, 3)
+    mask[..., 0] = -1.0
+    assert not integration._only_hides_the_future(mask, 3)
+
+
+@named(EVERY, QUICK)
 def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> None:
-    """A call without padding: how often torch copies, by its profiler. Softcap and sinks are the reference's here."""
+    """A call without padding: how often torch copies, by its profiler."""
     stock, ours = architecture.pair()
     if type(stock)._supports_sdpa:
         stock.set_attn_implementation("sdpa")

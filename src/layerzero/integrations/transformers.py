@@ -100,7 +100,8 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
     Models that do not support ``sdpa`` get the float mask of ``eager`` instead, for they do more with it than hand it
     on: pegasus_x, bigbird_pegasus and nllb-moe say that decoders are not causal, informer adds it to its own scores,
-    deepseek_v4 extends it with zeros (transformers 5.23).
+    deepseek_v4 extends it with zeros (transformers 5.23). One that only hides the future is marked, too: models that
+    hand it on as it is (Gemma 2, GPT-OSS) are then computed without it.
 
     Raises: InvalidCallError for a model that computes attention by itself: it would add the bool mask to its scores.
     """
@@ -116,6 +117,9 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     sizes = {"q_length": q_length, "kv_length": kv_length}
     if config in _float_masked:
         added: Tensor = eager_mask(**sizes, **call)
+        skips = allow_is_causal_skip and not call.get("allow_is_bidirectional_skip") and q_length in (1, kv_length)
+        if skips and not compiling and not added.is_inference() and sdpa_mask(**sizes, **call) is None:
+            setattr(added, _VERSION, added._version)
         return added
     mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
     if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
@@ -168,7 +172,9 @@ def attention_forward(
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
     if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
-        key, value, attention_mask, is_causal = key[:, :, :q_length], value[:, :, :q_length], None, True
+        attention_mask, is_causal = None, True
+        if q_length > 1:
+            key, value = key[:, :, :q_length], value[:, :, :q_length]
     kv_length = key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
@@ -247,7 +253,10 @@ def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
 
 
 def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
-    """Whether this is, unchanged, the mask of a prompt in an empty cache: causal on the first ``q_length`` keys."""
+    """Whether this is, unchanged, a mask that causality alone says: on the first ``q_length`` keys of an empty cache.
+
+    For one query it hides nothing then.
+    """
     if torch.compiler.is_compiling():
         return False
     version = getattr(mask, _VERSION, None)
