@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,6 +47,9 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
+
+_SERVED = HARMLESS - set(_UNSERVED)
+"""What a call may have beside its tensors."""
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens")
 
@@ -161,7 +163,7 @@ def attention_forward(
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
-    if kwargs.get("cache") is not None:
+    if "cache" in kwargs and kwargs["cache"] is not None:
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     q_length = query.shape[2]
@@ -198,7 +200,8 @@ def attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
-    own = softcap is not None or s_aux is not None or kwargs.get("deterministic")
+    deterministic = "deterministic" in kwargs and kwargs["deterministic"]
+    own = softcap is not None or s_aux is not None or deterministic
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -207,20 +210,14 @@ def attention_forward(
         )
         return traced
 
-    with lz.deterministic() if kwargs.get("deterministic") else nullcontext():
-        output = lz.attention(
-            query,
-            key,
-            value,
-            causal,
-            scaling,
-            layout="BHSD",
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            window=window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+    output: Tensor
+    named: dict[str, Any] = {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout, "window": window}
+    named |= {"softcap": softcap, "sinks": s_aux}
+    if deterministic:
+        with lz.deterministic():
+            output = lz.attention(query, key, value, causal, scaling, **named)
+    else:
+        output = lz.attention(query, key, value, causal, scaling, **named)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -238,18 +235,18 @@ def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bo
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
     for name, got in kwargs.items():
-        if (name in _UNSERVED or name not in HARMLESS) and got is not None and got is not False:
+        if got is None or got is False:
+            continue
+        if name not in _SERVED:
             text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
             wanted = _UNSERVED.get(name, _UNKNOWN)
             raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
-    packed = next((name for name in _PACKED if kwargs.get(name) is not None), None)
-    lengths = kwargs.get(packed) if packed else None
-    if lengths is not None and mask is None and lengths.numel() > 2:
-        problem = (
-            f"{packed}: wanted packed sequences to be told apart by position_ids (which make a mask), "
-            f"got {lengths.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
-        )
-        raise InvalidCallError("attn_implementation='layerzero'", [problem])
+        if name in _PACKED and mask is None and got.numel() > 2:
+            problem = (
+                f"{name}: wanted packed sequences to be told apart by position_ids (which make a mask), "
+                f"got {got.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
+            )
+            raise InvalidCallError("attn_implementation='layerzero'", [problem])
 
 
 def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
