@@ -110,10 +110,12 @@ def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypat
     assert not integration._only_hides_the_future(mask, 3)
 
 
-@named(EVERY, {*QUICK, "GPTNeoX", "Bamba"})
+@named(EVERY, {*QUICK, "GPTNeoX", "Bamba", "Wav2Vec2"})
 def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: Architecture) -> None:
     """Also those whose layers cannot be run by themselves: their cache has another name, or they return a tuple."""
     stock, _ = architecture.pair()
+    if type(stock)._supports_sdpa:
+        stock.set_attn_implementation("sdpa")
     call = inputs(architecture.kind, "left")
     seen = call.get("attention_mask")
     with torch.no_grad():
@@ -125,6 +127,8 @@ def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: A
         else:
             assert_equal(got, wanted)
         assert report.replaced
+        if architecture.kind in {"dense", "vision", "audio", "encoder"}:
+            assert any(each.kind == "attention" for each in report.replaced), report
         report.undo()
         assert torch.equal(stock(**call)[0], wanted)
 
