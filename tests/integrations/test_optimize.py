@@ -54,7 +54,7 @@ COUNTS = {
     "llama": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "qwen2": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "qwen3": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
-    "gemma2": {"layer": 2, "norm": 1, "linear": 1},
+    "gemma2": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "mistral": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "phi3": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "gpt2": {"attention": 1, "linear": 1},

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.integrations.optimize import entrance
+from layerzero.integrations.optimize import entrance, measured
 from layerzero.integrations.optimize.activations import activation_named
 from layerzero.integrations.optimize.blocks import Block, block
-from layerzero.integrations.optimize.gate import gate
+from layerzero.integrations.optimize.gate import Timed, gate
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.report import Optimized
 
@@ -348,3 +348,19 @@ def test_a_slow_moment_of_the_machine_is_no_gain() -> None:
 
     assert gain([1.0, 1.0, 1.0], [0.5, 0.5, 0.5]) == 1.0
     assert gain([0.028, 0.1], [0.18, 0.025]) < 0  # the mean of the pairs says 1.08
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
+def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decided(switches, sample, rounds):
+        for switch in switches.values():
+            switch(False)
+        return Timed(1.0, 1.0, dict.fromkeys(switches, 0.7), list(switches), rounds)
+
+    monkeypatch.setattr(measured, "gate", decided)
+    model = Scaled(16, "plain").eval()
+    report = lz.optimize(model, torch.randn(3, 16), budget_s=0.0, rounds=1, isolate=False)
+    assert report.replaced == []
+    assert any(
+        "it gained +70.0% in its turn, but all that gained less than 1 % together" in each.why for each in report.left
+    )

@@ -371,6 +371,11 @@ def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pyt
         ({"rounds": 0}, "rounds: wanted"),
         ({"memory_limit": "1GB"}, "memory_limit: wanted"),
         ({"memory_limit": 1.5}, "wanted bytes"),
+        ({"budget_s": "10"}, "budget_s: wanted seconds from 0 or None, got '10'"),
+        ({"budget_s": float("nan")}, "budget_s: wanted seconds"),
+        ({"budget_s": -1.0}, "budget_s: wanted seconds"),
+        ({"graph": "no"}, "graph: wanted True or False, got 'no'"),
+        ({"isolate": None}, "isolate: wanted True or False"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused_before_anything_is_looked_at(given, said):

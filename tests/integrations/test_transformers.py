@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", "5.0", reason="needs transfor
 from layerzero.integrations import transformers as integration  # noqa: E402  # it imports nothing of transformers itself
 
 pytestmark = [
-    # a softcap and sinks have no kernel on the CPU but the reference, and LayerZero says so once
+    # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
 ]
 

@@ -16,7 +16,7 @@ import copyreg
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -118,7 +118,7 @@ def attentions_of(root: Module) -> Iterator[tuple[str, Module, str]]:
                 yield path, module, f"{type(module).__name__} calls torch's function itself and has no processor"
             continue
         kind = type(processor)
-        if isinstance(processor, _Served) or getattr(processor, "_attention_backend", None) == NAME:
+        if isinstance(processor, Served) or getattr(processor, "_attention_backend", None) == NAME:
             yield path, module, "it is LayerZero's already"
         elif getattr(processor, "_parallel_config", None) is not None:
             yield (
@@ -203,7 +203,8 @@ class ProcessorSwap:
         """Whether LayerZero computes it now."""
         if self._backend is not None:
             backend = getattr(self.module.processor, "_attention_backend", None)
-            return self.module.processor is self.before and backend == NAME
+            attributes = getattr(self.module.processor, "__dict__", None)  # one that rotates otherwise shares them
+            return attributes is self.before.__dict__ and backend == NAME
         return self.module.processor is self._twin
 
     def on(self) -> None:
@@ -223,7 +224,7 @@ class ProcessorSwap:
             self.module.processor = self.before
 
 
-class _Served:
+class Served:
     """What marks a processor whose call of torch's function is LayerZero's; it says that it is of its own class.
 
     diffusers asks ``processor.__class__`` to see whether all are of known kinds. A pickle is of that class, too, so
@@ -258,13 +259,20 @@ def _calls_torch(function: Any) -> bool:
 @functools.cache
 def _served_class(kind: type) -> type:
     """A subclass whose call is the same code with ``F`` bound to :func:`_functional`."""
+    return served_class(kind, {"F": _functional()})
+
+
+def served_class(kind: type, bound: Mapping[str, Any], code: types.CodeType | None = None) -> type:
+    """A subclass of a class of processors whose call is the same code, or another one, with some names bound anew."""
     call: Any = kind.__call__
-    known = call.__globals__ | {"F": _functional()}
-    ours = types.FunctionType(call.__code__, known, call.__name__, call.__defaults__, call.__closure__)
-    ours.__kwdefaults__ = call.__kwdefaults__
-    ours.__annotations__ = call.__annotations__
+    known = dict(call.__globals__) | dict(bound)
+    # torch.compile looks up by a module's name what its functions read: without one it looks into these globals
+    del known["__name__"]
+    ours = types.FunctionType(code or call.__code__, known, call.__name__, call.__defaults__, call.__closure__)
+    ours.__kwdefaults__, ours.__annotations__ = call.__kwdefaults__, call.__annotations__
+    ours.__module__ = call.__module__
     members = {"__call__": ours, "__class__": property(lambda _: kind), "__module__": kind.__module__}
-    return type(kind.__name__, (_Served, kind), members)
+    return type(kind.__name__, (Served, kind), members)
 
 
 def _twin_of(processor: Any) -> Any:

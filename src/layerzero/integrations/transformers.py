@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,6 +47,9 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
+
+_SERVED = HARMLESS - set(_UNSERVED)
+"""What a call may have beside its tensors."""
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens")
 
@@ -100,7 +102,8 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
     Models that do not support ``sdpa`` get the float mask of ``eager`` instead, for they do more with it than hand it
     on: pegasus_x, bigbird_pegasus and nllb-moe say that decoders are not causal, informer adds it to its own scores,
-    deepseek_v4 extends it with zeros (transformers 5.23).
+    deepseek_v4 extends it with zeros (transformers 5.23). One that only hides the future is marked, too: models that
+    hand it on as it is (Gemma 2, GPT-OSS) are then computed without it.
 
     Raises: InvalidCallError for a model that computes attention by itself: it would add the bool mask to its scores.
     """
@@ -116,6 +119,9 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     sizes = {"q_length": q_length, "kv_length": kv_length}
     if config in _float_masked:
         added: Tensor = eager_mask(**sizes, **call)
+        skips = allow_is_causal_skip and not call.get("allow_is_bidirectional_skip") and q_length in (1, kv_length)
+        if skips and not compiling and not added.is_inference() and sdpa_mask(**sizes, **call) is None:
+            setattr(added, _VERSION, added._version)
         return added
     mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
     if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
@@ -157,7 +163,7 @@ def attention_forward(
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
-    if kwargs.get("cache") is not None:
+    if "cache" in kwargs and kwargs["cache"] is not None:
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     q_length = query.shape[2]
@@ -168,7 +174,9 @@ def attention_forward(
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
     if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
-        key, value, attention_mask, is_causal = key[:, :, :q_length], value[:, :, :q_length], None, True
+        attention_mask, is_causal = None, True
+        if q_length > 1:
+            key, value = key[:, :, :q_length], value[:, :, :q_length]
     kv_length = key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
@@ -192,7 +200,8 @@ def attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
-    own = softcap is not None or s_aux is not None or kwargs.get("deterministic")
+    deterministic = "deterministic" in kwargs and kwargs["deterministic"]
+    own = softcap is not None or s_aux is not None or deterministic
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -201,20 +210,14 @@ def attention_forward(
         )
         return traced
 
-    with lz.deterministic() if kwargs.get("deterministic") else nullcontext():
-        output = lz.attention(
-            query,
-            key,
-            value,
-            causal,
-            scaling,
-            layout="BHSD",
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            window=window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+    output: Tensor
+    named: dict[str, Any] = {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout, "window": window}
+    named |= {"softcap": softcap, "sinks": s_aux}
+    if deterministic:
+        with lz.deterministic():
+            output = lz.attention(query, key, value, causal, scaling, **named)
+    else:
+        output = lz.attention(query, key, value, causal, scaling, **named)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -232,22 +235,25 @@ def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bo
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
     for name, got in kwargs.items():
-        if (name in _UNSERVED or name not in HARMLESS) and got is not None and got is not False:
+        if got is None or got is False:
+            continue
+        if name not in _SERVED:
             text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
             wanted = _UNSERVED.get(name, _UNKNOWN)
             raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
-    packed = next((name for name in _PACKED if kwargs.get(name) is not None), None)
-    lengths = kwargs.get(packed) if packed else None
-    if lengths is not None and mask is None and lengths.numel() > 2:
-        problem = (
-            f"{packed}: wanted packed sequences to be told apart by position_ids (which make a mask), "
-            f"got {lengths.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
-        )
-        raise InvalidCallError("attn_implementation='layerzero'", [problem])
+        if name in _PACKED and mask is None and got.numel() > 2:
+            problem = (
+                f"{name}: wanted packed sequences to be told apart by position_ids (which make a mask), "
+                f"got {got.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
+            )
+            raise InvalidCallError("attn_implementation='layerzero'", [problem])
 
 
 def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
-    """Whether this is, unchanged, the mask of a prompt in an empty cache: causal on the first ``q_length`` keys."""
+    """Whether this is, unchanged, a mask that causality alone says: on the first ``q_length`` keys of an empty cache.
+
+    For one query it hides nothing then.
+    """
     if torch.compiler.is_compiling():
         return False
     version = getattr(mask, _VERSION, None)

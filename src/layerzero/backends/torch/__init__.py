@@ -30,6 +30,7 @@ MODULES = (
     "rope",
     "rope_append",
     "sampling",
+    "scored",
     "sparse",
     "sparse_variable",
     "varlen",

@@ -44,7 +44,8 @@ def sdpa_operator(name: str) -> Callable[..., Any]:
     return generated or getattr(torch.ops.aten, full).default
 
 
-def _load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+def load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+    """Load torch's fused kernel on a CPU, BHSD, which also gives the log-sum-exp; short rows get a mask."""
     operator = sdpa_operator("flash_attention_for_cpu")
     causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
 
@@ -134,7 +135,7 @@ KERNELS = (
         id="torch.sdpa.cpu_flash",
         operations=attention.ALL,
         backend=TORCH,
-        load=_load_cpu_flash,
+        load=load_cpu_flash,
         layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
         folds=FOLDED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import layerzero as lz
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.report import Left, Optimized
+
+if TYPE_CHECKING:
+    from layerzero.integrations.diffusers_rotary import RotationOf
 
 
 class Pipeline:
@@ -102,7 +105,7 @@ def attention(
 ) -> Iterator[tuple[AttentionOf, float | None]]:
     """The attentions that gave what torch's function gives, on the inputs or on random ones, with their errors.
 
-    What is left, and the norms and rotations that no module of its own computes, go into the report.
+    What is left, and the norms that no module of its own computes, go into the report.
     """
     for path, model in _models_of(root):
         found = AttentionOf(path, model)
@@ -131,19 +134,24 @@ def _models_of(root: Module) -> Iterator[tuple[str, Module]]:
 
 
 def _unserved(model: Module) -> Iterator[str]:
-    """Why norms and rotations that are no module with weights are left."""
+    """Why norms that are no module with weights are left."""
     bare = sum(isinstance(each, LayerNorm) and not any(True for _ in each.parameters()) for each in model.modules())
     if bare:
         yield f"{bare} layer norms without a weight, whose scale and shift come with the step: torch's kernel runs them"
-    turned = sum(_rotates(each) for each in model.modules())
-    if turned:
-        yield f"{turned} rotations of queries and keys: the processor computes each in plain torch, one after the other"
 
 
-def _rotates(module: Module) -> bool:
-    processor: Any = type(getattr(module, "processor", None))
-    code = getattr(vars(processor).get("__call__"), "__code__", None)
-    return code is not None and any("rotary" in name for name in (*code.co_names, *code.co_varnames))
+def rotations(root: Module, report: Optimized) -> Iterator[RotationOf]:
+    """The rotations of processors that gave what their own functions give on random input."""
+    from layerzero.integrations.diffusers_rotary import RotationOf
+
+    for path, model in _models_of(root):
+        found = RotationOf(path, model)
+        name = type(model).__name__
+        report.left += [
+            Left(path, name, f"rotations of {count} attentions: {why}") for why, count in found.left.items()
+        ]
+        if found.count:
+            yield found
 
 
 def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float | None, str]:

@@ -93,6 +93,15 @@ def optimize(
         problems.append(f"memory_limit: wanted bytes from 0 or None, got {told(memory_limit)}")
     if type(rounds) is not int or rounds < 1:
         problems.append(f"rounds: wanted a number of at least 1, got {told(rounds)}")
+    if budget_s is not None and (
+        isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0
+    ):
+        problems.append(f"budget_s: wanted seconds from 0 or None, got {told(budget_s)}")
+    problems += [
+        f"{name}: wanted True or False, got {told(each)}"
+        for name, each in (("graph", graph), ("isolate", isolate))
+        if not isinstance(each, bool)
+    ]
     if problems:
         raise InvalidCallError("optimize", problems)
     if is_tokenizer(model):
@@ -142,6 +151,11 @@ def optimize(
         report.replaced.append(
             Replaced(theirs.path, type(theirs.model).__name__, "attention", "lz.attention", BY_CALL, error)
         )
+    for turned in diffusion.rotations(root, report):
+        turned.on()
+        report._exchanges.append(turned)
+        name = type(turned.model).__name__
+        report.replaced.append(Replaced(turned.path, name, "rotation", "lz.rope_", turned.kernel, turned.error))
     if graph:
         _steps(attention, report)
     report._forget()

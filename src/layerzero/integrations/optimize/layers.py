@@ -184,7 +184,11 @@ def _tried(
         return found, liked
     forms = list(_forms(made, got, exchange.of))
     forms.sort(key=lambda form: form[0] != liked)
-    hidden, expected = _expected(module, calls, exchange)
+    try:
+        hidden, expected = _expected(module, calls, exchange)
+    except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
+        found.why = f"as a whole: it could not be run by itself: {type(raised).__name__}: {str(raised)[:80]}"
+        return found, liked
     dtype = hidden[0].dtype
     least, ran = float("inf"), found.kernels
     tried: dict[str, None] = {}
@@ -270,6 +274,9 @@ def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tup
     hidden = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each, _ in calls]
     stock = stock_forward(module)
     first = _run(stock, module, hidden, calls)
+    for each in first:
+        if not isinstance(each, Tensor):  # Bamba's layers
+            raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden, strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
     return hidden, _run(stock, module, hidden, calls)

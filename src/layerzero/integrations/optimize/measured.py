@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from layerzero.asking.trace import traced
 from layerzero.integrations.optimize.candidate import distance
-from layerzero.integrations.optimize.gate import Switch, gate
+from layerzero.integrations.optimize.gate import LEAST, Switch, gate
 from layerzero.integrations.optimize.inputs import Workload
 from layerzero.integrations.optimize.report import BY_CALL, Exchange, Left, Optimized
 from layerzero.integrations.optimize.spent import Spent, spent
@@ -51,6 +51,8 @@ def measure(
         for kind in report.timed.dropped:
             gain = report.timed.gains[kind]
             why = f"{kind}: end to end it gained {gain:+.1%}, less than 1 %"
+            if gain >= LEAST:  # the whole decided
+                why = f"{kind}: it gained {gain:+.1%} in its turn, but all that gained less than 1 % together"
             report.left += [Left(each.path, each.module, why) for each in report.replaced if each.kind == kind]
         kept = [
             (exchange, told)
