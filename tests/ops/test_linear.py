@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + math.exp(-x)),
+    "relu2": lambda x: max(x, 0.0) ** 2,
 }
 
 
@@ -95,7 +96,7 @@ def test_a_float32_result_was_never_rounded(path, dtype):
         ({"bias": torch.randn(5).double()}, "bias: wanted dtype float32"),
         ({"input": torch.tensor(1.0)}, "input: wanted at least a 1D tensor"),
         ({"input": torch.ones(3, 8).int()}, "input: wanted dtype"),
-        ({"activation": "swish"}, "activation: wanted relu, gelu, gelu_tanh, silu or None, got 'swish'"),
+        ({"activation": "swish"}, "activation: wanted relu, gelu, gelu_tanh, silu, relu2 or None, got 'swish'"),
         ({"out_dtype": torch.bfloat16}, "out_dtype: wanted float32 for an input of float32, got bfloat16"),
         ({"out_dtype": "float32"}, "out_dtype: wanted dtype, got 'float32'"),
         ({"packed": torch.randn(5, 8)}, "packed: wanted a PackedWeight or None, got Tensor"),
