@@ -117,7 +117,9 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
     asked_for: Annotated[
         str | None,
-        typer.Option("--for", metavar="SET", help="Also tell what each operation of decoders, encoders, … has here."),
+        typer.Option(
+            "--for", metavar="SET", help="Tell what each operation of decoders, encoders, … has here, on one screen."
+        ),
     ] = None,
     json: AsJson = False,
 ) -> Answer:

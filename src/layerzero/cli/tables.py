@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis
+from layerzero.asking.sets import OperationFinding, Served
 from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name
@@ -180,19 +181,12 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
         sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
         sets = ", ".join(sorted(device.instruction_sets))
         yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
-    table = _table("library", "version", "kernels", "state", kernels="right")
-    for library in found.libraries:
-        state = Text(f"usable{library.known}", style="green") if library.reason is None else _reason(library.reason)
-        _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
-    yield table
     if found.asked_for:
-        table = _table("operation", "dtype", "has here", "calls get", "instead")
-        for finding in found.asked_for:
-            style = "green" if finding.served == "optimised" else "yellow"
-            has, gets = Text(finding.served, style=style), ", ".join(finding.chosen)
-            instead = ", ".join(name for name in finding.kernels if name not in finding.chosen) or finding.refused
-            _row(table, finding.operation, finding.dtype, has, gets, instead)
-        yield table
+        usable = sum(library.reason is None for library in found.libraries)
+        yield Text(f"{usable} of {len(found.libraries)} libraries are usable; `layerzero doctor` lists them")
+        yield from _asked_for(found.asked_for)
+    else:
+        yield _libraries(found)
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
     for line in found.health_lines():
@@ -205,6 +199,40 @@ def diagnosis(found: Diagnosis) -> Iterator[RenderableType]:
         yield Text(f"issue: {issue}", style="yellow")
     if not found.issues:
         yield Text("no issues found", style="green")
+
+
+def _libraries(found: Diagnosis) -> Table:
+    table = _table("library", "version", "kernels", "state", kernels="right")
+    for library in found.libraries:
+        state = Text(f"usable{library.known}", style="green") if library.reason is None else _reason(library.reason)
+        _row(table, library.name, library.version or "", str(library.kernels), _lines(library.summary, state))
+    return table
+
+
+def _asked_for(findings: Sequence[OperationFinding]) -> Iterator[RenderableType]:
+    """A row for each operation that a library serves; the others by what they fall back to; what would help them."""
+    table = _table("name", "dtype", "has here", "kernel of a library")
+    fallen: dict[Served, list[str]] = {}
+    for finding in findings:
+        if not finding.kernels:
+            fallen.setdefault(finding.served, []).append(finding.operation)
+            continue
+        first = next((name for name in finding.chosen if name in finding.kernels), finding.kernels[0])
+        more = f" and {len(finding.kernels) - 1} more" if len(finding.kernels) > 1 else ""
+        style = "green" if finding.served is Served.OPTIMISED else "yellow"
+        has = Text(finding.served, style=style)
+        _row(table, finding.operation, finding.dtype, has, f"{first}{more}")
+    if table.row_count:
+        yield table
+    for served, names in fallen.items():
+        yield Text.assemble((f"{served}: ", "yellow"), ", ".join(names))
+    helps: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.refused:
+            _, _, reason = finding.refused.partition("] ")
+            helps.setdefault(reason or finding.refused, []).append(finding.operation)
+    for reason, names in helps.items():
+        yield Text(f"{', '.join(names)}: {reason}", style="dim")
 
 
 def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableType]:
