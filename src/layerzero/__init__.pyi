@@ -156,6 +156,7 @@ __all__ = [
     "configure",
     "confirm_suspects",
     "copy_kv_blocks",
+    "copy_slice_",
     "descriptor",
     "deterministic",
     "detokenize",
@@ -225,6 +226,7 @@ __all__ = [
     "silu_mul",
     "softmax",
     "sparse_attention",
+    "split_qkv",
     "split_qkv_norm_rope",
     "swiglu_oai",
     "testing",
@@ -232,6 +234,8 @@ __all__ = [
     "tokenize",
     "tokenizer_cache",
     "trace",
+    "transpose_head_token",
+    "transpose_token_head",
     "tune",
     "tune_tokenizer",
     "unload_descriptor",
@@ -642,6 +646,15 @@ def copy_kv_blocks(
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
         in debug mode for pages beyond the cache, too.
     Source: copy_blocks of vLLM, arXiv:2309.06180.
+    """
+
+def copy_slice_(destination: Tensor, input: Tensor) -> None:
+    """Write one slice over another: ``lz.copy_slice_(cache[:, 3:7], new)``.
+
+    Shapes: destination and input (*, D), the same; views say which part of a tensor is meant.
+    Dtype: floating, the same for both.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a destination that needs gradients as a
+        leaf, that overlaps itself in memory, or that shares memory with the input.
     """
 
 def detokenize(
@@ -1599,6 +1612,18 @@ def sparse_attention(
     Source: BlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
 
+def split_qkv(qkv: Tensor, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart into queries, keys and values, each in memory of its own.
+
+    ``lz.split_qkv_norm_rope`` does so and rotates, ``lz.qkv_linear`` makes the parts at once.
+
+    Shapes: qkv (*, N + 2 M), queries first, then keys, then values → (*, N), (*, M), (*, M), contiguous
+    Dtype: floating, returned.
+    Args:
+        kv_features: M, the numbers of a token's keys, and of its values.
+    Raises: InvalidCallError for other dtypes, and for parts that leave no queries.
+    """
+
 def split_qkv_norm_rope(
     qkv: Tensor,
     heads: int,
@@ -1686,6 +1711,24 @@ def tokenize(
         arguments that mean nothing; NoKernelFoundError where no installed library is exact for it.
     """
 
+def transpose_head_token(input: Tensor) -> Tensor:
+    """Write heads before tokens as tokens before heads, into memory of its own.
+
+    Where a view will do, ``input.transpose(-2, -3)`` costs nothing; kernels that want dense memory want this.
+
+    Shapes: input (*, H, T, D) → (*, T, H, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
+    """
+
+def transpose_token_head(input: Tensor) -> Tensor:
+    """Write tokens before heads as heads before tokens, into memory of its own.
+
+    Shapes: input (*, T, H, D) → (*, H, T, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
+    """
+
 @overload
 def variable_sparse_attention(
     query: Tensor,
@@ -1767,7 +1810,8 @@ def verify_speculative(
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
         seed: gives the same tokens wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
-    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary and for rows of the
-        target that nothing can be drawn of. On a GPU, where looking means waiting, such a row gives some token.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
+        that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).
+        On a GPU, where looking means waiting, such a row gives some token.
     Source: arXiv:2211.17192, arXiv:2302.01318; of trees arXiv:2305.09781.
     """

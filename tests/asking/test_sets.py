@@ -64,7 +64,7 @@ def test_doctor_tells_a_line_for_each_operation():
 
 
 def test_what_a_caller_has_to_prepare_is_told():
-    """Packed weights are what every decoder's products gain from most: without them "torch alone" would be no answer."""
+    """Packed weights are what products on a CPU gain from most: "torch alone" would be no answer."""
     found = {each.operation: each for each in served("decoder", Device.detect("cpu"))}
     product = found["mlp.linear"]
     packs = [kernel.id for kernel in lz.list_kernels("mlp.linear") if "packed" in kernel.id]

@@ -32,6 +32,7 @@ MODULES = (
     "sampling",
     "sparse",
     "sparse_variable",
+    "tensor",
     "varlen",
     "verify",
 )
