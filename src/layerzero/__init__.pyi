@@ -228,6 +228,7 @@ __all__ = [
     "sparse_attention",
     "split_qkv",
     "split_qkv_norm_rope",
+    "split_qkv_norm_rope_append",
     "swiglu_oai",
     "testing",
     "thaw",
@@ -1658,6 +1659,44 @@ def split_qkv_norm_rope(
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that is no multiple of
         H + 2 K, for one weight without the other; on a CPU and in debug mode for positions beyond the table, too.
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
+    """
+
+def split_qkv_norm_rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str = "NHD",
+) -> Tensor:
+    """Take a joined product apart, norm and rotate queries and keys, write keys and values into a cache in place.
+
+    ``lz.split_qkv_norm_rope`` and an append as one call: all that lies between ``lz.linear`` with joined weights and
+    the attention over a cache.
+
+    Shapes: paged: qkv (T, (H + 2 K) * D), a token's queries first, then its keys, then its values, positions and
+        slot_mapping (T,), caches (P, N, K, D) in NHD → (T, H, D); contiguous: qkv (B, S, (H + 2 K) * D), positions
+        (B, S), (1, S) or (S,), caches (B, L, K, D) in NHD → (B, S, H, D). Axes 1 and 2 of caches are swapped in HND.
+        cos and sin (P, R/2), R at most D; q_weight and k_weight (D,). K and D are the cache's, H is what is left.
+    Dtype: qkv, weights and caches the same floating dtype; cos, sin and positions as of ``lz.rope``; slot_mapping
+        int64.
+    Units: eps in x^2.
+    Args:
+        positions, slot_mapping, layout: as of ``lz.rope_append``.
+        q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
+    Returns: the queries. Keys and values are in the cache alone.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
+        weight without the other, for caches that share elements with what is read or with each other, before anything
+        is written; on a CPU and in debug mode for positions and slots that lead nowhere, too.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
 def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:

@@ -25,6 +25,7 @@ SETS: Mapping[str, OperationSet] = {
         (
             *("embedding.lookup", "norm.rms", "norm.add_rms", "norm.add_rms.inplace", "mlp.linear", "mlp.qkv.joined"),
             *("posenc.rope", "posenc.rope.inplace", "posenc.qk_norm_rope", "posenc.split_qkv_norm_rope"),
+            *("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
             *("kv.rope_append", "kv.rope_append.paged", "attention.gqa.prefill", "attention.gqa.decode"),
             *("attention.gqa.decode.paged", "kv.append.paged"),
             *("mlp.silu_mul", "mlp.silu_mul.joined", "mlp.gelu_mul", "mlp.gelu_mul.joined", "mlp.fused.gated"),

@@ -88,7 +88,8 @@ def _load_normed(facts: Facts) -> Callable[..., Any]:
     return norm_then_rope(*pair_of(facts, "query"))
 
 
-def _load_split(facts: Facts) -> Callable[..., Any]:
+def load_split(facts: Facts) -> Callable[..., Any]:
+    """What takes a joined product ``qkv`` apart, norms and rotates its parts."""
     return split_then_norm_rope(*pair_of(facts, "qkv"))
 
 
@@ -152,6 +153,12 @@ LIMITS = (
     ),
 )
 
+SPLIT_LIMITS = (
+    *LIMITS,
+    limit.dim("head_dim", multiple=8),
+    limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
+)
+
 KERNELS = (
     Kernel(
         id="vllm.cpu.rope",
@@ -183,13 +190,9 @@ KERNELS = (
         id="vllm.cpu.split_qkv_norm_rope",
         operations=("posenc.split_qkv_norm_rope",),
         backend=VLLM_CPU,
-        load=_load_split,
+        load=load_split,
         accepts=SPLIT_ACCEPTS,
-        limits=(
-            *LIMITS,
-            limit.dim("head_dim", multiple=8),
-            limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
-        ),
+        limits=SPLIT_LIMITS,
         deterministic=True,
         priority=55,
     ),
