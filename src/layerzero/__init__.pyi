@@ -208,6 +208,7 @@ __all__ = [
     "rope_",
     "rope_append",
     "rope_frequencies",
+    "rope_one",
     "rope_table",
     "sample",
     "sample_minp",
@@ -1262,6 +1263,30 @@ def rope_append(
         read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
         lead nowhere, too.
     Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
+
+def rope_one(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Tensor:
+    """Rotate one tensor by the angles of its positions, as ``lz.rope`` rotates queries and keys.
+
+    For keys that are rotated apart from their queries, and for the part of latent attention's keys that heads share.
+
+    Shapes: input (T, H, D), positions (T,); or input (B, S, H, D), positions (B, S), (1, S) or (S,), axes 1 and 2 of
+        input swapped in BHSD; cos and sin (P, R/2), R at most D → input's. Entries of a head from R on pass through.
+    Dtype: input floating, returned; the rest as of ``lz.rope``.
+    Args:
+        cos, sin, positions, interleaved: as of ``lz.rope``.
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default the configured one, else what strides and positions
+            say, else BSHD with a warning. Of three axes the first are tokens.
+    Raises: InvalidCallError as ``lz.rope``.
+    Source: RoFormer, arXiv:2104.09864.
     """
 
 def sample(

@@ -64,6 +64,28 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_one(facts: Facts) -> Callable[..., Any]:
+    rotate = operators(build_for(facts)).rotary_embedding.default
+    head_dim, dtype, wide = facts.size("head_dim"), facts.tensors["input"].dtype, facts.tensors["cos"].dtype
+    width = facts.size("heads") * head_dim
+
+    def run(
+        input: Tensor,  # noqa: A002  # torch's name
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:
+        batch, seq = input.shape[0] if input.ndim == 4 else 1, input.shape[-3]
+        output = input.to(wide, memory_format=torch.contiguous_format, copy=True)
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        rotate(places, output.view(batch * seq, width), None, head_dim, table, not interleaved)
+        return output.to(dtype)
+
+    return run
+
+
 def pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
     """Its norm, and its rotation in the table's dtype of what the norm wrote."""
     norm = operators(build_for(facts)).rms_norm.default
@@ -168,6 +190,17 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,  # it works on copies of its own
+        deterministic=True,
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.rope_one",
+        operations=("posenc.rope.one",),
+        backend=VLLM_CPU,
+        load=_load_one,
+        layout="BSHD",
+        accepts=("positions", "interleaved"),
+        limits=LIMITS,
         deterministic=True,
         priority=60,
     ),
