@@ -93,7 +93,7 @@ def rope_append(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
 def split_qkv_norm_rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.split_qkv_norm_rope_append``: the parts of a call of ``lz.rope_append``, joined."""
     arguments = rope_append(draw, dtype, joined=True)
-    parts = [arguments.pop(name) for name in ("query", "key", "value")]
+    qkv = torch.cat([arguments.pop(name) for name in ("query", "key", "value")], -2).flatten(-2)
     if draw.chance(0.6):
-        arguments |= norm_weights(draw, dtype, parts[0].shape[-1])
-    return {"qkv": draw.laid_out(torch.cat(parts, -2).flatten(-2)), **arguments}
+        arguments |= norm_weights(draw, dtype, arguments["key_cache"].shape[-1])
+    return {"qkv": draw.laid_out(qkv) if draw.chance(0.5) else qkv, **arguments}

@@ -191,7 +191,12 @@ _COMMON: dict[str, Any] = {
     },
     "derive": _derive,
     "derived": ("heads", "rotary_dim", "table_dtype", "position_dtype"),
-    "derived_from": {"heads": ("features",), "rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
+    "derived_from": {
+        "heads": ("features", "kv_heads", "head_dim"),
+        "rotary_dim": ("rotary_half",),
+        "table_dtype": (),
+        "position_dtype": (),
+    },
     "guard": written.guard,
     "stock": stock.split_qkv_norm_rope_append,
 }
