@@ -156,6 +156,7 @@ __all__ = [
     "configure",
     "confirm_suspects",
     "copy_kv_blocks",
+    "copy_slice_",
     "descriptor",
     "deterministic",
     "detokenize",
@@ -207,6 +208,7 @@ __all__ = [
     "rope_",
     "rope_append",
     "rope_frequencies",
+    "rope_one",
     "rope_table",
     "sample",
     "sample_minp",
@@ -225,13 +227,17 @@ __all__ = [
     "silu_mul",
     "softmax",
     "sparse_attention",
+    "split_qkv",
     "split_qkv_norm_rope",
+    "split_qkv_norm_rope_append",
     "swiglu_oai",
     "testing",
     "thaw",
     "tokenize",
     "tokenizer_cache",
     "trace",
+    "transpose_head_token",
+    "transpose_token_head",
     "tune",
     "tune_tokenizer",
     "unload_descriptor",
@@ -644,6 +650,15 @@ def copy_kv_blocks(
     Source: copy_blocks of vLLM, arXiv:2309.06180.
     """
 
+def copy_slice_(destination: Tensor, input: Tensor) -> None:
+    """Write one slice over another: ``lz.copy_slice_(cache[:, 3:7], new)``.
+
+    Shapes: destination and input (*, D), the same; views say which part of a tensor is meant.
+    Dtype: floating, the same for both.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a destination that needs gradients as a
+        leaf, that overlaps itself in memory, or that shares memory with the input.
+    """
+
 def detokenize(
     tokens: list[int] | list[list[int]],
     tokenizer_id: Any,
@@ -885,7 +900,7 @@ def mlp(
         many as their weight has rows → (*, N)
     Dtype: floating, the same for all; sums are in float32; returns input.dtype.
     Args:
-        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"silu"``.
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or ``"relu2"``.
         packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
             weights in another order want all of them. They change no result, and have no effect in compiled code.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
@@ -1250,6 +1265,30 @@ def rope_append(
     Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
+def rope_one(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Tensor:
+    """Rotate one tensor by the angles of its positions, as ``lz.rope`` rotates queries and keys.
+
+    For keys that are rotated apart from their queries, and for the part of latent attention's keys that heads share.
+
+    Shapes: input (T, H, D), positions (T,); or input (B, S, H, D), positions (B, S), (1, S) or (S,), axes 1 and 2 of
+        input swapped in BHSD; cos and sin (P, R/2), R at most D → input's. Entries of a head from R on pass through.
+    Dtype: input floating, returned; the rest as of ``lz.rope``.
+    Args:
+        cos, sin, positions, interleaved: as of ``lz.rope``.
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default the configured one, else what strides and positions
+            say, else BSHD with a warning. Of three axes the first are tokens.
+    Raises: InvalidCallError as ``lz.rope``.
+    Source: RoFormer, arXiv:2104.09864.
+    """
+
 def sample(
     logits: Tensor,
     *,
@@ -1599,6 +1638,18 @@ def sparse_attention(
     Source: BlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
 
+def split_qkv(qkv: Tensor, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart into queries, keys and values, each in memory of its own.
+
+    ``lz.split_qkv_norm_rope`` does so and rotates, ``lz.qkv_linear`` makes the parts at once.
+
+    Shapes: qkv (*, N + 2 M), queries first, then keys, then values → (*, N), (*, M), (*, M), contiguous
+    Dtype: floating, returned.
+    Args:
+        kv_features: M, the numbers of a token's keys, and of its values.
+    Raises: InvalidCallError for other dtypes, and for parts that leave no queries.
+    """
+
 def split_qkv_norm_rope(
     qkv: Tensor,
     heads: int,
@@ -1633,6 +1684,44 @@ def split_qkv_norm_rope(
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that is no multiple of
         H + 2 K, for one weight without the other; on a CPU and in debug mode for positions beyond the table, too.
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
+    """
+
+def split_qkv_norm_rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-06,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str = "NHD",
+) -> Tensor:
+    """Take a joined product apart, norm and rotate queries and keys, write keys and values into a cache in place.
+
+    ``lz.split_qkv_norm_rope`` and an append as one call: all that lies between ``lz.linear`` with joined weights and
+    the attention over a cache.
+
+    Shapes: paged: qkv (T, (H + 2 K) * D), a token's queries first, then its keys, then its values, positions and
+        slot_mapping (T,), caches (P, N, K, D) in NHD → (T, H, D); contiguous: qkv (B, S, (H + 2 K) * D), positions
+        (B, S), (1, S) or (S,), caches (B, L, K, D) in NHD → (B, S, H, D). Axes 1 and 2 of caches are swapped in HND.
+        cos and sin (P, R/2), R at most D; q_weight and k_weight (D,). K and D are the cache's, H is what is left.
+    Dtype: qkv, weights and caches the same floating dtype; cos, sin and positions as of ``lz.rope``; slot_mapping
+        int64.
+    Units: eps in x^2.
+    Args:
+        positions, slot_mapping, layout: as of ``lz.rope_append``.
+        q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
+    Returns: the queries. Keys and values are in the cache alone.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
+        weight without the other, for caches that share elements with what is read or with each other, before anything
+        is written; on a CPU and in debug mode for positions and slots that lead nowhere, too.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
 def swiglu_oai(input: Tensor, up: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -1684,6 +1773,24 @@ def tokenize(
         return_attention_mask: also ``attention_mask``, 1 for ids and 0 for what was filled up; as ``padding`` if None.
     Raises: InvalidCallError for what is no text (a lone surrogate is none), an unknown or broken tokenizer, and
         arguments that mean nothing; NoKernelFoundError where no installed library is exact for it.
+    """
+
+def transpose_head_token(input: Tensor) -> Tensor:
+    """Write heads before tokens as tokens before heads, into memory of its own.
+
+    Where a view will do, ``input.transpose(-2, -3)`` costs nothing; kernels that want dense memory want this.
+
+    Shapes: input (*, H, T, D) → (*, T, H, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
+    """
+
+def transpose_token_head(input: Tensor) -> Tensor:
+    """Write tokens before heads as heads before tokens, into memory of its own.
+
+    Shapes: input (*, T, H, D) → (*, H, T, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
     """
 
 @overload
@@ -1767,7 +1874,8 @@ def verify_speculative(
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
         seed: gives the same tokens wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
-    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary and for rows of the
-        target that nothing can be drawn of. On a GPU, where looking means waiting, such a row gives some token.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
+        that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).
+        On a GPU, where looking means waiting, such a row gives some token.
     Source: arXiv:2211.17192, arXiv:2302.01318; of trees arXiv:2305.09781.
     """

@@ -35,7 +35,7 @@ def test_what_is_optimised_has_a_librarys_kernel_for_each_call():
     for finding in served("decoder", Device.detect("cpu")):
         libraries = {kernel.partition(".")[0] for kernel in finding.kernels}
         assert not libraries & {"torch", "reference"}
-        if finding.served in (Served.OPTIMISED, Served.PARTLY):
+        if finding.served in (Served.OPTIMISED, Served.PARTLY, Served.PREPARED):
             assert finding.kernels
         else:
             assert not finding.kernels
@@ -61,3 +61,33 @@ def test_doctor_tells_a_line_for_each_operation():
     assert [each["operation"] for each in found] == list(SETS["encoder"].operations)
     assert all(str(each) in str(lz.doctor(asked_for="encoder")) for each in served("encoder"))
     assert "asked_for" not in lz.doctor().to_dict()
+
+
+def test_what_a_caller_has_to_prepare_is_told():
+    """Packed weights are what products on a CPU gain from most: "torch alone" would be no answer."""
+    found = {each.operation: each for each in served("decoder", Device.detect("cpu"))}
+    product = found["mlp.linear"]
+    packs = [kernel.id for kernel in lz.list_kernels("mlp.linear") if "packed" in kernel.id]
+    if not set(packs) & set(product.kernels):
+        pytest.skip("no library here packs weights")
+    assert product.served is Served.PREPARED
+    assert product.handles == ("packed",)
+    assert "may run them, with packed=" in str(product)
+    assert "PackedWeight" in product.refused
+    assert found["norm.rms"].handles == ()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_fits_on_a_screen(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    told = CliRunner().invoke(main, ["doctor", "--for", name])
+    assert len(told.output.splitlines()) <= 45
+    for operation in SETS[name].operations:
+        assert operation in told.output
+    assert "libraries are usable" in told.output
+    assert "bpe_openai" not in told.output
+
+
+def test_decoders_are_asked_about_all_that_lies_between_attentions():
+    asked = set(SETS["decoder"].operations)
+    assert {"embedding.lookup", "posenc.qk_norm_rope", "kv.rope_append", "kv.rope_append.paged"} <= asked

@@ -62,6 +62,7 @@ WORDS = {
     "seq": "of a message",
     "step": "what to do next, an advance",
     "table": "of text, of kept choices, of priors",
+    "tensor": "what holds numbers",
     "up": "an adverb",
     "weight": "how often something is drawn; of a font",
 }
@@ -105,7 +106,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
-    "cli/pages.py": {"heads": "a sentence of the support page on what adaptations provide"},
+    "cli/pages.py": {
+        "heads": "a sentence of the support page on what adaptations provide",
+        "tensor": "the head of a column",
+    },
     "cli/pages_descriptors.py": dict.fromkeys(
         ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
     ),
@@ -117,7 +121,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/capability.py": dict.fromkeys(("head_dim", "seq_k", "seq_q"), _DESCRIBED),
     "core/eager_state.py": {"attention": "torch's own switches of its kernels, told to people"},
     "core/evidence.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
+    "core/operation.py": {"tensor": "a kind of operation: one that works on tensors"},
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
+    "engine/accelerator.py": {"tensor": "torch.Tensor, as native code is told it"},
     "engine/cache.py": {"last": "a slot: the latest call"},
     "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
     "integrations/diffusers.py": dict.fromkeys(

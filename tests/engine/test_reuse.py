@@ -416,7 +416,7 @@ def test_most_changes_of_size_within_a_class_are_served():
     """The property above is empty of size classes if they are never shared; this counts that they are."""
     served = dict.fromkeys(FUNCTIONS, 0)
     for function in FUNCTIONS:
-        for number in range(80):
+        for number in range(160):
             first = random_call(7, number, function=function)
             second = resized(random_call(7, number, function=function, data=1), number, dense=bool(number % 2))
             shapes = [

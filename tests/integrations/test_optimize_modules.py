@@ -93,6 +93,7 @@ def test_a_norm_that_only_looks_like_one_is_left() -> None:
         (nn.GELU(), "gelu"),
         (nn.GELU(approximate="tanh"), "gelu_tanh"),
         (functional.relu, "relu"),
+        (lambda x: functional.relu(x).square(), "relu2"),
         (torch.sigmoid, ""),
         (nn.PReLU(), ""),
         (lambda x: x * torch.sigmoid(1.702 * x), ""),
@@ -103,7 +104,9 @@ def test_activations_are_told_by_their_values(function: Any, name: str) -> None:
     assert activation_named(function) == name
 
 
-@pytest.mark.parametrize("function", [nn.SiLU(), functional.gelu, nn.GELU(approximate="tanh")])
+@pytest.mark.parametrize(
+    "function", [nn.SiLU(), functional.gelu, nn.GELU(approximate="tanh"), lambda x: functional.relu(x).square()]
+)
 def test_blocks_are_told_by_their_values(function: Any) -> None:
     model = nn.Sequential(Gated(function)).eval()
     x = torch.randn(5, 16)

@@ -22,6 +22,7 @@ AFTER = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 PACKED = sorted({kernel.id for kernel in lz.list_kernels("mlp.fused") if "packed" in kernel.id})
 
@@ -133,7 +134,11 @@ def test_compiled_code_has_one_graph(kind):
         ("plain", {"gate_bias": torch.randn(32)}, "gate_bias: wanted None without gate_weight, got one"),
         ("joined", {"up_bias": torch.randn(32)}, "up_bias: wanted joined_features 64 as in up_weight, got 32"),
         ("plain", {"down_bias": torch.randn(32)}, "down_bias: wanted out_features 48 as in down_weight, got 32"),
-        ("plain", {"activation": "relu6"}, "activation: wanted relu, gelu, gelu_tanh, silu or None, got 'relu6'"),
+        (
+            "plain",
+            {"activation": "relu6"},
+            "activation: wanted relu, gelu, gelu_tanh, silu, relu2 or None, got 'relu6'",
+        ),
         ("plain", {"activation": None}, "activation: wanted str, got None"),
         ("plain", {"up_weight": torch.randn(64)}, "up_weight: wanted a 2D tensor"),
         ("plain", {"packed_up": lz.PackedWeight(torch.randn(3, 3))}, "packed_up: wanted the PackedWeight of this very"),

@@ -139,3 +139,31 @@ def test_a_width_of_no_pairs_is_refused():
 def test_numbers_that_give_no_angles_are_refused(numbers, scaling):
     with pytest.raises(lz.InvalidCallError, match="rope_frequencies: wanted numbers that give finite angles"):
         lz.rope_frequencies(**({"rotary_dim": 16} | numbers), scaling=scaling, seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"length": -1}, "length: wanted 0 to 2147483647 positions, got -1"),
+        ({"length": 1.5}, "length: wanted .* got 1.5"),
+        ({"length": None}, "length: wanted .* got None"),
+        ({"length": 2**40}, "length: wanted .* got 1099511627776"),
+        ({"dtype": torch.int32}, "dtype: wanted a floating dtype, got torch.int32"),
+        ({"dtype": "float32"}, "dtype: wanted a floating dtype, got 'float32'"),
+        ({"scaling": ["linear"]}, "scaling: wanted a mapping as a config has it, got"),
+        ({"scaling": {"rope_type": ["linear"]}}, "scaling: wanted a rope_type of default"),
+        ({"seq_len": "long"}, "seq_len: wanted a number of positions above 0 or None, got 'long'"),
+        ({"max_positions": 0}, "max_positions: wanted a number of positions above 0 or None, got 0"),
+        (
+            {"scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": "a", "mscale_all_dim": 1.0}, "max_positions": 8},
+            "wanted numbers that give finite angles",
+        ),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(given, words):
+    with pytest.raises(lz.InvalidCallError, match=words):
+        lz.rope_table(**{"length": 4, "rotary_dim": 8, **given})
+
+
+def test_a_table_may_be_empty():
+    assert lz.rope_table(0, 8)[0].shape == (0, 4)

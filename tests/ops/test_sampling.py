@@ -422,3 +422,8 @@ def test_random_calls(kernels, monkeypatch):
     report = fuzz.run(300, 5, kernels=kernels)
     assert report.ok, str(report)
     assert len(report.kernels) == 10
+
+
+def test_a_temperature_of_a_row_that_is_none_is_named():
+    with pytest.raises(lz.InvalidCallError, match="is a row_temperature NaN"):
+        lz.sample(torch.zeros(2, 4), row_temperature=torch.tensor([1.0, math.nan]))

@@ -175,6 +175,25 @@ def test_bad_calls(problem):
     assert problem in str(raised.value)
 
 
+@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1]])], ids=["chain", "tree"])
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize(("number", "told"), [(float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5")])
+def test_a_draft_of_no_probabilities_is_refused(parents, kernel, number, told):
+    drafted = torch.full((1, 2, 4), 0.25)
+    drafted[0, 1, 3] = number
+    name = {"torch": "torch.verify*", "reference": "reference.*"}[kernel]
+    with lz.prefer(name), pytest.raises(lz.InvalidCallError, match=rf"draft_probs\[0, 1, 3\]: .* got {told}"):
+        lz.verify_speculative(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 3, 4), 0.25), drafted, parents)
+
+
+def test_a_draft_of_zeros_may_be():
+    """Where siblings are drawn without putting back, nothing may be left for the last; a token that pads has none."""
+    ids, _ = lz.verify_speculative(
+        torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 2, 4), 0.25), torch.zeros(1, 1, 4), seed=0
+    )
+    assert int(ids[0, 0]) in range(4)
+
+
 @pytest.mark.parametrize("certain", [True, False])
 def test_flashinfers_module_is_asked_as_it_wants_to_be(certain, monkeypatch):
     """The binding alone, with the walk in the library's place."""

@@ -30,6 +30,7 @@ from oracles import (
     rope,
     sampling,
     sparse,
+    tensor,
     verify,
 )
 
@@ -52,6 +53,7 @@ FAMILIES = (
     rope,
     sampling,
     sparse,
+    tensor,
     verify,
 )
 

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu(x, "tanh"),
     "silu": silu,
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 
 

@@ -57,6 +57,15 @@ def _append_paged(c):
     return query, c["key_cache"], c["value_cache"]
 
 
+def _split_append(c):
+    parts = c["qkv"].shape[-1] // c["key_cache"].shape[-1]
+    kv_heads = c["key_cache"].shape[-2]
+    query, key, value = _split(c | {"heads": parts - 2 * kv_heads, "kv_heads": kv_heads})
+    unturned = {"cos": np.ones_like(c["cos"]), "sin": np.zeros_like(c["sin"])}
+    given = c | {"query": query, "key": key, "value": value} | unturned
+    return _append_paged(given) if c.get("slot_mapping") is not None else _append(given)
+
+
 def _alibi(c):
     out = np.zeros((len(c["slopes"]), c["q_len"], c["kv_len"]))
     for head, slope in enumerate(c["slopes"]):
@@ -72,5 +81,7 @@ ORACLES = {
     "posenc.split_qkv_norm_rope": _split,
     "kv.rope_append": _append,
     "kv.rope_append.paged": _append_paged,
+    "kv.split_qkv_norm_rope_append": _split_append,
+    "kv.split_qkv_norm_rope_append.paged": _split_append,
     "posenc.alibi": _alibi,
 }

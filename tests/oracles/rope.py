@@ -25,4 +25,8 @@ def _rope(c):
     return tuple(turned(c[name], cos, sin, c.get("interleaved", False)) for name in ("query", "key"))
 
 
-ORACLES = {"posenc.rope": _rope, "posenc.rope.inplace": _rope}
+def _one(c):
+    return _rope(c | {"query": c["input"], "key": c["input"]})[:1]
+
+
+ORACLES = {"posenc.rope": _rope, "posenc.rope.inplace": _rope, "posenc.rope.one": _one}

@@ -30,6 +30,8 @@ class Served(StrEnum):
 
     OPTIMISED = "optimised"
     """A library's kernel may run every one of its named calls."""
+    PREPARED = "optimised if prepared"
+    """A library's kernel may run every one of them where the caller brings what it made once, as a packed weight."""
     PARTLY = "partly optimised"
     """A library's kernel may run some of them."""
     STOCK = "torch alone"
@@ -48,7 +50,9 @@ class OperationFinding:
         dtype: that of the calls that were asked about.
         kernels: those of libraries that may run any of its named calls.
         chosen: what these calls get today.
-        refused: a library's kernel that may run none of them, and why; empty where there is none, or where others may.
+        handles: arguments that kernels want which the caller makes once; empty where they run without.
+        refused: a library's kernel that may run none of them as they are, and why; empty where there is none, or where
+            others may.
     """
 
     operation: str
@@ -57,6 +61,7 @@ class OperationFinding:
     kernels: tuple[str, ...]
     chosen: tuple[str, ...]
     refused: str = ""
+    handles: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -65,7 +70,8 @@ class OperationFinding:
     def __str__(self) -> str:
         gets = f"calls get {', '.join(self.chosen)}" if self.chosen else "no call finds a kernel"
         others = [each for each in self.kernels if each not in self.chosen]
-        more = f"; {', '.join(others)} may run them, too" if others else ""
+        given = f"with {', '.join(f'{each}=' for each in self.handles)}" if self.handles else "too"
+        more = f"; {', '.join(others)} may run them, {given}" if others else ""
         return (
             f"{self.operation}: {self.served} ({self.dtype}): {gets}{more}{f'; {self.refused}' if self.refused else ''}"
         )
@@ -91,29 +97,36 @@ def _finding(operation: Operation, device: Device) -> OperationFinding:
     dtype = dtype if dtype in operation.dtypes else operation.dtypes[0]
     cases = [case for case in operation.cases if is_call_of(operation, case, dtype)]
     reports = [report for case in cases if (report := _asked(operation, case, dtype, device)) is not None]
-    legal = [
-        {
-            each.kernel.id
-            for each in report.candidates
-            if each.legal and each.kernel.backend.name not in (_STOCK, "reference")
-        }
-        for report in reports
-    ]
+    legal = [_of_libraries(report) for report in reports]
+    handles: tuple[str, ...] = ()
+    if not any(legal):  # what a caller keeps beside his weights, kernels may want
+        promised = [each for case in cases if (each := _asked(operation, case, dtype, device, promised=True))]
+        legal = [_of_libraries(report) for report in promised]
+        handles = tuple(operation.schema.handles) if any(legal) else ()
     chosen = tuple(dict.fromkeys(report.kernel_id for report in reports if report.kernel_id))
     if legal and all(legal):
-        state = Served.OPTIMISED
+        state = Served.PREPARED if handles else Served.OPTIMISED
     elif any(legal):
         state = Served.PARTLY
     else:
         theirs = {each.kernel.backend.name for report in reports for each in report.candidates if each.legal}
         state = Served.STOCK if _STOCK in theirs else Served.REFERENCE
     kernels = tuple(sorted(set().union(*legal)))
-    return OperationFinding(operation.name, state, dtype_name(dtype), kernels, chosen, "" if kernels else _why(reports))
+    refused = "" if kernels and not handles else _why(reports)
+    return OperationFinding(operation.name, state, dtype_name(dtype), kernels, chosen, refused, handles)
 
 
-def _asked(operation: Operation, case: Case, dtype: torch.dtype, device: Device) -> Report | None:
+def _of_libraries(report: Report) -> set[str]:
+    """The legal kernels that are neither torch's nor the reference."""
+    legal = (each.kernel for each in report.candidates if each.legal)
+    return {kernel.id for kernel in legal if kernel.backend.name not in (_STOCK, "reference")}
+
+
+def _asked(
+    operation: Operation, case: Case, dtype: torch.dtype, device: Device, *, promised: bool = False
+) -> Report | None:
     function = function_for(operation)
-    arguments = accepted(function, arguments_of(operation, case, dtype, "meta"))
+    arguments = accepted(function, arguments_of(operation, case, dtype, "meta", promised=promised))
     try:
         return explain(function.name, **arguments, device=device)
     except InvalidCallError:  # a named call that this device's other rules forbid

@@ -126,7 +126,9 @@ def doctor(
     ] = False,
     asked_for: Annotated[
         str | None,
-        typer.Option("--for", metavar="SET", help="Also tell what each operation of decoders, encoders, … has here."),
+        typer.Option(
+            "--for", metavar="SET", help="Tell what each operation of decoders, encoders, … has here, on one screen."
+        ),
     ] = None,
     json: AsJson = False,
 ) -> Answer:

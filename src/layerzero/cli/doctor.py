@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
+from layerzero.asking.sets import OperationFinding, Served
 from layerzero.cli.tables import PLATFORMS, add_row, counted, lines_of, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.serving.advice import Advice
@@ -26,15 +27,12 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
         sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
         sets = ", ".join(sorted(device.instruction_sets))
         yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
-    yield from _libraries(found.libraries, everything)
     if found.asked_for:
-        table = table_of("operation", "dtype", "has here", "calls get", "instead")
-        for finding in found.asked_for:
-            style = "green" if finding.served == "optimised" else "yellow"
-            has, gets = Text(finding.served, style=style), ", ".join(finding.chosen)
-            instead = ", ".join(name for name in finding.kernels if name not in finding.chosen) or finding.refused
-            add_row(table, finding.operation, finding.dtype, has, gets, instead)
-        yield table
+        usable = sum(library.reason is None for library in found.libraries)
+        yield Text(f"{usable} of {len(found.libraries)} libraries are usable; `layerzero doctor` lists them")
+        yield from _asked_for(found.asked_for)
+    else:
+        yield from _libraries(found.libraries, everything)
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
     for line in found.health_lines():
@@ -79,6 +77,31 @@ def _how_to(library: LibraryFinding, why: Reason) -> str:
 def _hardware(why: Reason) -> str:
     """What hardware a library is made for."""
     return " and ".join(PLATFORMS.get(name, name) for name in str(why.wanted).split(" or "))
+
+
+def _asked_for(findings: Sequence[OperationFinding]) -> Iterator[RenderableType]:
+    """A row for each operation that a library serves; the others by what they fall back to; what would help them."""
+    table = table_of("name", "dtype", "has here", "kernel of a library")
+    fallen: dict[Served, list[str]] = {}
+    for finding in findings:
+        if not finding.kernels:
+            fallen.setdefault(finding.served, []).append(finding.operation)
+            continue
+        first = next((name for name in finding.chosen if name in finding.kernels), finding.kernels[0])
+        more = f" and {len(finding.kernels) - 1} more" if len(finding.kernels) > 1 else ""
+        style = "green" if finding.served is Served.OPTIMISED else "yellow"
+        add_row(table, finding.operation, finding.dtype, Text(finding.served, style=style), f"{first}{more}")
+    if table.row_count:
+        yield table
+    for served, names in fallen.items():
+        yield Text.assemble((f"{served}: ", "yellow"), ", ".join(names))
+    helps: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.refused:
+            _, _, reason = finding.refused.partition("] ")
+            helps.setdefault(reason or finding.refused, []).append(finding.operation)
+    for reason, names in helps.items():
+        yield Text(f"{', '.join(names)}: {reason}", style="dim")
 
 
 def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableType]:

@@ -23,8 +23,11 @@ SETS: Mapping[str, OperationSet] = {
     "decoder": OperationSet(
         "language models that write token after token: Llama, Qwen, Mistral, Gemma",
         (
-            *("norm.rms", "norm.add_rms", "norm.add_rms.inplace", "mlp.linear", "posenc.rope", "posenc.rope.inplace"),
-            *("attention.gqa.prefill", "attention.gqa.decode", "attention.gqa.decode.paged", "kv.append.paged"),
+            *("embedding.lookup", "norm.rms", "norm.add_rms", "norm.add_rms.inplace", "mlp.linear", "mlp.qkv.joined"),
+            *("posenc.rope", "posenc.rope.inplace", "posenc.qk_norm_rope", "posenc.split_qkv_norm_rope"),
+            *("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+            *("kv.rope_append", "kv.rope_append.paged", "attention.gqa.prefill", "attention.gqa.decode"),
+            *("attention.gqa.decode.paged", "kv.append.paged"),
             *("mlp.silu_mul", "mlp.silu_mul.joined", "mlp.gelu_mul", "mlp.gelu_mul.joined", "mlp.fused.gated"),
             *("sampling.penalties", "sampling.bias", "sampling.greedy", "sampling.topk", "sampling.topp"),
             *("sampling.topk_topp", "sampling.minp", "sampling.logprobs", "sampling.verify", "sampling.verify.greedy"),
@@ -33,7 +36,8 @@ SETS: Mapping[str, OperationSet] = {
     "encoder": OperationSet(
         "models that read a text as a whole: BERT, MiniLM, CLIP, Whisper's first half",
         (
-            *("norm.layer", "mlp.linear", "attention.standard.prefill", "activation.gelu", "mlp.fused"),
+            *("embedding.lookup", "norm.layer", "mlp.linear", "mlp.qkv", "attention.standard.prefill"),
+            *("activation.gelu", "mlp.fused"),
             *("elementwise.add_bias", "elementwise.add", "elementwise.softmax"),
         ),
     ),
@@ -47,8 +51,9 @@ SETS: Mapping[str, OperationSet] = {
     "embedding": OperationSet(
         "models that give a text one vector, encoders and decoders among them: MiniLM, E5, Qwen3-Embedding",
         (
-            *("norm.layer", "norm.rms", "norm.add_rms", "mlp.linear", "posenc.rope", "attention.standard.prefill"),
-            *("attention.gqa.prefill", "activation.gelu", "mlp.silu_mul", "mlp.fused", "mlp.fused.gated"),
+            *("embedding.lookup", "norm.layer", "norm.rms", "norm.add_rms", "mlp.linear", "posenc.rope"),
+            *("attention.standard.prefill", "attention.gqa.prefill", "activation.gelu", "mlp.silu_mul", "mlp.fused"),
+            "mlp.fused.gated",
         ),
     ),
 }

@@ -33,6 +33,7 @@ MODULES = (
     "scored",
     "sparse",
     "sparse_variable",
+    "tensor",
     "varlen",
     "verify",
 )

@@ -60,7 +60,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_split(facts: Facts) -> Callable[..., Any]:
+def load_split(facts: Facts) -> Callable[..., Any]:
+    """What takes a joined product ``qkv`` apart, norms and rotates its parts."""
     rows, turn = rows_for(facts, "qkv"), turning(facts)
 
     def run(
@@ -108,7 +109,7 @@ KERNELS = (
         id="torch.split_qkv_norm_rope",
         operations=("posenc.split_qkv_norm_rope",),
         backend=TORCH,
-        load=_load_split,
+        load=load_split,
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
         limits=(limit.dtype(*FLOATS), FINITE),
         grad=True,

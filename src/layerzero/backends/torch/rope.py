@@ -64,6 +64,22 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_one(facts: Facts) -> Callable[..., Any]:
+    rows, turn = rows_for(facts, "input"), turning(facts)
+
+    def run(
+        input: Tensor,  # noqa: A002  # torch's name
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:
+        return turn(input, *rows(input, cos, sin, positions), interleaved)
+
+    return run
+
+
 Before = Callable[[Tensor], Tensor]
 """What a tensor goes through before it is rotated, piece by piece: into new memory, in the dtype of the computation."""
 
@@ -166,12 +182,14 @@ KERNELS = tuple(
         grad=True,
         deterministic=True,
         graph_safe=True,
-        handles_negated=load is _load,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
+        handles_negated=load
+        is not _load_inplace,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
         device_guard=True,
         priority=20,
     )
     for name, operation, load in (
         ("torch.rope", "posenc.rope", _load),
+        ("torch.rope_one", "posenc.rope.one", _load_one),
         ("torch.rope_inplace", "posenc.rope.inplace", _load_inplace),
     )
 )

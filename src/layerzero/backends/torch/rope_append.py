@@ -11,18 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.norm import FINITE
+from layerzero.backends.torch.normed_rope import load_split
 from layerzero.backends.torch.paged import load_append
 from layerzero.backends.torch.rope import FLOATS, rows_for, turning
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope_append.composed import Append
+from layerzero.ops.rope_append.composed import Append, split_then_append
 from layerzero.ops.rope_append.reference import write_rows
 
 
 def appending(facts: Facts) -> Append:
     """Torch's own way of writing tokens into the cache of a call, in NHD."""
-    return load_append(facts) if facts["operation"] == "kv.rope_append.paged" else write_rows
+    return load_append(facts) if str(facts["operation"]).endswith(".paged") else write_rows
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -49,6 +51,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_append(load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads"))
+
+
 KERNELS = (
     Kernel(
         id="torch.rope_append",
@@ -58,6 +64,20 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         limits=(limit.dtype(*FLOATS),),
+        grad=True,
+        deterministic=True,
+        graph_safe=True,
+        device_guard=True,
+        priority=20,
+    ),
+    Kernel(
+        id="torch.split_qkv_norm_rope_append",
+        operations=("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+        backend=TORCH,
+        load=_load_split,
+        layout="NHD",
+        accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
+        limits=(limit.dtype(*FLOATS), FINITE),
         grad=True,
         deterministic=True,
         graph_safe=True,

@@ -19,7 +19,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.formulas import drawn, generator_of, probabilities
-from layerzero.ops.sampling.verify import check_target
+from layerzero.ops.sampling.verify import check_draft, check_target
 from layerzero.ops.sampling.verify_formulas import left_over, walked, walked_greedily
 
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
@@ -49,6 +49,7 @@ def _load_chain(facts: Facts) -> Callable[..., Any]:
         target = target_probs.detach()
         if on_cpu:
             check_target(target, "sampling.verify")
+            check_draft(draft_probs, "sampling.verify")
         own = generator_of(seed, generator, target.device)
         batch, count = draft_ids.shape
         tokens = draft_ids.long().unsqueeze(-1)
@@ -84,6 +85,7 @@ def _load_tree(facts: Facts) -> Callable[..., Any]:
         drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
         if on_cpu:
             check_target(target, "sampling.verify.tree")
+            check_draft(drafted, "sampling.verify.tree")
         return walked(draft_ids, target, drafted, parents, generator_of(seed, generator, target.device))
 
     return run

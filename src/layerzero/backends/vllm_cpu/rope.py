@@ -64,6 +64,28 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _load_one(facts: Facts) -> Callable[..., Any]:
+    rotate = operators(build_for(facts)).rotary_embedding.default
+    head_dim, dtype, wide = facts.size("head_dim"), facts.tensors["input"].dtype, facts.tensors["cos"].dtype
+    width = facts.size("heads") * head_dim
+
+    def run(
+        input: Tensor,  # noqa: A002  # torch's name
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> Tensor:
+        batch, seq = input.shape[0] if input.ndim == 4 else 1, input.shape[-3]
+        output = input.to(wide, memory_format=torch.contiguous_format, copy=True)
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        rotate(places, output.view(batch * seq, width), None, head_dim, table, not interleaved)
+        return output.to(dtype)
+
+    return run
+
+
 def pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
     """Its norm, and its rotation in the table's dtype of what the norm wrote."""
     norm = operators(build_for(facts)).rms_norm.default
@@ -88,7 +110,8 @@ def _load_normed(facts: Facts) -> Callable[..., Any]:
     return norm_then_rope(*pair_of(facts, "query"))
 
 
-def _load_split(facts: Facts) -> Callable[..., Any]:
+def load_split(facts: Facts) -> Callable[..., Any]:
+    """What takes a joined product ``qkv`` apart, norms and rotates its parts."""
     return split_then_norm_rope(*pair_of(facts, "qkv"))
 
 
@@ -152,6 +175,12 @@ LIMITS = (
     ),
 )
 
+SPLIT_LIMITS = (
+    *LIMITS,
+    limit.dim("head_dim", multiple=8),
+    limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
+)
+
 KERNELS = (
     Kernel(
         id="vllm.cpu.rope",
@@ -161,6 +190,17 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,  # it works on copies of its own
+        deterministic=True,
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.rope_one",
+        operations=("posenc.rope.one",),
+        backend=VLLM_CPU,
+        load=_load_one,
+        layout="BSHD",
+        accepts=("positions", "interleaved"),
+        limits=LIMITS,
         deterministic=True,
         priority=60,
     ),
@@ -183,13 +223,9 @@ KERNELS = (
         id="vllm.cpu.split_qkv_norm_rope",
         operations=("posenc.split_qkv_norm_rope",),
         backend=VLLM_CPU,
-        load=_load_split,
+        load=load_split,
         accepts=SPLIT_ACCEPTS,
-        limits=(
-            *LIMITS,
-            limit.dim("head_dim", multiple=8),
-            limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
-        ),
+        limits=SPLIT_LIMITS,
         deterministic=True,
         priority=55,
     ),

@@ -13,11 +13,11 @@ from layerzero.backends.torch.rope_append import appending
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU
 from layerzero.backends.vllm_cpu.paged import LIMITS as CACHE_LIMITS
 from layerzero.backends.vllm_cpu.paged import load_append
-from layerzero.backends.vllm_cpu.rope import LIMITS, pair_of
+from layerzero.backends.vllm_cpu.rope import LIMITS, SPLIT_LIMITS, load_split, pair_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope_append.composed import rotate_then_append
+from layerzero.ops.rope_append.composed import rotate_then_append, split_then_append
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -26,6 +26,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 def _load_transposed(facts: Facts) -> Callable[..., Any]:
     return rotate_then_append(pair_of(facts, "query")[1], load_append(facts))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_append(load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads"))
 
 
 KERNELS = (
@@ -55,5 +59,16 @@ KERNELS = (
         ),
         deterministic=True,
         priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.split_qkv_norm_rope_append",
+        operations=("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+        backend=VLLM_CPU,
+        load=_load_split,
+        layout="NHD",
+        accepts=("q_weight", "k_weight", "interleaved", "eps"),
+        limits=SPLIT_LIMITS,
+        deterministic=True,
+        priority=50,
     ),
 )

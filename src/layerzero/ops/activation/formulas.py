@@ -49,6 +49,7 @@ FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "silu": silu,
+    "relu2": relu2,
 }
 """What may follow a product, by name; each runs in the dtype that it is given."""
 
@@ -60,6 +61,7 @@ IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_.default,
     "gelu_tanh": functools.partial(torch.ops.aten.gelu_.default, approximate="tanh"),
     "silu": functools.partial(functional.silu, inplace=True),
+    "relu2": lambda x: torch.relu_(x).square_(),
 }
 """The same, written over what they are given."""
 

@@ -99,7 +99,7 @@ def mlp(
         many as their weight has rows → (*, N)
     Dtype: floating, the same for all; sums are in float32; returns input.dtype.
     Args:
-        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"silu"``.
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or ``"relu2"``.
         packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
             weights in another order want all of them. They change no result, and have no effect in compiled code.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a

@@ -74,6 +74,15 @@ def rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
+def rope_one(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.rope_one``: the queries of one of ``lz.rope``."""
+    arguments = _arguments(draw, dtype)
+    del arguments["key"]
+    arguments = {"input": draw.laid_out(arguments.pop("query")), **arguments}
+    draw.poison(arguments, ("input",))
+    return arguments
+
+
 def rope_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.rope_``: queries and keys anywhere, or parts of one projection's output."""
     arguments = _arguments(draw, dtype)

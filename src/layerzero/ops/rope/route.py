@@ -94,7 +94,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     assumed, fixed, layout = "", True, "BSHD"
     named = arguments["layout"] if arguments["layout"] is not None else default_layout if query.ndim == 4 else None
     if named is not None:
-        layout = _named(function, named, query.ndim)
+        layout = named_layout(function, named, query.ndim)
     elif query.ndim == 4:
         layout, assumed, fixed = resolve(query, key, positions)
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
@@ -105,7 +105,8 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     return Routed(operation, canonical, layout, assumed, varying(arguments, layout) if fixed else ())
 
 
-def _named(function: str, layout: object, ndim: int) -> str:
+def named_layout(function: str, layout: object, ndim: int) -> str:
+    """A layout that somebody named. Raises: InvalidCallError for what is none, and for one of three axes."""
     if not isinstance(layout, str) or layout not in HEADS_AXIS:
         raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {told(layout)}"])
     if ndim == 3 and layout != "BSHD":

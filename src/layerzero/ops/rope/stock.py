@@ -26,6 +26,20 @@ def rope(
     return lambda: (turn(query), turn(key))
 
 
+def rope_one(
+    input: Tensor,  # noqa: A002  # torch's name
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> Callable[[], Tensor]:
+    """The same of one tensor."""
+    turn = _turning(input, cos, sin, positions, interleaved, layout)
+    return lambda: turn(input)
+
+
 def _turning(
     query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, layout: str | None
 ) -> Callable[[Tensor], Tensor]:

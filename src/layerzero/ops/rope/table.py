@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
+from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
@@ -53,14 +54,19 @@ def rope_table(
     Units: length, max_positions and seq_len in positions.
     Args: as of ``lz.rope_frequencies``; seq_len is length if None. Both are multiplied with the attention factor, as
         Transformers' rotary embeddings do.
-    Raises: InvalidCallError for what the kind of scaling does not know, lacks, or cannot be.
+    Raises: InvalidCallError for what the kind of scaling does not know, lacks, or cannot be, for a length that is none,
+        and for dtypes that are not floating.
     """
+    if type(length) is not int or not 0 <= length <= _MOST_LENGTH:
+        raise InvalidCallError("rope_table", [f"length: wanted 0 to {_MOST_LENGTH} positions, got {told(length)}"])
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+        raise InvalidCallError("rope_table", [f"dtype: wanted a floating dtype, got {told(dtype)}"])
     frequencies, factor = rope_frequencies(
         rotary_dim,
         base=base,
         scaling=scaling,
         max_positions=max_positions,
-        seq_len=length if seq_len is None else seq_len,
+        seq_len=length or None if seq_len is None else seq_len,
     )
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     joined = torch.cat((angles.cos(), angles.sin()), -1).mul_(factor).to(device=device, dtype=dtype)
@@ -68,7 +74,7 @@ def rope_table(
     return joined[:, :half], joined[:, half:]
 
 
-_MOST_DIM = 2**20
+_MOST_DIM, _MOST_LENGTH = 2**20, 2**31 - 1
 
 
 def rope_frequencies(
@@ -99,9 +105,20 @@ def rope_frequencies(
         wanted = f"at most {_MOST_DIM}" if type(rotary_dim) is int and rotary_dim > 0 == rotary_dim % 2 else "above 0"
         problem = f"rotary_dim: wanted an even number {wanted}, got {told(rotary_dim)}"
         raise InvalidCallError("rope_frequencies", [problem])
-    given = dict(scaling or {})
+    lengths = {"max_positions": max_positions, "seq_len": seq_len}
+    problems = [
+        f"{name}: wanted a number of positions above 0 or None, got {told(value)}"
+        for name, value in lengths.items()
+        if value is not None and (type(value) is not int or value < 1)
+    ]
+    config: Any = {} if scaling is None else scaling
+    if not isinstance(config, Mapping):
+        problems.append(f"scaling: wanted a mapping as a config has it, got {told(scaling)}")
+    if problems:
+        raise InvalidCallError("rope_frequencies", problems)
+    given = dict(config)
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = _ALIASES.get(kind, kind)
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     problems = _problems(kind, given)
     if problems:
         raise InvalidCallError("rope_frequencies", problems)
@@ -109,7 +126,7 @@ def rope_frequencies(
     try:
         theta = float(wanted_base)
         frequencies, factor = _KINDS[kind](rotary_dim, theta, _Numbers(kind, given, max_positions), seq_len)
-    except (ArithmeticError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         if isinstance(error, InvalidCallError):
             raise
         frequencies, factor = torch.full((1,), torch.nan), math.nan
@@ -123,7 +140,7 @@ def rope_frequencies(
 
 
 def _problems(kind: str, given: Scaling) -> list[str]:
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         return [f"scaling: wanted a rope_type of {', '.join(_KEYS)}, got {kind!r}"]
     unknown = sorted(name for name in set(given) - _COMMON - _KEYS[kind] if given[name] is not None)
     known = ", ".join(sorted(_KEYS[kind])) or "no further numbers"

@@ -1,8 +1,13 @@
-"""Rotating queries and keys and writing keys and values into a cache, in one call."""
+"""Rotating queries and keys and writing keys and values into a cache, in one call; of a joined product as well."""
 
 from __future__ import annotations
 
-from layerzero.ops.rope_append.declare import OPERATIONS
-from layerzero.ops.rope_append.route import FUNCTIONS
+from layerzero.ops.rope_append import split
+from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
+from layerzero.ops.rope_append.route import ROPE_APPEND_FUNCTION
+from layerzero.ops.rope_append.split_route import SPLIT_FUNCTION
+
+OPERATIONS = (ROPE_APPEND, ROPE_APPEND_PAGED, *split.OPERATIONS)
+FUNCTIONS = (ROPE_APPEND_FUNCTION, SPLIT_FUNCTION)
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

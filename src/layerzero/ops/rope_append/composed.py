@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,30 @@ def rotate_then_append(rotate: Rotate, append: Append) -> Callable[..., Tensor]:
     ) -> Tensor:
         copies = query.clone(memory_format=dense), key.clone(memory_format=dense)
         query, key = rotate(*copies, cos, sin, positions, interleaved)
+        append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping)
+        return query
+
+    return run
+
+
+Split = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A kernel of posenc.split_qkv_norm_rope: of qkv, cos, sin, and by name heads, kv_heads, positions and its norm."""
+
+
+def split_then_append(split: Split, append: Append, heads: int, kv_heads: int) -> Callable[..., Tensor]:
+    """What a kernel of kv.split_qkv_norm_rope_append and the same of a paged cache calls."""
+
+    def run(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor | None = None,
+        **norm: Any,
+    ) -> Tensor:
+        query, key, value = split(qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, **norm)
         append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping)
         return query
 

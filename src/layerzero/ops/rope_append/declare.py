@@ -24,8 +24,8 @@ from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANC
 from layerzero.ops.rope_append import cases, stock
 from layerzero.ops.rope_append.reference import fake, rope_append_paged_reference, rope_append_reference
 
-_EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
-_PLACES = frozenset({torch.int64})
+EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
+PLACES = frozenset({torch.int64})
 
 _HEADS = (
     Axis("heads", scales=True, beside=True),
@@ -58,7 +58,7 @@ def _work(*tokens: str) -> Any:
     return work
 
 
-def _check_rows(positions: Tensor, **_: object) -> list[str]:
+def check_rows(positions: Tensor, **_: object) -> list[str]:
     """Values on the device: each place of a sequence once; whether it exists is asked elsewhere."""
     rows = (positions if positions.ndim == 2 else positions.unsqueeze(0)).tolist()
     return [
@@ -68,7 +68,8 @@ def _check_rows(positions: Tensor, **_: object) -> list[str]:
     ][:8]
 
 
-def _check_places(layout: str = "NHD", **arguments: Any) -> list[str]:
+def check_places(layout: str = "NHD", **arguments: Any) -> list[str]:
+    """Values on the device: positions are rows of the table, slots are of the cache, each once."""
     return check_positions(**arguments) + check_slots(**arguments, layout=layout)
 
 
@@ -89,7 +90,7 @@ _COMMON: dict[str, Any] = {
     "fake": fake,
     "tolerance": TOLERANCE,
     "tolerance_reason": TOLERANCE_REASON,
-    "judge": {"value_cache": _EXACT},
+    "judge": {"value_cache": EXACT},
     "derive": _derive,
     "derived": ("rotary_dim", "table_dtype", "position_dtype"),
     "derived_from": {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
@@ -116,7 +117,7 @@ ROPE_APPEND = Operation(
     summary="Rotary positions of queries and keys, keys and values written into a contiguous cache",
     reference=rope_append_reference,
     cases=cases.CONTIGUOUS,
-    check_values=_check_rows,
+    check_values=check_rows,
     guard=written.guard,
     examples=cases.contiguous_examples,
     work=_work("batch", "seq"),
@@ -135,7 +136,7 @@ ROPE_APPEND_PAGED = Operation(
             TensorSchema(
                 "slot_mapping",
                 ("tokens",),
-                _PLACES,
+                PLACES,
                 same_dtype=False,
                 indexes=("pages", "page_size"),
                 holes=True,
@@ -154,7 +155,7 @@ ROPE_APPEND_PAGED = Operation(
     summary="Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
     reference=rope_append_paged_reference,
     cases=cases.PAGED,
-    check_values=_check_places,
+    check_values=check_places,
     guard=written.guard,
     examples=cases.paged_examples,
     work=_work("tokens"),
@@ -162,5 +163,3 @@ ROPE_APPEND_PAGED = Operation(
     stock=stock.rope_append,
     **_COMMON,
 )
-
-OPERATIONS = (ROPE_APPEND, ROPE_APPEND_PAGED)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.rope.draw import draw_table
+from layerzero.ops.rope.draw import draw_table, norm_weights
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 4)
@@ -34,12 +34,12 @@ def _transposed(draw: Draw, lead: tuple[int, int], kv_heads: int, width: int, dt
     return [keys, draw.normal((pages, kv_heads, page_size, width), dtype).transpose(1, 2)]
 
 
-def rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.rope_append``."""
+def rope_append(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict[str, Any]:
+    """Draw a call of ``lz.rope_append``; ``joined``: one whose parts have one width, with a table of angles alone."""
     kv_heads = draw.of((1, 2, 3))
     heads = kv_heads * draw.of((1, 2, 4))
     head_dim = draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS)
-    dims = head_dim, draw.of(_HEAD_DIMS) if draw.chance(0.1) else head_dim
+    dims = head_dim, draw.of(_HEAD_DIMS) if not joined and draw.chance(0.1) else head_dim
     half = head_dim // 2 if draw.chance(0.6) else draw.of([each for each in (1, 3, 8, 16) if 2 * each <= head_dim])
     paged = draw.chance(0.5)
     transposed = paged and draw.chance(0.3)
@@ -64,7 +64,7 @@ def rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         positions = (torch.stack(places) if count else places[0]).to(draw.device)
     if draw.chance(0.25):
         positions = positions.int()
-    cos, sin = draw_table(draw, rows, half, draw.of((torch.float32, dtype), (3, 2)), angles_alone=False)
+    cos, sin = draw_table(draw, rows, half, draw.of((torch.float32, dtype), (3, 2)), angles_alone=joined)
     layout = draw.of(CACHE_LAYOUTS)
     if transposed:
         caches = _transposed(draw, lead, kv_heads, dims[0], dtype)
@@ -88,3 +88,12 @@ def rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["interleaved"] = True
     draw.poison(arguments, ("query", "key", "value"))
     return arguments
+
+
+def split_qkv_norm_rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.split_qkv_norm_rope_append``: the parts of a call of ``lz.rope_append``, joined."""
+    arguments = rope_append(draw, dtype, joined=True)
+    qkv = torch.cat([arguments.pop(name) for name in ("query", "key", "value")], -2).flatten(-2)
+    if draw.chance(0.6):
+        arguments |= norm_weights(draw, dtype, arguments["key_cache"].shape[-1])
+    return {"qkv": draw.laid_out(qkv) if draw.chance(0.5) else qkv, **arguments}

@@ -9,7 +9,7 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Function, Operation, Routed
+from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -18,7 +18,7 @@ from layerzero.ops.rope_append import draw
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
 
 _NAME = "rope_append"
-_CACHES = ("key_cache", "value_cache")
+CACHES = ("key_cache", "value_cache")
 _READ = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping")
 
 
@@ -72,34 +72,34 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     if problems:
         raise InvalidCallError(_NAME, problems)
-    written.check(_NAME, {each: arguments[each] for each in _CACHES}, layout)
+    written.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
     canonical = {
         name: value for name, value in arguments.items() if name != "layout" and (paged or name != "slot_mapping")
     }
     problems = operation.schema.validate(layout=layout, **canonical)
-    problems = problems or _size_problems(arguments, operation, layout)
-    problems = problems or _memory_problems(arguments)
+    problems = problems or size_problems(arguments, layout)
+    problems = problems or memory_problems(arguments, _READ)
     if problems:
         raise InvalidCallError(_NAME, problems)
-    return Routed(operation, canonical, layout, varies=_varies(arguments, layout))
+    return Routed(operation, canonical, layout, varies=varying(arguments, layout))
 
 
 def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
     """What is wrong with the numbers of axes, by which everything else is read."""
     problems = []
     wanted = "(tokens, heads, head dim)" if ndim == 3 else "(batch, sequence, heads, head dim) without slot_mapping"
-    for name in ("query", "key", "value", *_CACHES, "cos", "sin", "positions"):
+    for name in ("query", "key", "value", *CACHES, "cos", "sin", "positions"):
         tensor = arguments[name]
         if not isinstance(tensor, Tensor):
             problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
         elif name in ("query", "key", "value") and tensor.ndim != ndim:
             problems.append(f"{name}: wanted {wanted}, got {tensor.ndim}D {tuple(tensor.shape)}")
-        elif name in _CACHES and tensor.ndim != 4:
+        elif name in CACHES and tensor.ndim != 4:
             problems.append(f"{name}: wanted a 4D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
     return problems
 
 
-def _size_problems(arguments: dict[str, Any], operation: Operation, layout: str) -> list[str]:
+def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     """What the schema cannot say: the table's width and length, the shape of positions."""
     query, key, cos, sin, positions = (arguments[name] for name in ("query", "key", "cos", "sin", "positions"))
     problems, width, head_dim = [], 2 * cos.shape[-1], query.shape[-1]
@@ -111,7 +111,7 @@ def _size_problems(arguments: dict[str, Any], operation: Operation, layout: str)
     if 0 in (query.shape[-2], key.shape[-2], arguments["value"].shape[-1]):
         shapes = ", ".join(f"{name} {tuple(arguments[name].shape)}" for name in ("query", "key", "value"))
         problems.append(f"wanted heads and widths above 0, got {shapes}")
-    if operation is ROPE_APPEND_PAGED:
+    if arguments["slot_mapping"] is not None:
         if query.shape[0] and not cos.shape[0]:
             problems.append(f"cos: wanted a row for each position, got shape {tuple(cos.shape)}")
         return problems
@@ -126,16 +126,16 @@ def _size_problems(arguments: dict[str, Any], operation: Operation, layout: str)
     return problems
 
 
-def _memory_problems(arguments: dict[str, Any]) -> list[str]:
+def memory_problems(arguments: dict[str, Any], read: tuple[str, ...]) -> list[str]:
     """What forbids writing into the caches."""
-    problems = write_problems(arguments, _CACHES, _READ)
-    keys, values = (arguments[name] for name in _CACHES)
+    problems = write_problems(arguments, CACHES, read)
+    keys, values = (arguments[name] for name in CACHES)
     if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
         problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
     return problems
 
 
-def _varies(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
+def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
     """Sizes that may differ within a power of two; a contiguous cache must have a place for each of their tokens."""
     if arguments["slot_mapping"] is not None:
         return "tokens", "pages", "table"
@@ -146,14 +146,12 @@ def _varies(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
     return (*(("batch",) if shared else ()), *(("seq",) if long_enough else ()))
 
 
-FUNCTIONS = (
-    Function(
-        name=_NAME,
-        signature=rope_append,
-        route=_route,
-        operations=(ROPE_APPEND, ROPE_APPEND_PAGED),
-        draw=draw.rope_append,
-        brought=("value_cache", "positions"),
-        may_share_storage=frozenset({frozenset(_CACHES)}),
-    ),
+ROPE_APPEND_FUNCTION = Function(
+    name=_NAME,
+    signature=rope_append,
+    route=_route,
+    operations=(ROPE_APPEND, ROPE_APPEND_PAGED),
+    draw=draw.rope_append,
+    brought=("value_cache", "positions"),
+    may_share_storage=frozenset({frozenset(CACHES)}),
 )

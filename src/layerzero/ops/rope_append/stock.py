@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +31,48 @@ def rope_append(
 
     def run() -> Tensor:
         turned, new = turn()
-        if slot_mapping is None:
-            places = positions.long().expand(key.shape[:2])
-            index = torch.arange(len(key), device=key.device).unsqueeze(1), places
-            pair = new, value
-        else:
-            there = slot_mapping >= 0
-            slots, page_size = slot_mapping[there], caches[0].shape[1]
-            index, pair = (slots // page_size, slots % page_size), (new[there], value[there])
-        for cache, tokens in zip(caches, pair, strict=True):
-            cache[index] = tokens
+        _write(new, value, caches, positions, slot_mapping)
         return turned
 
     return run
+
+
+def split_qkv_norm_rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    layout: str = "NHD",
+    **norm: Any,
+) -> Callable[[], Tensor]:
+    """Views of the product, norms and rotation of Transformers' models, then the new keys and values by index."""
+    caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
+    kv_heads, head_dim = caches[0].shape[-2:]
+    heads = qkv.shape[-1] // head_dim - 2 * kv_heads
+    turn = rope_stock.split_qkv_norm_rope(qkv, heads, kv_heads, cos, sin, positions, **norm)
+
+    def run() -> Tensor:
+        query, key, value = turn()
+        _write(key, value, caches, positions, slot_mapping)
+        return query
+
+    return run
+
+
+def _write(
+    key: Tensor, value: Tensor, caches: Sequence[Tensor], positions: Tensor, slot_mapping: Tensor | None
+) -> None:
+    """Tokens into the rows of sequences, or into slots; a slot of -1 is looked for."""
+    if slot_mapping is None:
+        places = positions.long().expand(key.shape[:2])
+        index = torch.arange(len(key), device=key.device).unsqueeze(1), places
+    else:
+        there = slot_mapping >= 0
+        slots, page_size = slot_mapping[there], caches[0].shape[1]
+        index, key, value = (slots // page_size, slots % page_size), key[there], value[there]
+    for cache, tokens in zip(caches, (key, value), strict=True):
+        cache[index] = tokens

@@ -59,7 +59,7 @@ def check_drawable(total: Tensor, tensor: Tensor, operation: str) -> None:
     if not bool((total.isfinite() & (total > 0)).all()):
         name = "probs" if operation.endswith(".probs") else "logits"
         wanted = f"{name}: wanted rows that something can be drawn of, got one whose probabilities add up to nothing"
-        raise InvalidCallError(operation, undrawable(tensor, name) or [wanted])
+        raise InvalidCallError(operation, undrawable(tensor, name) or [f"{wanted}; is a row_temperature NaN?"])
 
 
 def check_signs(tensor: Tensor, operation: str) -> None:

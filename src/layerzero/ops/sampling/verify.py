@@ -16,6 +16,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.core.schema import OperationSchema
@@ -78,6 +79,7 @@ def _reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
         if target.device.type == "cpu":
             check_target(target, name)
+            check_draft(drafted, name)
         above = chain_of(draft_ids) if parents is None else parents
         return walked(draft_ids, target, drafted, above, generator_of(seed, generator, target.device))
 
@@ -90,9 +92,28 @@ def check_target(target: Tensor, name: str) -> None:
     check_drawable(torch.where((target >= 0).all(-1), target.sum(-1), -1.0), target, f"{name}.probs")
 
 
+def check_draft(drafted: Tensor | None, name: str) -> None:
+    """Raise for what no draft was drawn from: NaN, infinity, numbers below 0. Raises: InvalidCallError.
+
+    Rows of zeros may be: of a token that pads, or where the draft left nothing.
+    """
+    if drafted is None or not drafted.numel():
+        return
+    least, most = drafted.aminmax()  # NaN if there is one
+    if not (least >= 0 and most.isfinite()):
+        raise InvalidCallError(name, _draft_problems(drafted))
+
+
+def _draft_problems(drafted: Tensor) -> list[str]:
+    bad = ~(drafted.isfinite() & (drafted >= 0))
+    wanted = "draft_probs{}: wanted finite numbers from 0 up, got {:g}"
+    return [wanted.format(place, drafted[tuple(place)].item()) for place in bad.nonzero()[:4].tolist()]
+
+
 def _check_values(layout: str | None = None, **arguments: Any) -> list[str]:
-    problems = undrawable(arguments["target_probs"], "probs")
-    return [f"target_{each}" for each in problems]
+    problems = [f"target_{each}" for each in undrawable(arguments["target_probs"], "probs")]
+    drafted = arguments.get("draft_probs")
+    return problems if drafted is None else problems + _draft_problems(drafted)
 
 
 def _judge(place: int) -> Distribution:

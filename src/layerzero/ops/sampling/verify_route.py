@@ -45,8 +45,9 @@ def verify_speculative(
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
         seed: gives the same tokens wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
-    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary and for rows of the
-        target that nothing can be drawn of. On a GPU, where looking means waiting, such a row gives some token.
+    Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
+        that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).
+        On a GPU, where looking means waiting, such a row gives some token.
     Source: arXiv:2211.17192, arXiv:2302.01318; of trees arXiv:2305.09781.
     """
     raise AssertionError("the signature only; the engine makes the callable")

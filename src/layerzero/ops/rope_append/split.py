@@ -1,0 +1,264 @@
+"""A joined product taken apart, normed, rotated, and written into a cache: what lies between product and attention.
+
+kv.split_qkv_norm_rope_append         into a contiguous cache
+kv.split_qkv_norm_rope_append.paged   into the slots of pages
+
+The cache says how many heads of which width keys and values have; what is left of the product are queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, TensorSchema
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.judge import Elementwise
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.attention.declare import HEAD_DIM
+from layerzero.ops.paged import written
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, append_paged_kv_reference
+from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
+from layerzero.ops.rope.normed import EPS, PLUS_ONE, TOLERANCE, TOLERANCE_REASON, lengths_of_pairs, norm_examples
+from layerzero.ops.rope.split import split_qkv_norm_rope_reference
+from layerzero.ops.rope_append import cases, stock
+from layerzero.ops.rope_append.declare import EXACT, PLACES, check_places, check_rows
+from layerzero.ops.rope_append.reference import write_rows
+
+_WEIGHTS = ("q_weight", "k_weight")
+
+
+def heads_of(qkv: Tensor, key_cache: Tensor) -> int:
+    """Query heads: what is left of a joined product beside the keys and values, which the cache knows. In NHD."""
+    kv_heads, head_dim = key_cache.shape[-2:]
+    return int(qkv.shape[-1]) // int(head_dim) - 2 * int(kv_heads)
+
+
+def split_append_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+) -> Tensor:
+    """``posenc.split_qkv_norm_rope``, whose keys and values are written into a cache.
+
+    Shapes: qkv (B, S, (H + 2 K) * D) or (T, (H + 2 K) * D) with slots; the rest as of ``kv.rope_append``, of
+    ``kv.rope_append.paged`` with slots → (B, S, H, D) or (T, H, D). Mutates both caches.
+    Dtype, units and source: as of ``posenc.split_qkv_norm_rope``.
+    """
+    query, key, value = split_qkv_norm_rope_reference(
+        qkv,
+        cos,
+        sin,
+        heads=heads_of(qkv, key_cache),
+        kv_heads=key_cache.shape[-2],
+        positions=positions,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        interleaved=interleaved,
+        eps=eps,
+        plus_one=plus_one,
+    )
+    if slot_mapping is None:
+        write_rows(key, value, key_cache, value_cache, positions)
+    else:
+        append_paged_kv_reference(key, value, key_cache, value_cache, slot_mapping)
+    return query
+
+
+def _fake(qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, *_: object, **__: object) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:-1], heads_of(qkv, key_cache), key_cache.shape[-1]))
+
+
+def _lengths(result: str) -> Callable[[Mapping[str, Any]], Tensor]:
+    """How long the pair of each entry is, of what was rotated: a kernel may round before it rotates."""
+
+    def lengths(arguments: Mapping[str, Any]) -> Tensor:
+        given = {
+            name: value.clone() if name in ("key_cache", "value_cache") else value
+            for name, value in arguments.items()
+            if value is not None
+        }
+        query = split_append_reference(**given)
+        of = query if result == "query" else given["key_cache"]
+        return lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
+
+    return lengths
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        "heads": values["features"] // max(values["head_dim"], 1) - 2 * values["kv_heads"],
+        "rotary_dim": 2 * values["rotary_half"],
+        "table_dtype": dtype_name(arguments["cos"].dtype),
+        "position_dtype": dtype_name(arguments["positions"].dtype),
+    }
+
+
+def _work(*tokens: str) -> Callable[[Mapping[str, Any]], Work]:
+    """The product read and its parts written; six operations a rotated pair, four an element that is normalised."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        count, turned = math.prod(facts[name] for name in tokens), facts["heads"] + facts["kv_heads"]
+        norm = 0.0 if facts["q_weight"] == "none" else 4.0 * facts["head_dim"]
+        moved = 2.0 * count * facts["features"] * facts["dtype"].itemsize + 4.0 * count * facts["rotary_dim"]
+        return Work(count * turned * (6.0 * facts["rotary_half"] + norm), moved)
+
+    return work
+
+
+def _joined(case: Case, *, norm: bool, **params: object) -> Case:
+    """The case of a rotation with an append whose parts are one product."""
+    sizes = {name: size for name, size in case.sizes.items() if name not in ("heads", "value_dim")}
+    sizes["features"] = (case.sizes["heads"] + 2 * case.sizes["kv_heads"]) * case.sizes["head_dim"]
+    name = case.name.replace("llama3", "qwen3") if norm else case.name
+    return Case(name, sizes, {**case.params, **params}, _WEIGHTS if norm else ())
+
+
+def _cases(of: Sequence[Case]) -> tuple[Case, ...]:
+    """Each with norms, as Qwen3 has them, and some without."""
+    small, interleaved, partial, *models = of
+    plain = Case(f"{small.name}_plain", small.sizes, small.params)
+    return (
+        _joined(small, norm=True),
+        _joined(plain, norm=False),
+        _joined(interleaved, norm=True),
+        _joined(partial, norm=True, plus_one=True),
+        *(_joined(each, norm=True) for each in models),
+        _joined(models[0], norm=False),
+    )
+
+
+def _sweep(of: Callable[..., Any]) -> Callable[[str, Mapping[str, Sequence[int]]], Any]:
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Any:
+        return (_joined(each, norm=True) for each in of(device, narrow))
+
+    return sweep
+
+
+def _examples(of: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    def examples(
+        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    ) -> dict[str, Tensor]:
+        made = of(case, dtype, device, generator)
+        if not case.given:
+            return made
+        return made | norm_examples(case, dtype, device, generator, case.sizes["head_dim"])
+
+    return examples
+
+
+def _inputs(token: tuple[str, ...], cache: tuple[str, ...], *places: TensorSchema) -> tuple[TensorSchema, ...]:
+    kept: dict[str, Any] = {"mutated": True, "has_layout": True, "resident": True}
+    return (
+        TensorSchema("qkv", (*token, "features"), FLOATING),
+        *COS_SIN,
+        TensorSchema("key_cache", (*cache, "kv_heads", "head_dim"), FLOATING, **kept),
+        TensorSchema("value_cache", (*cache, "kv_heads", "head_dim"), FLOATING, **kept),
+        *places,
+        *(TensorSchema(name, ("head_dim",), FLOATING, required=False) for name in _WEIGHTS),
+    )
+
+
+_AXES = (
+    Axis("kv_heads", scales=True, beside=True, apart=True),
+    Axis("features", scales=True, implied=True),
+    Axis("table", live=True, works=False),
+    Axis("head_dim", codes=HEAD_DIM),
+)
+_COMMON: dict[str, Any] = {
+    "reference": split_append_reference,
+    "fake": _fake,
+    "tolerance": TOLERANCE,
+    "tolerance_reason": TOLERANCE_REASON,
+    "judge": {
+        **{each: Elementwise(TOLERANCE, TOLERANCE_REASON, _lengths(each)) for each in ("query", "key_cache")},
+        "value_cache": EXACT,
+    },
+    "derive": _derive,
+    "derived": ("heads", "rotary_dim", "table_dtype", "position_dtype"),
+    "derived_from": {
+        "heads": ("features", "kv_heads", "head_dim"),
+        "rotary_dim": ("rotary_half",),
+        "table_dtype": (),
+        "position_dtype": (),
+    },
+    "guard": written.guard,
+    "stock": stock.split_qkv_norm_rope_append,
+}
+
+SPLIT_APPEND = Operation(
+    schema=OperationSchema(
+        operation="kv.split_qkv_norm_rope_append",
+        inputs=_inputs(
+            ("batch", "seq"),
+            ("batch", "length"),
+            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",)),
+        ),
+        outputs=(TensorSchema("query", ("batch", "seq", "heads", "head_dim"), FLOATING),),
+        params=(INTERLEAVED, EPS, PLUS_ONE),
+        axes=(
+            Axis("batch", scales=True, live=True, beside=True, apart=True),
+            Axis("seq", scales=True, live=True),
+            Axis("length", works=False),
+            *_AXES,
+        ),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="A joined product taken apart, normed and rotated, keys and values written into a contiguous cache",
+    cases=_cases(cases.CONTIGUOUS),
+    check_values=check_rows,
+    examples=_examples(cases.contiguous_examples),
+    work=_work("batch", "seq"),
+    sweep=_sweep(cases.contiguous_sweep),
+    **_COMMON,
+)
+SPLIT_APPEND_PAGED = Operation(
+    schema=OperationSchema(
+        operation="kv.split_qkv_norm_rope_append.paged",
+        inputs=_inputs(
+            ("tokens",),
+            ("pages", "page_size"),
+            TensorSchema("positions", ("tokens",), INDEX, same_dtype=False, indexes=("table",)),
+            TensorSchema(
+                "slot_mapping",
+                ("tokens",),
+                PLACES,
+                same_dtype=False,
+                indexes=("pages", "page_size"),
+                holes=True,
+                distinct=True,
+            ),
+        ),
+        outputs=(TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),),
+        params=(INTERLEAVED, EPS, PLUS_ONE),
+        axes=(
+            Axis("tokens", scales=True, live=True, apart=True),
+            Axis("pages", live=True, works=False),
+            *_AXES,
+        ),
+        layouts=CACHE_LAYOUTS,
+    ),
+    summary="A joined product taken apart, normed and rotated, keys and values written into the slots of a paged cache",
+    cases=_cases(cases.PAGED),
+    check_values=check_places,
+    examples=_examples(cases.paged_examples),
+    work=_work("tokens"),
+    sweep=_sweep(cases.paged_sweep),
+    **_COMMON,
+)
+OPERATIONS = (SPLIT_APPEND, SPLIT_APPEND_PAGED)

@@ -1,0 +1,8 @@
+"""The same numbers elsewhere in memory: heads before tokens and back, a joined product taken apart, slices."""
+
+from __future__ import annotations
+
+from layerzero.ops.tensor.declare import OPERATIONS
+from layerzero.ops.tensor.route import FUNCTIONS
+
+__all__ = ["FUNCTIONS", "OPERATIONS"]
