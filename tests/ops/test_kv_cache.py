@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from launches import Counted
-from layerzero.ops.kv import driver, ranges_cpu, strategy
+from layerzero.ops.kv import driver, packed, ranges_cpu, strategy
 from layerzero.ops.paged import written
 
 FORMS = {
@@ -212,6 +215,40 @@ def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):
     step.abort()
 
 
+@pytest.mark.parametrize("numpy_is_here", [True, False])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_a_step_sends_is_what_the_book_says(monkeypatch, numpy_is_here, data):
+    if not numpy_is_here:
+        monkeypatch.setattr(packed, "numpy_here", lambda: None)
+    cache = made(**FORMS[data.draw(st.sampled_from(["paged", "contiguous"]))])
+    names, step = [cache.allocate() for _ in range(3)], None
+    for _ in range(data.draw(st.integers(1, 5))):
+        room = min(64, cache.usage().free_pages * cache.page_size // 3)
+        counts = [data.draw(st.sampled_from([1, 1, 0, 7, 40])) for _ in names]
+        if any(cache.length(name) + count > room for name, count in zip(names, counts, strict=True)):
+            for name in names:
+                cache.truncate(name, data.draw(st.integers(0, cache.length(name))))
+            continue
+        fits = (
+            step is not None and sum(step.counts) == sum(counts) and (step.cu_seqlens_q is None) == (set(counts) == {1})
+        )
+        kept = {"reuse": step} if fits else {"blocks": 12}
+        step = cache.writing(names, counts, **kept)
+        lens = [cache.length(name) for name in names]
+        tables = [cache.table(name) for name in names]
+        columns = step.block_tables.shape[1]
+        assert step.block_tables.tolist() == [[*table, *[0] * (columns - len(table))] for table in tables]
+        assert step.context_lens.tolist() == step.host[0].tolist() == lens
+        size = cache.page_size
+        assert step.slots.tolist() == [
+            table[place // size] * size + place % size
+            for table, length, count in zip(tables, lens, counts, strict=True)
+            for place in range(length - count, length)
+        ]
+        step.abort() if data.draw(st.booleans()) else step.commit()
+
+
 def test_a_reused_step_has_as_many_tokens_as_its_slots():
     cache = made()
     cache.allocate("a")
@@ -388,8 +425,8 @@ def test_calls_take_a_cache_in_place_of_its_tensors():
         query, key, value = drawn(18)
         cos, sin = lz.rope_table(64, 32, base=10000.0)
         slots = torch.arange(18)
-        for given in ({"key_cache": cache}, {"key_cache": cache, "value_cache": cache, "layout": layout}):
-            turned = lz.rope_append(query, key, value, cos, sin, **given, positions=slots, slot_mapping=slots)
+        for form in ({"key_cache": cache}, {"key_cache": cache, "value_cache": cache, "layout": layout}):
+            turned = lz.rope_append(query, key, value, cos, sin, **form, positions=slots, slot_mapping=slots)
         tables, lens = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([18], dtype=torch.int32)
         starts = torch.tensor([0, 18], dtype=torch.int32)
         step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from launches import Counted
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import step as paged_step
+from layerzero.ops.paged.host_slots import slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 
 PAGE = 4
@@ -251,6 +255,42 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
     assert on_host == asked()
 
 
+def slots_one_by_one(tables, lens, counts, page_size, pages):
+    """What each new token gets, and how many are lost, token by token."""
+    found, lost = [], 0
+    for table, length, count in zip(tables, lens, counts, strict=True):
+        for place in range(length - count, length):
+            column = place // page_size
+            page = table[column] if 0 <= column < len(table) else -1
+            there = 0 <= page < pages
+            found.append(page * page_size + place % page_size if there else -1)
+            lost += not there and place >= 0
+    return found, lost
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_slots_of_the_host_are_those_of_each_token(data):
+    batch, columns = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 4))
+    page_size, pages = data.draw(st.sampled_from([1, 3, 16, 64])), data.draw(st.sampled_from([9, 2**31]))
+    wrong = data.draw(st.sampled_from([0, 0, 1]))  # most steps have a place for each token
+    pages_drawn = st.sampled_from(
+        [0, 5, 8, 2**31 - 1 if pages > 9 else 3, *([-1, -(2**31), 9, 2**31 - 1] if wrong else [])]
+    )
+    tables = [data.draw(st.lists(pages_drawn, min_size=columns, max_size=columns)) for _ in range(batch)]
+    room = columns * page_size
+    lens = [data.draw(st.integers(-wrong, room + wrong)) for _ in range(batch)]
+    if same := data.draw(st.sampled_from([0, 1, 3])):
+        counts = [same] * batch
+    else:
+        counts = [data.draw(st.integers(0, max(length, 0) + wrong)) for length in lens]
+    each = torch.tensor(tables, dtype=torch.int32).view(batch, columns)
+    begins = None if same else torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    slots, lost = slots_on_host(each, torch.tensor(lens, dtype=torch.int32), begins, same, page_size, pages)
+    assert (slots.tolist(), lost) == slots_one_by_one(tables, lens, counts, page_size, pages)
+    assert slots.dtype is torch.int64
+
+
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("count", [1, 3])
 def test_slots_of_tables_on_the_host_are_one_copy(batch, count):
@@ -280,7 +320,7 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
 
 
 @pytest.mark.parametrize("numpy_is_here", [True, False])
-@pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1]])
+@pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1], [0, 2**31 - 1, -(2**31)]])
 def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):
     if not numpy_is_here:
         monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)

@@ -25,9 +25,8 @@ def slots_on_host(
     → (T,) int64 on the CPU, tokens that are lost
     Raises: InvalidCallError for starts that do not begin with 0, or decrease.
     """
-    try:
-        import numpy as np
-    except ImportError:  # torch's own launches do without
+    np = numpy_here()
+    if np is None:  # torch's own launches do without
         return None
     table: Any = tables.numpy()
     ends: Any = lens.numpy().astype(np.int64)  # differences of int32 wrap around
@@ -39,12 +38,21 @@ def slots_on_host(
         counts = begins[1:] - begins[:-1]
         if begins[0] or (len(counts) and counts[counts.argmin()] < 0):
             raise_for_starts(begins.tolist())
-    found = _found(np, table, ends, begins, counts, page_size, pages)
+    found = slots_of_rows(np, table, ends, begins, counts, page_size, pages)
     slots, lost = (found, 0) if found is not None else _with_holes(np, table, ends, begins, counts, page_size, pages)
     return torch.from_numpy(slots), lost
 
 
-def _found(np: Any, table: Any, ends: Any, begins: Any, counts: Any, page_size: int, pages: int) -> Any:
+def numpy_here() -> Any:
+    """The module numpy, or None: torch runs without it."""
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np
+
+
+def slots_of_rows(np: Any, table: Any, ends: Any, begins: Any, counts: Any, page_size: int, pages: int) -> Any:
     """The slots where each token has one; None else.
 
     As one sum: if all tables were one row of pages, each would begin at a page. So what says that a token has a place
@@ -106,7 +114,7 @@ def _with_holes(
 
 def check_starts(starts: Tensor) -> None:
     """Raise InvalidCallError for starts (B + 1,) on the CPU that do not begin with 0, or decrease."""
-    if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+    if int(starts[0]) != 0 or bool((starts.long().diff() < 0).any()):
         raise_for_starts(starts.tolist())
 
 
