@@ -352,10 +352,11 @@ def append_kv(
         in HND; positions (B, S), (1, S) or (S,).
     Dtype: keys, values and caches the same floating dtype; positions int32 or int64, on the same device.
     Args:
-        positions: where each token belongs in its sequence's row; each place of a row at most once.
+        positions: where each token belongs in its sequence's row; each place of a row at most once. On a GPU either of
+            two tokens with one place may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for places beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for places beyond the cache or named twice, too.
     Source: static caches of Transformers 5.
     """
 
@@ -374,10 +375,11 @@ def append_paged_kv(
     Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
     Args:
         slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
-            ``StepMetadata.slot_mapping`` makes it from tables and lengths.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
+            may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -404,7 +406,7 @@ def append_quantized_kv(
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for slots beyond the cache, too.
+        in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -637,10 +639,11 @@ def copy_kv_blocks(
     Dtype: both caches the same floating dtype; pages int64, on the same device.
     Args:
         from_pages: what is read.
-        to_pages: where each of them goes, each page at most once.
+        to_pages: where each of them goes, each page at most once. On a GPU either of two pages that go to one may be
+            what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for pages beyond the cache, too.
+        in debug mode for pages beyond the cache or written twice, too.
     Source: copy_blocks of vLLM, arXiv:2309.06180.
     """
 
@@ -1246,7 +1249,7 @@ def rope_append(
     Returns: the rotated query. Rotated keys are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements with what is
         read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
-        lead nowhere, too.
+        lead nowhere or are named twice, too.
     Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 

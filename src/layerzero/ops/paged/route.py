@@ -99,10 +99,11 @@ def append_paged_kv(
     Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
     Args:
         slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
-            ``StepMetadata.slot_mapping`` makes it from tables and lengths.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
+            may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")
