@@ -915,6 +915,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -938,6 +941,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -961,6 +967,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -988,6 +997,11 @@ def paged_attention(
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two.
+        alibi_slopes: (H,) or (B, H).
+        tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
+            their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
+            and what that one sees. Sequences with more new tokens than columns are chains.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
@@ -998,7 +1012,8 @@ def paged_attention(
             FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        debug mode and on a CPU for pages, lengths and starts out of range and a tree mask that is none, too.
+        NoKernelFoundError if policy leaves no
         kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
