@@ -198,6 +198,20 @@ def test_steps_of_other_caches_and_from_before_pages_moved_are_refused():
         lz.paged_attention(query, cache.layer(0), step=step)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_device_that_is_not_here_is_told():
+    with pytest.raises(lz.InvalidCallError, match="device: wanted one that is here, got 'cuda'"):
+        made(**FORMS["paged"], device="cuda")
+
+
+def test_a_layer_whose_cache_is_gone_takes_no_step_of_another():
+    layer, other = made().layer(0), made()
+    gc.collect()
+    step = other.writing([other.allocate()], [3])
+    with pytest.raises(lz.KVCacheError, match="wanted a step of this cache, got one of another"):
+        lz.paged_attention(torch.randn(3, 4, 32), layer, step=step)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):

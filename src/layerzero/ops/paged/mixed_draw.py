@@ -47,10 +47,10 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     heads = query.shape[-2]
     if draw.chance(0.08):
         arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
-    if draw.chance(0.08):
+    if draw.chance(0.12):
         slopes = (heads,) if draw.chance(0.6) else (len(lengths), heads)
         arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)
-    if draw.chance(0.12):
+    if draw.chance(0.15):
         arguments |= {"causal": True, "tree_mask": _trees(draw, lengths)}
     if "step" in arguments:
         bound = arguments.get("max_context_len")
