@@ -24,7 +24,7 @@ _FREED = "wanted a cache that is there, got one that was closed; make another"
 
 
 def _check_step(owner: CachedSequences | None, step: object) -> None:
-    """Refuse a step of another cache than a layer's, or of places that may be another sequence's. Raises: KVCacheError."""
+    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError."""
     if owner is not None:
         owner.check_moved(step)
     elif isinstance(step, CacheStep):  # it keeps its own cache, so this is of another
