@@ -396,12 +396,18 @@ def test_slopes_over_pages_are_those_of_ragged_keys(kernel, by_sequence):
     assert torch.allclose(output, lz.ragged_attention(*ragged_of(call), alibi_slopes=slopes))
 
 
-def test_sinks_over_pages_are_those_of_ragged_keys():
-    call, sinks = named(paged()), torch.randn(4, dtype=torch.float64)
-    locks = {f"attention.gqa.prefill.{kind}": f"reference.attention.gqa.prefill.{kind}" for kind in ("paged", "ragged")}
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+@pytest.mark.parametrize("lens", [(5, 7, 2, 8), (5, 3, 0, 8)])
+def test_sinks_over_pages_are_those_of_ragged_keys(kernel, lens):
+    call, sinks = named(paged(lens=lens)), torch.randn(4, dtype=torch.float64)
+    kind = "attention.gqa.prefill"
+    locks = {f"{kind}.paged": kernel, f"{kind}.ragged": f"reference.{kind}.ragged"}
     with lz.scope(locks=locks):
-        output = lz.paged_attention(**call, sinks=sinks)
-        assert torch.allclose(output, lz.ragged_attention(*ragged_of(call), sinks=sinks))
+        output, lse = lz.paged_attention(**call, sinks=sinks, return_lse=True)
+        wanted, sums = lz.ragged_attention(*ragged_of(call), sinks=sinks, return_lse=True)
+        assert torch.equal(lz.paged_attention(**call, sinks=sinks), output)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, sums)
 
 
 def put(mask, row, column, value):

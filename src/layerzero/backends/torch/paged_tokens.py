@@ -42,6 +42,7 @@ def load_cpu(facts: Facts) -> Callable[..., Any]:
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
+        sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         tree_mask: Tensor | None = None,
         return_lse: bool = False,
@@ -56,11 +57,26 @@ def load_cpu(facts: Facts) -> Callable[..., Any]:
                 yield query[first:last], keys, values, slopes
 
         masks = (of_sequence(tree_mask, first, last, length) for (first, last), length in lengths)
-        return attend_each(
-            sequences(), query, causal=causal, scale=scale, window=window, return_lse=return_lse, masks=masks
+        needed = return_lse or sinks is not None
+        found: Any = attend_each(
+            sequences(), query, causal=causal, scale=scale, window=window, return_lse=needed, masks=masks
         )
+        if sinks is None:
+            return found
+        output, lse = with_sinks(found[0], found[1], sinks)
+        return (output, lse) if return_lse else output
 
     return run
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of a softmax that one more logit a head had taken part in: the keys keep their share of the sum.
+
+    Shapes: output (T, H, D), lse (H, T), sinks (H,).
+    """
+    logits = sinks.float().unsqueeze(1)
+    share = torch.sigmoid(lse - logits).t().unsqueeze(-1)
+    return (output * share).to(output.dtype), torch.logaddexp(lse, logits)
 
 
 def load_cuda(facts: Facts) -> Callable[..., Any]:
@@ -112,7 +128,7 @@ KERNELS = (
         backend=TORCH,
         load=load_cpu,
         layout="NHD",
-        accepts=("causal", "scale", "window", "return_lse", "alibi_slopes", "tree_mask"),
+        accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         limits=(
             limit.platform("cpu"),
             limit.dtype("float32", "float64", "float16", "bfloat16"),
