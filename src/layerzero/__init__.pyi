@@ -358,10 +358,11 @@ def append_kv(
         in HND; positions (B, S), (1, S) or (S,).
     Dtype: keys, values and caches the same floating dtype; positions int32 or int64, on the same device.
     Args:
-        positions: where each token belongs in its sequence's row; each place of a row at most once.
+        positions: where each token belongs in its sequence's row; each place of a row at most once. On a GPU either of
+            two tokens with one place may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for places beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for places beyond the cache or named twice, too.
     Source: static caches of Transformers 5.
     """
 
@@ -380,10 +381,11 @@ def append_paged_kv(
     Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
     Args:
         slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
-            ``StepMetadata.slot_mapping`` makes it from tables and lengths.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
+            may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -410,7 +412,7 @@ def append_quantized_kv(
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for slots beyond the cache, too.
+        in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
@@ -643,10 +645,11 @@ def copy_kv_blocks(
     Dtype: both caches the same floating dtype; pages int64, on the same device.
     Args:
         from_pages: what is read.
-        to_pages: where each of them goes, each page at most once.
+        to_pages: where each of them goes, each page at most once. On a GPU either of two pages that go to one may be
+            what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for pages beyond the cache, too.
+        in debug mode for pages beyond the cache or written twice, too.
     Source: copy_blocks of vLLM, arXiv:2309.06180.
     """
 
@@ -927,6 +930,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -950,6 +956,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -973,6 +982,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -1000,6 +1012,11 @@ def paged_attention(
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two.
+        alibi_slopes: (H,) or (B, H).
+        tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
+            their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
+            and what that one sees. Sequences with more new tokens than columns are chains.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
@@ -1010,7 +1027,8 @@ def paged_attention(
             FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        debug mode and on a CPU for pages, lengths and starts out of range and a tree mask that is none, too.
+        NoKernelFoundError if policy leaves no
         kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
@@ -1261,7 +1279,7 @@ def rope_append(
     Returns: the rotated query. Rotated keys are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements with what is
         read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
-        lead nowhere, too.
+        lead nowhere or are named twice, too.
     Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 

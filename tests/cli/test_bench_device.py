@@ -14,6 +14,7 @@ import layerzero as lz
 from layerzero.cli import bench as command
 from layerzero.cli.app import main
 from layerzero.core.operation import Case
+from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring import on_device as measured
 from layerzero.tuning.measuring.bench import TORCH
 from layerzero.tuning.measuring.ceiling import Ceiling
@@ -164,6 +165,37 @@ def test_what_shares_memory_shares_it_in_copies():
     for name in ("query", "key", "cos", "sin"):
         assert torch.equal(copy[name], call.arguments[name])
         assert copy[name].stride() == call.arguments[name].stride()
+
+
+def test_copies_of_a_call_have_caches_and_steps_of_their_own():
+    cache = lz.KVCache(1, 2, 32, pages=8, page_size=16, dtype=torch.float32)
+    step = cache.writing([cache.allocate()], [5])
+    call = RandomCall("paged_attention", {"query": torch.randn(5, 8, 32), "key_cache": cache.layer(0), "step": step})
+    copy = measured._copy(call).arguments
+    for name in ("query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q"):
+        assert torch.equal(copy[name], call.arguments[name])
+        assert copy[name].data_ptr() != call.arguments[name].data_ptr()
+    assert copy["step"].block_tables is copy["block_tables"]
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    each = {"query": torch.randn(5, 2, 8), "key": torch.randn(5, 2, 8), "value": torch.randn(5, 2, 8)}
+    ragged = RandomCall("ragged_attention", each | {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "step": lz.RaggedMetadata(starts, starts)
+    })  # fmt: skip
+    copy = measured._copy(ragged).arguments
+    assert copy["step"].belongs(copy["cu_seqlens_q"], copy["cu_seqlens_k"])
+
+
+def test_a_handle_that_nobody_can_make_again_is_warm(counting, monkeypatch):
+    weight = torch.randn(64, 64)
+    call = RandomCall("linear", {"input": torch.randn(8, 64), "weight": weight, "packed": lz.PackedWeight(weight)})
+    report = lz.explain(call.function, **call.arguments)
+
+    def state():
+        return on_device(call, report, {report.kernel_id}, graphs=Counting(), cache=8 * CACHE)[report.kernel_id].cache
+
+    assert state() == "cold"
+    monkeypatch.setattr(measured, "_copy", lambda each: RandomCall(each.function, dict(each.arguments)))
+    assert state() == "warm"
 
 
 def test_a_call_that_brings_too_much_memory_is_not_copied(counting, monkeypatch):

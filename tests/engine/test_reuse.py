@@ -152,7 +152,10 @@ def resized(call, pick, dense):
     for rule in indices.rules_of(report.facts.operation.schema, report.facts.layout, report.facts.tensors):
         name = rule.tensor.name  # nothing leads to what is not there any more
         most = math.prod(arguments[of].shape[place] for of, place in rule.sizes) - bool(rule.tensor.indexes)
-        arguments[name] = arguments[name].clamp(max=most)
+        if rule.tensor.distinct and rule.tensor.holes:  # two at the last place would be an error
+            arguments[name] = arguments[name].masked_fill(arguments[name] > most, -1)
+        else:
+            arguments[name] = arguments[name].clamp(max=most)
     return RandomCall(call.function, with_its_step(with_its_starts(arguments)), call.name)
 
 

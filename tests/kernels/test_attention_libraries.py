@@ -444,3 +444,23 @@ def test_torchs_operators_are_the_same_where_no_binding_is_generated_for_them(na
     assert plain is getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     assert plain is not bound
     assert torch.equal(bound(*tensors)[0], plain(*tensors)[0])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_xformers_gets_keys_of_their_own_for_heads_of_one_memory_beside_a_mask(monkeypatch, masked):
+    seen = {}
+
+    def forward(query, key, value, **given):
+        seen.update(given, key=key, value=value)
+        return query
+
+    bias = types.SimpleNamespace(LowerTriangularFromBottomRightMask=lambda: "causal")
+    fmha = types.SimpleNamespace(memory_efficient_attention_forward=forward, attn_bias=bias)
+    monkeypatch.setattr(xformers, "_operators", lambda: fmha)
+    run = xformers._load(None)
+    query, one = torch.randn(1, 65, 2, 8), torch.randn(1, 70, 1, 8)
+    shared = one.expand(1, 70, 2, 8)
+    run(query, shared, shared, attn_mask=torch.zeros(1, 1, 65, 70) if masked else None)
+    assert torch.equal(seen["key"], shared)
+    assert (seen["key"].stride(2) == 0) is not masked
+    assert seen["key"].stride(-1) == 1

@@ -156,3 +156,23 @@ def test_cudnn_plans_every_number_of_keys_and_does_not_decode(kernel_id):
         query, key = (torch.empty(2, n, 8, 64, dtype=torch.float16, device="meta") for n in (queries, 4))
         report = lz.explain("attention", query, key, key, False, layout="BSHD", device="H100", libraries=LIBRARIES)
         assert {reason.code for reason in report.reasons(kernel_id)} == expected
+
+
+@pytest.mark.parametrize(("device", "width", "step", "kinds"), [
+    ("H100", 64, 65, ["copy"]),
+    ("H100", 64, 64, []),
+    ("H100", 20, 21, []),  # a copy of rows of 40 bytes starts no better
+    ("cpu", 64, 65, []),
+])  # fmt: skip
+def test_copies_that_masked_sparse_kernels_need_on_a_gpu_are_told(device, width, step, kinds):
+    starts, blocks = (torch.tensor(each, dtype=torch.int32, device="meta") for each in ([0, 1, 2], [0, 1]))
+    query = torch.empty_strided((32, 2, width), (2 * step, step, 1), dtype=torch.bfloat16, device="meta")
+    call = query, meta(32, 2, width), meta(32, 2, width), starts, blocks, 16, 16
+    report = lz.explain("sparse_attention", *call, device=device, libraries=LIBRARIES)
+    masked = next(each for each in report.candidates if each.kernel.id == "torch.block_sparse_masked")
+    assert masked.legal
+    assert [each.kind for each in masked.adaptations if each.argument == "query"] == kinds
+    with lz.scope(strict_mode=True):
+        strict = lz.explain("sparse_attention", *call, device=device, libraries=LIBRARIES)
+    reasons = [reason.code for reason in strict.reasons("torch.block_sparse_masked")]
+    assert reasons == [Code.MISALIGNED] * len(kinds)

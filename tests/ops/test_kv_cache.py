@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from launches import Counted
-from layerzero.ops.kv import driver, ranges_cpu, strategy
+from layerzero.ops.kv import driver, packed, ranges_cpu, strategy
 from layerzero.ops.paged import written
 
 FORMS = {
@@ -195,6 +198,20 @@ def test_steps_of_other_caches_and_from_before_pages_moved_are_refused():
         lz.paged_attention(query, cache.layer(0), step=step)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_device_that_is_not_here_is_told():
+    with pytest.raises(lz.InvalidCallError, match="device: wanted one that is here, got 'cuda'"):
+        made(**FORMS["paged"], device="cuda")
+
+
+def test_a_layer_whose_cache_is_gone_takes_no_step_of_another():
+    layer, other = made().layer(0), made()
+    gc.collect()
+    step = other.writing([other.allocate()], [3])
+    with pytest.raises(lz.KVCacheError, match="wanted a step of this cache, got one of another"):
+        lz.paged_attention(torch.randn(3, 4, 32), layer, step=step)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):
@@ -210,6 +227,40 @@ def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):
     wanted = [cache.table(name)[place // 16] * 16 + place % 16 for name in names for place in range(count, 2 * count)]
     assert slots.tolist() == wanted
     step.abort()
+
+
+@pytest.mark.parametrize("numpy_is_here", [True, False])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_a_step_sends_is_what_the_book_says(monkeypatch, numpy_is_here, data):
+    if not numpy_is_here:
+        monkeypatch.setattr(packed, "numpy_here", lambda: None)
+    cache = made(**FORMS[data.draw(st.sampled_from(["paged", "contiguous"]))])
+    names, step = [cache.allocate() for _ in range(3)], None
+    for _ in range(data.draw(st.integers(1, 5))):
+        room = min(64, cache.usage().free_pages * cache.page_size // 3)
+        counts = [data.draw(st.sampled_from([1, 1, 0, 7, 40])) for _ in names]
+        if any(cache.length(name) + count > room for name, count in zip(names, counts, strict=True)):
+            for name in names:
+                cache.truncate(name, data.draw(st.integers(0, cache.length(name))))
+            continue
+        fits = (
+            step is not None and sum(step.counts) == sum(counts) and (step.cu_seqlens_q is None) == (set(counts) == {1})
+        )
+        kept = {"reuse": step} if fits else {"blocks": 12}
+        step = cache.writing(names, counts, **kept)
+        lens = [cache.length(name) for name in names]
+        tables = [cache.table(name) for name in names]
+        columns = step.block_tables.shape[1]
+        assert step.block_tables.tolist() == [[*table, *[0] * (columns - len(table))] for table in tables]
+        assert step.context_lens.tolist() == step.host[0].tolist() == lens
+        size = cache.page_size
+        assert step.slots.tolist() == [
+            table[place // size] * size + place % size
+            for table, length, count in zip(tables, lens, counts, strict=True)
+            for place in range(length - count, length)
+        ]
+        step.abort() if data.draw(st.booleans()) else step.commit()
 
 
 def test_a_reused_step_has_as_many_tokens_as_its_slots():
@@ -388,8 +439,8 @@ def test_calls_take_a_cache_in_place_of_its_tensors():
         query, key, value = drawn(18)
         cos, sin = lz.rope_table(64, 32, base=10000.0)
         slots = torch.arange(18)
-        for given in ({"key_cache": cache}, {"key_cache": cache, "value_cache": cache, "layout": layout}):
-            turned = lz.rope_append(query, key, value, cos, sin, **given, positions=slots, slot_mapping=slots)
+        for form in ({"key_cache": cache}, {"key_cache": cache, "value_cache": cache, "layout": layout}):
+            turned = lz.rope_append(query, key, value, cos, sin, **form, positions=slots, slot_mapping=slots)
         tables, lens = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([18], dtype=torch.int32)
         starts = torch.tensor([0, 18], dtype=torch.int32)
         step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from launches import Counted
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import step as paged_step
+from layerzero.ops.paged.host_slots import slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 
 PAGE = 4
@@ -251,6 +255,42 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
     assert on_host == asked()
 
 
+def slots_one_by_one(tables, lens, counts, page_size, pages):
+    """What each new token gets, and how many are lost, token by token."""
+    found, lost = [], 0
+    for table, length, count in zip(tables, lens, counts, strict=True):
+        for place in range(length - count, length):
+            column = place // page_size
+            page = table[column] if 0 <= column < len(table) else -1
+            there = 0 <= page < pages
+            found.append(page * page_size + place % page_size if there else -1)
+            lost += not there and place >= 0
+    return found, lost
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_slots_of_the_host_are_those_of_each_token(data):
+    batch, columns = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 4))
+    page_size, pages = data.draw(st.sampled_from([1, 3, 16, 64])), data.draw(st.sampled_from([9, 2**31]))
+    wrong = data.draw(st.sampled_from([0, 0, 1]))  # most steps have a place for each token
+    pages_drawn = st.sampled_from(
+        [0, 5, 8, 2**31 - 1 if pages > 9 else 3, *([-1, -(2**31), 9, 2**31 - 1] if wrong else [])]
+    )
+    tables = [data.draw(st.lists(pages_drawn, min_size=columns, max_size=columns)) for _ in range(batch)]
+    room = columns * page_size
+    lens = [data.draw(st.integers(-wrong, room + wrong)) for _ in range(batch)]
+    if same := data.draw(st.sampled_from([0, 1, 3])):
+        counts = [same] * batch
+    else:
+        counts = [data.draw(st.integers(0, max(length, 0) + wrong)) for length in lens]
+    each = torch.tensor(tables, dtype=torch.int32).view(batch, columns)
+    begins = None if same else torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    slots, lost = slots_on_host(each, torch.tensor(lens, dtype=torch.int32), begins, same, page_size, pages)
+    assert (slots.tolist(), lost) == slots_one_by_one(tables, lens, counts, page_size, pages)
+    assert slots.dtype is torch.int64
+
+
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("count", [1, 3])
 def test_slots_of_tables_on_the_host_are_one_copy(batch, count):
@@ -280,7 +320,7 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
 
 
 @pytest.mark.parametrize("numpy_is_here", [True, False])
-@pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1]])
+@pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1], [0, 2**31 - 1, -(2**31)]])
 def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):
     if not numpy_is_here:
         monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
@@ -302,3 +342,129 @@ def test_another_total_of_new_tokens_is_told_when_a_step_advances(given):
     starts.copy_(torch.tensor([0, 2, 3]))
     step.advance()
     assert step.slot_mapping(16).tolist() == before
+
+
+def named(call):
+    names = "query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q"
+    return dict(zip(names, call, strict=True))
+
+
+def drafts():
+    """A decode, five drafts of two branches, no query at all, and a prefill that is longer than the mask is wide."""
+    call = named(paged((1, 5, 0, 8), (5, 7, 2, 8)))
+    parents = {1: [-1], 5: [-1, 0, 0, 1, 2]}
+    mask, first = torch.zeros(14, 6, dtype=torch.bool), 0
+    for count in (1, 5):
+        for place, parent in enumerate(parents[count]):
+            if parent >= 0:
+                mask[first + place] = mask[first + parent]
+            mask[first + place, place] = True
+        first += count
+    return call, mask
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_drafts_see_their_ancestors_and_what_was_cached_before(kernel, window):
+    call, mask = drafts()
+    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+        output, lse = lz.paged_attention(**call, tree_mask=mask, window=window, return_lse=True)
+        chains = lz.paged_attention(**call, window=window)
+    assert torch.equal(output[[0, 1, 2]], chains[[0, 1, 2]])
+    assert torch.allclose(output[6:], chains[6:])
+    whole = {name: call[name] for name in ("key_cache", "value_cache")}
+    keys, values = (each[call["block_tables"][1, :2].long()].flatten(0, 1)[:7] for each in whole.values())
+    seen = torch.cat((torch.ones(5, 2, dtype=torch.bool), mask[1:6, :5]), 1)
+    if window is not None:
+        places = torch.arange(7)
+        seen &= places >= (torch.arange(5) + 2 - window[0]).unsqueeze(1)
+    each = {"query": call["query"][1:6], "key": keys, "value": values}
+    wanted, sums = attention_reference(
+        **{name: tensor.unsqueeze(0) for name, tensor in each.items()}, attn_mask=seen, return_lse=True
+    )
+    assert torch.allclose(output[1:6], wanted[0])
+    assert torch.allclose(lse[:, 1:6], sums[0])
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+def test_slopes_over_pages_are_those_of_ragged_keys(kernel, by_sequence):
+    call = named(paged())
+    slopes = torch.rand(4, 4, dtype=torch.float64) if by_sequence else torch.rand(4, dtype=torch.float64)
+    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+        output = lz.paged_attention(**call, alibi_slopes=slopes)
+    assert torch.allclose(output, lz.ragged_attention(*ragged_of(call), alibi_slopes=slopes))
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+@pytest.mark.parametrize("lens", [(5, 7, 2, 8), (5, 3, 0, 8)])
+def test_sinks_over_pages_are_those_of_ragged_keys(kernel, lens):
+    call, sinks = named(paged(lens=lens)), torch.randn(4, dtype=torch.float64)
+    kind = "attention.gqa.prefill"
+    locks = {f"{kind}.paged": kernel, f"{kind}.ragged": f"reference.{kind}.ragged"}
+    with lz.scope(locks=locks):
+        output, lse = lz.paged_attention(**call, sinks=sinks, return_lse=True)
+        wanted, sums = lz.ragged_attention(*ragged_of(call), sinks=sinks, return_lse=True)
+        assert torch.equal(lz.paged_attention(**call, sinks=sinks), output)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, sums)
+
+
+def put(mask, row, column, value):
+    changed = mask.clone()
+    changed[row, column] = value
+    return changed
+
+
+def ragged_of(call):
+    """The same keys without pages."""
+    lens = call["context_lens"].tolist()
+    caches = [
+        torch.cat(
+            [
+                call[name][call["block_tables"][row, : -(-n // PAGE)].long()].flatten(0, 1)[:n]
+                for row, n in enumerate(lens)
+            ]
+        )
+        for name in ("key_cache", "value_cache")
+    ]
+    return call["query"], *caches, call["cu_seqlens_q"], starts(*lens)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda m: m.float(), r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got torch.float32"),
+    (lambda m: m[:13], r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got .* \(13, 6\)"),
+    (lambda m: m & False, r"tree_mask\[0\]: wanted the token itself and what its parent sees, columns \[0\], got \[\]"),
+    (lambda m: put(m, 1, 4, True), r"tree_mask\[1\]: .*\[0\], got \[0, 4\]"),
+    (lambda m: put(m, 4, 2, True), r"tree_mask\[4\]: .*got \[0, 1, 2, 3\]"),
+    (lambda m: put(m, 4, 0, False), r"tree_mask\[4\]: .*got \[1, 3\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("known", [False, True])
+def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
+    call, mask = drafts()
+    if known:
+        lz.paged_attention(**call, tree_mask=mask)
+    with pytest.raises(lz.InvalidCallError, match=text):
+        lz.paged_attention(**call, tree_mask=change(mask))
+
+
+def test_a_tree_is_causal_and_of_several_tokens():
+    call, mask = drafts()
+    with pytest.raises(lz.InvalidCallError, match="causal: wanted True beside tree_mask"):
+        lz.paged_attention(**call, tree_mask=mask, causal=False)
+    one = {**call, "query": call["query"][:4].unsqueeze(1)}
+    del one["cu_seqlens_q"]
+    with pytest.raises(lz.InvalidCallError, match="sinks: wanted cu_seqlens_q beside it"):
+        lz.paged_attention(**one, sinks=torch.zeros(4))
+    with pytest.raises(lz.InvalidCallError, match=r"alibi_slopes: wanted shape \(4,\) or \(4, 4\), got \(3,\)"):
+        lz.paged_attention(**call, alibi_slopes=torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "tree_mask"])
+def test_a_cache_of_codes_takes_no_bias(name):
+    call, mask = drafts()
+    codes = {each: torch.zeros(call[each].shape, dtype=torch.int8) for each in ("key_cache", "value_cache")}
+    scales = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
+    bias = mask if name == "tree_mask" else torch.zeros(4)
+    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of torch.int8"):
+        lz.paged_attention(**call | codes | scales, **{name: bias})

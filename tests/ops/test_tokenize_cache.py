@@ -249,3 +249,12 @@ def test_a_forked_child_encodes_alone_and_in_batches(few):
         same = lz.tokenize(texts, few)["input_ids"] == wanted and lz.tokenize(texts[0], few)["input_ids"] == wanted[0]
         os._exit(0 if same else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_empty_text_is_not_taken_for_one_that_came_before(few):
+    texts = EncodedTexts()
+    read = texts.reader(few, (False,))
+    assert hash("") == 0
+    for seen in (0, 1):
+        assert read("", lambda _: []) == []
+        assert texts.stats().entries == seen

@@ -23,9 +23,23 @@ def each_alone(c, starts, dim, keys_of):
     for sequence, (first, last) in enumerate(pairwise(starts.tolist())):
         for head in range(heads):
             keys, values = keys_of(sequence, head)
-            own = attend(alone(c, sequence, first, last), 0, head, keys, values, len(keys))
+            call = alone(c, sequence, first, last)
+            if c.get("tree_mask") is not None:
+                call["attn_mask"] = _of_tree(c["tree_mask"], first, last, len(keys))
+            own = attend(call, 0, head, keys, values, len(keys))
             output[first:last, head], sums[head, first:last] = own
     return told(c, output, sums)
+
+
+def _of_tree(tree, first, last, length):
+    """Which keys the queries of one sequence see, key by key."""
+    count = last - first
+    seen = np.ones((count, length), dtype=bool)
+    for row in range(count):
+        for key in range(max(length - count, 0), length):
+            if count <= tree.shape[1]:
+                seen[row, key] = tree[first + row, key - (length - count)]
+    return seen
 
 
 def _ragged(c):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core import indices
 from layerzero.engine import accelerator
 
@@ -147,3 +150,44 @@ def test_comparing_is_exact(dtype, native):
     assert not source.firsts_within(values, counts, 2, 5)
     assert source.firsts_within(values, counts * 0 - 5, 2, 0)
     assert not source.firsts_within(values - 3, counts, 2, 9)
+
+
+@pytest.mark.parametrize("source", ["python", "extension"])
+@settings(max_examples=examples(100), deadline=None)
+@given(rows=st.lists(st.integers(-2, 40), max_size=12), count=st.integers(1, 3), long=st.booleans(), wide=st.booleans())
+def test_a_place_that_comes_twice_is_found_in_its_row(source, rows, count, long, wide):
+    if source == "extension" and accelerator.HOT is None:
+        pytest.skip(accelerator.ABSENT)
+    look = indices.distinct if source == "python" else accelerator.HOT.distinct
+    rows = [*rows, *(range(1000, 1600) if long else ())]
+    values = torch.tensor([rows] * count, dtype=torch.int64 if wide else torch.int32).view(count, len(rows))
+    named = [each for each in rows if each >= 0]
+    assert look(values) is (len(set(named)) == len(named))
+    assert look(values.flatten()) is (look(values) if count == 1 else not named)
+    assert look(values.repeat_interleave(2, 1)[:, ::2]) is look(values)
+
+
+@pytest.mark.parametrize("function", ["append_paged_kv", "append_quantized_kv", "copy_kv_blocks", "append_kv"])
+def test_a_place_that_is_named_twice_is_told_before_anything_is_written(function):
+    new, twice = torch.ones(3, 2, 64), torch.tensor([5, -1, 5])
+    caches = [torch.zeros(8, 16, 2, 64) for _ in range(2)]
+    if function == "append_quantized_kv":
+        caches = [each.to(torch.int8) for each in caches]
+        call, name = (new, new, *caches, twice, torch.tensor(1.0), torch.tensor(1.0)), "slot_mapping"
+    elif function == "append_paged_kv":
+        call, name = (new, new, *caches, twice), "slot_mapping"
+    elif function == "copy_kv_blocks":
+        call, name = (*caches, torch.tensor([1, 2, 3]), torch.tensor([5, 0, 5])), "to_pages"
+    else:
+        batch = torch.ones(8, 3, 2, 64)
+        call, name = (batch, batch, *caches, torch.tensor([5, 0, 5])), "positions"
+    for _ in range(2):
+        with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted each place once, got 5 at 0 and 2$"):
+            getattr(lz, function)(*call)
+    assert not any(each.any() for each in caches)
+
+
+def test_each_sequence_of_a_batch_may_name_the_same_place():
+    new, caches = torch.ones(2, 2, 2, 64), [torch.zeros(2, 16, 2, 64) for _ in range(2)]
+    lz.append_kv(new, new, *caches, torch.tensor([[3, 4], [4, 3]]))
+    assert [each.sum().item() for each in caches] == [512, 512]

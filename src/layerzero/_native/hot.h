@@ -24,7 +24,7 @@
 
 #include "dlpack.h"
 
-#define INTERFACE 5 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
+#define INTERFACE 6 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
 #define MAX_TENSORS 24
@@ -190,6 +190,7 @@ int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan,
 
 /* indices.c: True, False, or None for what is no tensor of integers in this process's memory */
 
+PyObject *indices_distinct(PyObject *module, PyObject *tensor);
 PyObject *indices_within(PyObject *module, PyObject *args);
 PyObject *indices_firsts_within(PyObject *module, PyObject *args);
 

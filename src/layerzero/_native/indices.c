@@ -48,6 +48,71 @@ static int all_within(const DLTensor *tensor, int axis, const char *place, int64
 
 static const char *data_of(const DLTensor *tensor) { return (const char *)tensor->data + tensor->byte_offset; }
 
+/* Slots of a table that finds a number twice; for few numbers it lies on the stack. */
+#define FEW_SLOTS 1024
+
+static inline size_t first_slot(int64_t value, size_t mask)
+{
+    return (size_t)(((uint64_t)value * UINT64_C(0x9E3779B97F4A7C15)) >> 32) & mask;
+}
+
+/* Whether no number of a row from 0 on comes twice; -1 without memory. Rising rows need no table. */
+static int row_distinct(const DLTensor *tensor, const char *place, int64_t count, int64_t step)
+{
+    int64_t last = -1, rising = 1;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t value = value_at(tensor, place + i * step);
+        rising &= value < 0 || value > last;
+        last = value < 0 ? last : value;
+    }
+    if (rising)
+        return 1;
+    size_t slots = 16;
+    while (slots < 2 * (size_t)count)
+        slots *= 2;
+    int64_t few[FEW_SLOTS];
+    int64_t *table = slots <= FEW_SLOTS ? few : PyMem_Malloc(slots * sizeof(int64_t));
+    if (table == NULL)
+        return PyErr_NoMemory(), -1;
+    memset(table, 0xff, slots * sizeof(int64_t)); /* -1 */
+    int distinct = 1;
+    for (int64_t i = 0; i < count && distinct; i++) {
+        const int64_t value = value_at(tensor, place + i * step);
+        if (value < 0)
+            continue;
+        size_t slot = first_slot(value, slots - 1);
+        while (table[slot] >= 0 && table[slot] != value)
+            slot = (slot + 1) & (slots - 1);
+        distinct = table[slot] < 0;
+        table[slot] = value;
+    }
+    if (table != few)
+        PyMem_Free(table);
+    return distinct;
+}
+
+static int all_distinct(const DLTensor *tensor, int axis, const char *place)
+{
+    const int64_t step = tensor->strides[axis] * (tensor->bits / 8), count = tensor->shape[axis];
+    if (axis == tensor->ndim - 1)
+        return row_distinct(tensor, place, count, step);
+    int distinct = 1;
+    for (int64_t i = 0; i < count && distinct > 0; i++)
+        distinct = all_distinct(tensor, axis + 1, place + i * step);
+    return distinct;
+}
+
+PyObject *indices_distinct(PyObject *module, PyObject *tensor)
+{
+    (void)module;
+    DLTensor read;
+    int plain = integers(tensor, &read);
+    if (plain <= 0)
+        return plain < 0 ? NULL : Py_NewRef(Py_None);
+    int distinct = read.ndim == 0 ? 1 : all_distinct(&read, 0, data_of(&read));
+    return distinct < 0 ? NULL : PyBool_FromLong(distinct);
+}
+
 PyObject *indices_within(PyObject *module, PyObject *args)
 {
     (void)module;

@@ -247,6 +247,7 @@ static PyMethodDef module_methods[] = {
     {"watch", state_watch, METH_O, "Say what tells whether Dynamo listens."},
     {"set_scopes", state_set_scopes, METH_O, "Say how many policy scopes are open."},
     {"reader", reader_name, METH_NOARGS, "What tells about tensors: torch's C functions by handle, or DLPack."},
+    {"distinct", indices_distinct, METH_O, "distinct(tensor): whether no number from 0 on comes twice in a row"},
     {"within", indices_within, METH_VARARGS, "within(tensor, low, high): whether all are from low to below high"},
     {"firsts_within", indices_firsts_within, METH_VARARGS,
      "firsts_within(table, counts, per, high): the same for the first counts / per of each row, from 0"},

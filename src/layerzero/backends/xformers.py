@@ -4,6 +4,8 @@ Read: xformers 0.0.35 (ops/fmha, _cpp_lib.py, info.py; 2026-11-21). A causal mas
 (LowerTriangularFromBottomRightMask); anything else that hides keys becomes one additive bias, expanded to (B, H, S_q,
 S_k) on the query's device, since it takes no broadcast one. Key and value heads are repeated: its grouped layout is
 experimental. Which of its kernels are there is asked of the same registry that ``python -m xformers.info`` prints.
+Torch's memory-efficient kernel was made of its cutlass form: what is wrong there of heads that are one memory, beside a
+mask, may be here, so that these get keys of their own as well (:func:`own_heads`; not run on a GPU).
 Wheels fit one torch and one CUDA. 0.0.35 imports beside another torch without its operators (H200 host, torch
 2.11+cu130, 2026-11-21), and xformers.ops fails beside flash-attn-4, whose namespace it takes for FlashAttention 2:
 loading says which. On ROCm it runs Composable Kernel; that has not been run.
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.cuda_attention import padded_mask
+from layerzero.backends.torch.cuda_attention import own_heads, padded_mask
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -80,7 +82,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         bias = bottom_right if causal else None
         if attn_mask is not None:  # BHSD views: the mask's axes are those of scores
-            bias = padded_mask(attn_mask, query.transpose(1, 2), key.transpose(1, 2))
+            heads = [each.transpose(1, 2) for each in (query, key, value)]
+            bias = padded_mask(attn_mask, *heads[:2])
+            key = own_heads(*heads[1:]).transpose(1, 2)
         return forward(query, key, value, attn_bias=bias, p=0.0, scale=scale)
 
     return memory_efficient

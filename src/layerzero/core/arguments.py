@@ -106,7 +106,7 @@ class TensorSchema:
         indexes: of integers, the axes whose product they are places in: from 0, below it.
         counts: of integers, the axes whose product they count up to: from 0 to it.
         holes: whether -1 among them stands for nothing.
-        distinct: whether no place may be named twice, because it is written into.
+        distinct: whether no place may be named twice in a row of the last axis, because it is written into.
         dtype_from: of a result, the parameter or tensor whose dtype it has; the call's if empty.
         when: of a result, the flag that asks for it; always there if empty.
         code: of an optional tensor, the reason that a kernel which lacks it is refused with.

@@ -53,7 +53,7 @@ class Handle:
 
     def _current_versions(self) -> tuple[int, ...]:
         """How often torch wrote into the tensors; those of inference mode do not count."""
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
+        return tuple([0 if tensor.is_inference() else tensor._version for tensor in self._tensors])
 
     @property
     def is_stale(self) -> bool:

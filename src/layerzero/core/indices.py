@@ -83,6 +83,16 @@ def within(tensor: torch.Tensor, low: int, high: int) -> bool | None:
     return bool(least >= low) and bool(most < high)
 
 
+def distinct(tensor: torch.Tensor) -> bool | None:
+    """Whether no place is named twice in a row of the last axis; -1 is none."""
+    if tensor.numel() <= _FEW:
+        rows = tensor.reshape(-1, tensor.shape[-1]).tolist() if tensor.numel() and tensor.ndim else []
+        named = [[place for place in row if place >= 0] for row in rows]
+        return all(len(set(row)) == len(row) for row in named)
+    ordered = tensor.sort(-1).values
+    return not bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
+
+
 def firsts_within(table: torch.Tensor, counts: torch.Tensor, per: int, high: int) -> bool | None:
     """The same, from 0, for the first ``counts / per`` values of each row, rounded up."""
     used = torch.arange(table.shape[1], device=table.device) * per < counts.unsqueeze(1)
@@ -97,7 +107,7 @@ def condition(rule: Rule) -> str:
     high = high if rule.tensor.indexes else f"{high} + 1"
     text = f"within({name}, {rule.low}, {high})"
     bounded = [f"({each} is None or within({name}, {rule.low}, {each} + 1))" for each in rule.bounds]
-    return " and ".join([text, *bounded])
+    return " and ".join([text, *bounded, *([f"distinct({name})"] if rule.tensor.distinct else [])])
 
 
 def _product(sizes: tuple[tuple[str, int], ...]) -> str:
@@ -120,7 +130,23 @@ def problems(rules: list[Rule], arguments: Mapping[str, Any]) -> list[str]:
             where = ", ".join(map(str, place))
             wanted = f"{rule.low} to {most}" if most >= rule.low else "none, since there is no place"
             found.append(f"{rule.tensor.name}[{where}]: wanted {wanted}, got {int(values[tuple(place)])}")
+        if rule.tensor.distinct and not distinct(values):
+            found += _twice(rule.tensor.name, values)
     return found
+
+
+def _twice(name: str, values: torch.Tensor) -> list[str]:
+    """The first places that are named again: which of two tokens is written there, nobody could say."""
+    for row in values.reshape(-1, values.shape[-1]).tolist():
+        first: dict[int, int] = {}
+        again = [(place, value) for place, value in enumerate(row) if first.setdefault(value, place) != place]
+        if told := [
+            f"{name}: wanted each place once, got {value} at {first[value]} and {place}"
+            for place, value in again
+            if value >= 0
+        ]:
+            return told[:_MAX_TOLD]
+    return []
 
 
 def _size(sizes: tuple[tuple[str, int], ...], arguments: Mapping[str, Any]) -> int:
@@ -130,5 +156,5 @@ def _size(sizes: tuple[tuple[str, int], ...], arguments: Mapping[str, Any]) -> i
     return product
 
 
-NAMES: dict[str, Callable[..., bool | None]] = {"within": within, "firsts_within": firsts_within}
+NAMES: dict[str, Callable[..., bool | None]] = {"distinct": distinct, "within": within, "firsts_within": firsts_within}
 """What a plan's text needs; the extension puts its own here, which cost a tenth."""

@@ -36,7 +36,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 5
+INTERFACE = 6
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -87,7 +87,7 @@ def _load() -> Any:
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
     SCOPES.watch(hot.set_scopes)
-    indices.NAMES.update(within=hot.within, firsts_within=hot.firsts_within)
+    indices.NAMES.update(distinct=hot.distinct, within=hot.within, firsts_within=hot.firsts_within)
     return hot
 
 

@@ -164,6 +164,11 @@ def _places(
         places = torch.full((asked,), -1, device=where)
         places[:count] = torch.randperm(count, generator=generator, device=where)
         return places.view(shape)
+    if tensor.distinct and len(shape) > 1 and 0 < shape[-1] <= count:  # each row by itself
+        rows = [
+            torch.randperm(count, generator=generator, device=where)[: shape[-1]] for _ in range(asked // shape[-1])
+        ]
+        return torch.stack(rows).view(shape) if rows else torch.empty(shape, dtype=torch.int64, device=where)
     if tensor.distinct and asked <= count:
         return torch.randperm(count, generator=generator, device=where)[:asked].view(shape)
     return torch.randint(0, max(count, 1), shape, generator=generator, device=where)

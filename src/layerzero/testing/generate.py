@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.bundle import Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.handle import FOREIGN
 from layerzero.core.operation import Case, Operation
@@ -42,8 +43,16 @@ class RandomCall:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Give a call whose tensors were copied or moved handles of its own: a handle belongs to its very tensors."""
+        """Put what an object of several arguments brings in its place, and give a call handles of its own tensors.
+
+        A handle belongs to its very tensors, which may have been copied or moved since.
+        """
         function = FUNCTIONS_BY_NAME[self.function]
+        if any(isinstance(each, Bundle) for each in self.arguments.values()):
+            defaults = {each.name: each.default for each in function.parameters}
+            bound = function.bind((), self.arguments)
+            whole = {name: each for name, each in bound.items() if name in self.arguments or each is not defaults[name]}
+            object.__setattr__(self, "arguments", whole)
         own = {}
         for name in function.handles:
             param, handle = function.param(name), self.arguments.get(name)

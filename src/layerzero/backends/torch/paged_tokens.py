@@ -23,11 +23,13 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.gather import gathered
+from layerzero.ops.paged.tree import of_sequence
 
 
 def load_cpu(facts: Facts) -> Callable[..., Any]:
     """Sequence by sequence, each with its own pages."""
-    page_size = facts.size("page_size")
+    page_size, slopes = facts.size("page_size"), facts.tensors.get("alibi_slopes")
+    by_sequence = slopes is not None and len(slopes.shape) == 2
 
     def run(
         query: Tensor,
@@ -40,18 +42,41 @@ def load_cpu(facts: Facts) -> Callable[..., Any]:
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        lengths = [*zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)]
+
         def sequences() -> Iterator[Slice]:
-            lengths = zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)
             for row, ((first, last), length) in enumerate(lengths):
                 pages = block_tables[row, : -(-length // page_size)]
                 keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (key_cache, value_cache))
-                yield query[first:last], keys, values, None
+                slopes = alibi_slopes[row] if by_sequence and alibi_slopes is not None else alibi_slopes
+                yield query[first:last], keys, values, slopes
 
-        return attend_each(sequences(), query, causal=causal, scale=scale, window=window, return_lse=return_lse)
+        masks = (of_sequence(tree_mask, first, last, length) for (first, last), length in lengths)
+        needed = return_lse or sinks is not None
+        found: Any = attend_each(
+            sequences(), query, causal=causal, scale=scale, window=window, return_lse=needed, masks=masks
+        )
+        if sinks is None:
+            return found
+        output, lse = with_sinks(found[0], found[1], sinks)
+        return (output, lse) if return_lse else output
 
     return run
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of a softmax that one more logit a head had taken part in: the keys keep their share of the sum.
+
+    Shapes: output (T, H, D), lse (H, T), sinks (H,).
+    """
+    logits = sinks.float().unsqueeze(1)
+    share = torch.sigmoid(lse - logits).t().unsqueeze(-1)
+    return (output * share).to(output.dtype), torch.logaddexp(lse, logits)
 
 
 def load_cuda(facts: Facts) -> Callable[..., Any]:
@@ -103,7 +128,7 @@ KERNELS = (
         backend=TORCH,
         load=load_cpu,
         layout="NHD",
-        accepts=("causal", "scale", "window", "return_lse"),
+        accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         limits=(
             limit.platform("cpu"),
             limit.dtype("float32", "float64", "float16", "bfloat16"),

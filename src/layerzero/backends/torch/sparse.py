@@ -21,7 +21,7 @@ from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_to
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.attention.limits import AlignedOnCuda, SdpaEnabled
 from layerzero.ops.sparse.declare import NAME
 from layerzero.ops.sparse.pattern import block_mask, in_blocks
 
@@ -125,7 +125,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_masked,
         accepts=_BLOCKS,
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale")),
+        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         device_guard=True,
         workspace_bytes=_mask_bytes,
         priority=20,

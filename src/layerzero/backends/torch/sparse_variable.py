@@ -17,6 +17,7 @@ from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import AlignedOnCuda
 from layerzero.ops.sparse.variable import NAME, variable_mask
 
 
@@ -60,7 +61,11 @@ KERNELS = (
         backend=TORCH,
         load=_load,
         accepts=("scale",),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), limit.positive("scale")),
+        limits=(
+            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            limit.positive("scale"),
+            AlignedOnCuda(("query", "key", "value")),
+        ),
         device_guard=True,
         workspace_bytes=_mask_bytes,
         priority=30,

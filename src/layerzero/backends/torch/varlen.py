@@ -10,7 +10,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -40,18 +40,22 @@ def attend_each(
     scale: float | None,
     window: tuple[int, int] | None,
     return_lse: bool,
+    masks: Iterable[Tensor | None] = repeat(None),
 ) -> Any:
-    """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries."""
+    """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries.
+
+    ``masks`` (S, S_k), True where a key is seen, come one with each sequence.
+    """
     operator = sdpa_operator("flash_attention_for_cpu")
     outputs, sums = [], []
-    for query, key, value, slopes in sequences:
+    for (query, key, value, slopes), mask in zip(sequences, masks, strict=False):
         if len(query) == 0:
             continue
         if len(key) == 0:
             outputs.append(torch.zeros_like(query))
             sums.append(query.new_full((query.shape[1], len(query)), -torch.inf, dtype=torch.float32))
             continue
-        output, lse = _attend(operator, query, key, value, slopes, causal=causal, scale=scale, window=window)
+        output, lse = _attend(operator, query, key, value, slopes, mask, causal=causal, scale=scale, window=window)
         outputs.append(output)
         sums.append(lse)
     output = torch.cat(outputs) if outputs else torch.zeros_like(like)
@@ -66,6 +70,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     slopes: Tensor | None,
+    seen: Tensor | None,
     *,
     causal: bool,
     scale: float | None,
@@ -75,9 +80,9 @@ def _attend(
     keys, kv_heads = key.shape[:2]
     square, mask = queries == keys, None
     causal = causal and queries > 1  # one query stands at the end: nothing is in its future
-    if window is not None or slopes is not None or (causal and not square):
+    if window is not None or slopes is not None or seen is not None or (causal and not square):
         dense = query.unsqueeze(0), key.unsqueeze(0)
-        mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes)
+        mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes, attn_mask=seen)
         causal = False
     elif keys < _LANES:
         mask, causal = short_mask(queries, keys, query.dtype, causal=causal), False

@@ -36,6 +36,42 @@ class SameHeads(Limit):
 
 
 @dataclass(frozen=True, slots=True)
+class AlignedOnCuda(Limit):
+    """On NVIDIA dense rows that start at a multiple of 16 bytes, where a copy can make them: elsewhere none are copied.
+
+    For kernels that run on every device and are torch's memory-efficient one there. Rows whose width is no multiple of
+    16 bytes stay as they are: a copy of them starts no better.
+    """
+
+    tensors: tuple[str, ...]
+
+    def check(self, facts: Facts) -> Findings:
+        if facts.device.platform != "cuda":
+            return NOTHING
+        found = []
+        for name in self.tensors:
+            tensor = facts.tensors[name]
+            copied = tensor.shape[-1] * tensor.dtype.itemsize % _ROW_BYTES == 0
+            if copied and (tensor.row_alignment_bytes < _ROW_BYTES or tensor.last_stride != 1):
+                got = f"{tensor.row_alignment_bytes} bytes, the last stride {tensor.last_stride}"
+                reason = Reason(ReasonCode.MISALIGNED, name, f"dense rows at {_ROW_BYTES} bytes", got)
+                found.append(Finding(reason, Repair("copy", name)))
+        return tuple(found)
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
+    def facts_named(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def describe(self) -> str:
+        return f"on NVIDIA: dense rows aligned to {_ROW_BYTES} bytes: {', '.join(self.tensors)}"
+
+
+_ROW_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
 class SquareCausal(Limit):
     """A causal mask only where seq_q == seq_k: the kernel aligns it top-left, LayerZero bottom-right."""
 

@@ -7,6 +7,7 @@ its own first, so that what others read never changes. Every change is planned a
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,12 @@ from layerzero.ops.kv.errors import KVCacheError
 class Entry:
     """One sequence: its pages in order, its tokens, and what was swapped to the host where it is not on the device.
 
+    Pages are an array of int32, as a row of a block table is: a step copies it, whatever its length.
+
     ``returned`` counts how often it gave tokens back: whoever knows older tables knows pages that may be another's.
     """
 
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     swapped: Any = None
     returned: int = 0
@@ -58,6 +61,8 @@ class Book:
         self.entries: dict[Hashable, Entry] = {}
         self._free = list(range(pages))
         self._names = 0
+        self.returned = 0
+        """How often any sequence gave tokens back: as long as that stays, nobody has to ask them one by one."""
 
     @property
     def free(self) -> list[int]:
@@ -98,31 +103,35 @@ class Book:
             names = ", ".join(map(told, list(self.entries)[:6])) or "none"
             raise KVCacheError(f"wanted a sequence that was allocated ({names}), got {told(name)}") from None
 
-    def grow(self, names: Sequence[Hashable], counts: Sequence[int]) -> list[Growth]:
+    def grow(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[Growth]:
         """Make room for new tokens of several sequences, for all or for none.
 
         Raises: KVCacheError with KV_CACHE_EXHAUSTED where there are too few pages; nothing is changed then.
         """
-        entries = [self.entry(name) for name in names]
-        users: dict[int, int] = {}
-        shared, needed = [], 0
+        size, users = self.page_size, self.users
+        left: dict[int, int] = {}  # users of a shared page without those of this step that leave it
+        plans, needed = [], 0
         for entry, count in zip(entries, counts, strict=True):
-            last = entry.pages[-1] if count and entry.length % self.page_size else None
-            is_shared = last is not None and users.get(last, self.users[last]) > 1
-            if last is not None and is_shared:
-                users[last] = users.get(last, self.users[last]) - 1
-            shared.append(is_shared)
-            needed += self._blocks(entry.length + count) - len(entry.pages) + is_shared
+            length, pages, is_shared = entry.length, entry.pages, False
+            if count and length % size and users[pages[-1]] > 1:
+                last = pages[-1]
+                remaining = left.get(last, users[last])
+                is_shared = remaining > 1
+                left[last] = remaining - is_shared
+            more = -(-(length + count) // size) - len(pages)
+            needed += more + is_shared
+            plans.append((entry, count, more, is_shared))
         self._demand(needed, sum(counts))
         made = []
-        for entry, count, is_shared in zip(entries, counts, shared, strict=True):
+        for entry, count, more, is_shared in plans:
             growth = Growth(entry, entry.length, [])
             if is_shared:
                 growth.replaced = entry.pages[-1]
-                self.users[growth.replaced] -= 1
+                users[growth.replaced] -= 1
                 entry.pages[-1] = self.take()
-            growth.added = [self.take() for _ in range(self._blocks(entry.length + count) - len(entry.pages))]
-            entry.pages += growth.added
+            if more:
+                growth.added = [self.take() for _ in range(more)]
+                entry.pages.extend(growth.added)
             entry.length += count
             made.append(growth)
         return made
@@ -183,6 +192,7 @@ class Book:
         keep = self._blocks(tokens)
         gone, entry.pages = entry.pages[keep:], entry.pages[:keep]
         entry.returned += tokens < entry.length
+        self.returned += tokens < entry.length
         entry.length = tokens
         return [page for page in gone if self.give(page)]
 
@@ -201,7 +211,7 @@ class Book:
         for page, count in zip(places.values(), users, strict=True):
             self.users[page] = count
         for entry in self.entries.values():
-            entry.pages = [places.get(page, page) for page in entry.pages]
+            entry.pages = array("i", [places.get(page, page) for page in entry.pages])
         self._free = [page for page, count in enumerate(self.users) if not count]
 
     def held(self) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -137,7 +138,7 @@ class KVCache(CachedSequences):
                 self._book.give(page)
             raise
         moving.from_host(self._storage.layers, self._planes, pages, entry.swapped)
-        entry.pages, entry.swapped = pages, None
+        entry.pages, entry.swapped = array("i", pages), None
 
     @alone
     def compact(self) -> int:

@@ -101,7 +101,7 @@ APPEND = Operation(
         inputs=(
             *_new("batch", "seq"),
             *_caches(("batch", "length"), mutated=True),
-            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",)),
+            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",), distinct=True),
         ),
         outputs=(),
         axes=(

@@ -13,6 +13,7 @@ from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.paged import written
 from layerzero.ops.paged.cache import PagedCache, of_step
 
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from layerzero.ops.kv.sequences import CachedSequences
 
 _FREED = "wanted a cache that is there, got one that was closed; make another"
+
+
+def _check_step(owner: CachedSequences | None, step: object) -> None:
+    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError."""
+    if owner is not None:
+        owner.check_moved(step)
+    elif isinstance(step, CacheStep):  # it keeps its own cache, so this is of another
+        raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone")
 
 
 class CacheLayer(PagedCache):
@@ -58,9 +67,7 @@ class CacheLayer(PagedCache):
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors, layout and step; see :meth:`layerzero.ops.paged.cache.PagedCache.arguments_of`."""
-        owner = self._owner()
-        if owner is not None:
-            owner.check_moved(given.get("step"))
+        _check_step(self._owner(), given.get("step"))
         return super().arguments_of(function, parameter, given)
 
 
@@ -180,8 +187,6 @@ class LatentLayer(Bundle):
         if parameter not in ("ckv_cache", "kpe_cache"):
             problem = f"{parameter}: wanted a cache of keys and values, got one of latent attention"
             raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
-        owner, step = self._owner(), given.get("step")
-        if owner is not None:
-            owner.check_moved(step)
+        _check_step(self._owner(), given.get("step"))
         found: dict[str, Any] = {"ckv_cache": self.ckv_cache, "kpe_cache": self.kpe_cache}
         return found | of_step(given)

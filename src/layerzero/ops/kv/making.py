@@ -91,6 +91,8 @@ def asked(
         where = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError):
         problems.append(f"device: wanted one that torch knows, such as 'cuda:0', or None, got {told(device)}")
+    else:
+        problems += _absence_problems(where)
     if problems:
         raise InvalidCallError("KVCache", problems)
     paged = pages is not None
@@ -131,6 +133,15 @@ def asked(
                 raise InvalidCallError("KVCache", [problem])
             planes += scale_planes(page_size, kv_heads)
     return Making(planes, layers, pages, page_size, layout, where, choice)
+
+
+def _absence_problems(device: torch.device) -> list[str]:
+    """What torch says of a device that is not here; a build without it asserts, one with it raises."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        return [f"device: wanted one that is here, got {str(device)!r}: {str(error).splitlines()[0][:120]}"]
+    return []
 
 
 def _size_problems(sizes: dict[str, int | None]) -> list[str]:

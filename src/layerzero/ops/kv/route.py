@@ -29,10 +29,11 @@ def append_kv(
         in HND; positions (B, S), (1, S) or (S,).
     Dtype: keys, values and caches the same floating dtype; positions int32 or int64, on the same device.
     Args:
-        positions: where each token belongs in its sequence's row; each place of a row at most once.
+        positions: where each token belongs in its sequence's row; each place of a row at most once. On a GPU either of
+            two tokens with one place may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for places beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for places beyond the cache or named twice, too.
     Source: static caches of Transformers 5.
     """
     raise AssertionError("the signature only; the engine makes the callable")
@@ -65,10 +66,11 @@ def copy_kv_blocks(
     Dtype: both caches the same floating dtype; pages int64, on the same device.
     Args:
         from_pages: what is read.
-        to_pages: where each of them goes, each page at most once.
+        to_pages: where each of them goes, each page at most once. On a GPU either of two pages that go to one may be
+            what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for pages beyond the cache, too.
+        in debug mode for pages beyond the cache or written twice, too.
     Source: copy_blocks of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")
@@ -97,7 +99,7 @@ def append_quantized_kv(
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for slots beyond the cache, too.
+        in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")

@@ -15,7 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
-from layerzero.ops.kv.book import Book, Growth, has_hash
+from layerzero.ops.kv.book import Book, Entry, Growth, has_hash
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.making import asked
@@ -218,22 +218,23 @@ class CachedSequences:
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
         numbers = (counts,) * len(names) if isinstance(counts, int) else _numbers(counts)
-        self._check_counts(names, numbers, blocks, reuse)
-        growths = self._grown(names, numbers)
+        entries = self._asked(names, numbers, blocks, reuse)
+        growths = self._grown(entries, numbers)
         try:
             if reuse is None:
-                reuse = CacheStep(self, names, numbers, growths, blocks=blocks, capturable=capturable)
+                reuse = CacheStep(self, names, numbers, entries, growths, blocks=blocks, capturable=capturable)
             else:
-                reuse.begin(numbers, growths)
+                reuse.begin(numbers, entries, growths)
         except BaseException:
             self._book.undo(growths)
             raise
         self._step = reuse
         return reuse
 
-    def _check_counts(
+    def _asked(
         self, names: tuple[Hashable, ...], counts: tuple[int, ...], blocks: int | None, reuse: CacheStep | None
-    ) -> None:
+    ) -> list[Entry]:
+        """The sequences of a step, once it is sure that it can be one."""
         problems = [
             f"counts: wanted numbers of at least 0, got {told(each)}"
             for each in counts
@@ -247,12 +248,13 @@ class CachedSequences:
             problems.append("sequences: wanted each once, got one twice")
         if problems:
             raise InvalidCallError("KVCache.writing", problems)
-        lengths = [self._book.entry(name).length + count for name, count in zip(names, counts, strict=True)]
-        if self.strategy is not KVCacheStrategy.PAGED and max(lengths, default=0) > self.page_size:
-            raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {max(lengths)}")
-        needed = max((-(-each // self.page_size) for each in lengths), default=0)
+        entries = [self._book.entry(name) for name in names]
+        longest = max([entry.length + count for entry, count in zip(entries, counts, strict=True)], default=0)
+        if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
+            raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}")
+        needed = -(-longest // self.page_size)
         if reuse is not None:
-            same_form = (reuse.cu_seqlens_q is None) == all(count == 1 for count in counts)
+            same_form = (reuse.cu_seqlens_q is None) == (counts.count(1) == len(counts))
             if reuse.cache is not self or reuse.sequences != names or reuse.is_open or not same_form:
                 problems.append("reuse: wanted a step of these sequences and this kind that ended, got another one")
             elif sum(counts) != sum(reuse.counts):
@@ -263,12 +265,13 @@ class CachedSequences:
             problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}")
         if problems:
             raise InvalidCallError("KVCache.writing", problems)
+        return entries
 
-    def _grown(self, names: Sequence[Hashable], counts: Sequence[int]) -> list[Growth]:
+    def _grown(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[Growth]:
         """Pages and memory for new tokens; what others share is copied."""
-        growths = self._book.grow(names, counts)
+        growths = self._book.grow(entries, counts)
         try:
-            for growth in growths:
+            for growth in growths if self._storage.grows else ():
                 if growth.entry.length > growth.before:
                     for number in range(growth.before // self.page_size, len(growth.entry.pages)):
                         used = min(growth.entry.length - number * self.page_size, self.page_size)
@@ -298,7 +301,8 @@ class CachedSequences:
     def commit(self, step: CacheStep) -> None:
         """End a step and keep its tokens."""
         self._mine(step)
-        for growth in step.end():
+        growths = step.end()
+        for growth in growths if self._storage.grows else ():
             if growth.entry.pages:
                 last = len(growth.entry.pages) - 1
                 self._storage.soon(growth.entry.pages[-1], growth.entry.length - last * self.page_size)
@@ -316,9 +320,10 @@ class CachedSequences:
         if step is not self._step:
             raise KVCacheError("wanted the step that is open, got another one; writing() begins one")
 
-    def returned(self, names: Sequence[Hashable]) -> list[tuple[Any, int]]:
-        """Sequences, and how often each gave tokens back until now."""
-        return [(entry, entry.returned) for entry in map(self._book.known, names)]
+    @property
+    def returned(self) -> int:
+        """How often sequences gave tokens back until now."""
+        return self._book.returned
 
     def check_moved(self, step: object) -> None:
         """Refuse the step of another cache, and one whose pages may be another sequence's by now.
@@ -333,7 +338,9 @@ class CachedSequences:
             raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
         if step.is_aborted:
             raise KVCacheError("wanted a step that was not aborted, got one that was; writing() begins another")
-        if any(entry.returned != count for entry, count in step.returned):
+        if step.returned == self._book.returned:  # nearly always
+            return
+        if any(entry.returned != count for entry, count in step.known):
             got = "got one that was freed, truncated or swapped out"
             raise KVCacheError(f"wanted a step whose sequences are as they were, {got}; writing() begins another")
 
@@ -341,19 +348,14 @@ class CachedSequences:
         self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
-        lists = self.host_lists(names)
-        width = max((len(pages) for pages, _ in lists), default=0) if blocks is None else blocks
-        tables = [pages + [0] * (width - len(pages)) for pages, _ in lists]
-        lens = torch.tensor([length for _, length in lists], dtype=torch.int32)
-        table = torch.tensor(tables, dtype=torch.int32).view(len(lists), width)
+        entries = [self._book.entry(name) for name in several(names, "block_tables")]
+        width = max([len(entry.pages) for entry in entries], default=0) if blocks is None else blocks
+        tables = [[*entry.pages, *[0] * (width - len(entry.pages))] for entry in entries]
+        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
+        table = torch.tensor(tables, dtype=torch.int32).view(len(entries), width)
         if counts is None or all(count == 1 for count in counts):
             return table, lens, None
         return table, lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-
-    def host_lists(self, names: Sequence[Hashable]) -> list[tuple[list[int], int]]:
-        """The pages and the length of each sequence."""
-        entries = [self._book.entry(name) for name in several(names, "block_tables")]
-        return [(entry.pages, entry.length) for entry in entries]
 
     def close(self) -> None:
         """Give all memory back. Whatever is asked of the cache or its layers afterwards is an error that says so."""

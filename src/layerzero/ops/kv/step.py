@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from layerzero.ops.kv.book import Growth
+from layerzero.ops.kv.book import Entry, Growth
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.packed import PackedStep
 from layerzero.ops.paged.step import StepMetadata
@@ -38,6 +38,7 @@ class CacheStep(StepMetadata):
         cache: CachedSequences,
         sequences: Sequence[Hashable],
         counts: Sequence[int],
+        entries: Sequence[Entry],
         growths: list[Growth],
         *,
         blocks: int | None,
@@ -45,19 +46,16 @@ class CacheStep(StepMetadata):
     ) -> None:
         self.cache, self.sequences, self.counts = cache, tuple(sequences), tuple(counts)
         self._growths, self.is_open, self.is_aborted = growths, True, False
-        self.returned = cache.returned(self.sequences)
-        lists = cache.host_lists(self.sequences)
-        pages, lens = [each for each, _ in lists], [length for _, length in lists]
         self._packed = PackedStep(
-            len(lists),
-            max((len(each) for each in pages), default=0) if blocks is None else blocks,
+            len(entries),
+            max([len(entry.pages) for entry in entries], default=0) if blocks is None else blocks,
             sum(counts),
-            by_starts=any(count != 1 for count in counts),
+            by_starts=self.counts.count(1) != len(self.counts),
             page_size=cache.page_size,
             device=torch.device(cache.device),
         )
         self.moves = cache.moves
-        host = self._packed.fill(pages, lens, counts)
+        host = self._fill(entries, counts)
         super().__init__(
             self._packed.tables,
             self._packed.lens,
@@ -66,6 +64,12 @@ class CacheStep(StepMetadata):
             capturable=capturable,
             pages=cache.pages,
         )
+
+    def _fill(self, entries: Sequence[Entry], counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Send tables, lengths, starts and slots, and note whose they are."""
+        host = self._packed.fill([entry.pages for entry in entries], [entry.length for entry in entries], counts)
+        self.returned, self.known = self.cache.returned, [(entry, entry.returned) for entry in entries]
+        return host
 
     @property
     def slots(self) -> Tensor:
@@ -83,12 +87,11 @@ class CacheStep(StepMetadata):
         first = torch.repeat_interleave(lens.long() - starts[1:], counts)
         return (first + torch.arange(int(starts[-1]))).to(self.cache.device)
 
-    def begin(self, counts: Sequence[int], growths: list[Growth]) -> None:
+    def begin(self, counts: Sequence[int], entries: Sequence[Entry], growths: list[Growth]) -> None:
         """Take the next tokens of the same sequences, in the same buffers."""
-        lists = self.cache.host_lists(self.sequences)
-        host = self._packed.fill([each for each, _ in lists], [length for _, length in lists], counts)
+        host = self._fill(entries, counts)
         self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True
-        self.is_aborted, self.returned = False, self.cache.returned(self.sequences)
+        self.is_aborted = False
         self.advance(host=host)
 
     def end(self) -> list[Growth]:

@@ -52,6 +52,9 @@ class Fixed:
         """All of it."""
         return self.reserved_bytes
 
+    grows = False
+    """Whether :meth:`ensure` and :meth:`soon` do anything."""
+
     def ensure(self, page: int, tokens: int) -> None:
         """Nothing to do: every page is there."""
 
@@ -75,6 +78,8 @@ class Virtual(Fixed):
     Args:
         limit_bytes: the most memory that is taken; None for what the device has.
     """
+
+    grows = True
 
     def __init__(
         self, planes: Sequence[Plane], layers: int, pages: int, device: torch.device, limit_bytes: int | None = None

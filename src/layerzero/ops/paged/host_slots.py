@@ -25,45 +25,96 @@ def slots_on_host(
     → (T,) int64 on the CPU, tokens that are lost
     Raises: InvalidCallError for starts that do not begin with 0, or decrease.
     """
-    try:
-        import numpy as np
-    except ImportError:  # torch's own launches do without
+    np = numpy_here()
+    if np is None:  # torch's own launches do without
         return None
     table: Any = tables.numpy()
-    ends: Any = lens.numpy().astype(np.int64)
-    rows: Any
-    places: Any
-    found: Any
-    if starts is None and tokens == 1:
+    ends: Any = lens.numpy().astype(np.int64)  # differences of int32 wrap around
+    begins: Any
+    if starts is None:
+        begins, counts = None if tokens == 1 else np.arange(len(ends) + 1) * tokens, tokens
+    else:
+        begins = starts.numpy().astype(np.int64)
+        counts = begins[1:] - begins[:-1]
+        if begins[0] or (len(counts) and counts[counts.argmin()] < 0):
+            raise_for_starts(begins.tolist())
+    found = slots_of_rows(np, table, ends, begins, counts, page_size, pages)
+    slots, lost = (found, 0) if found is not None else _with_holes(np, table, ends, begins, counts, page_size, pages)
+    return torch.from_numpy(slots), lost
+
+
+def numpy_here() -> Any:
+    """The module numpy, or None: torch runs without it."""
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np
+
+
+def slots_of_rows(np: Any, table: Any, ends: Any, begins: Any, counts: Any, page_size: int, pages: int) -> Any:
+    """The slots where each token has one; None else.
+
+    As one sum: if all tables were one row of pages, each would begin at a page. So what says that a token has a place
+    is asked of sequences, and one look at all pages says that they exist: negative ones are large without a sign.
+    """
+    capacity = table.shape[1] * page_size
+    if not len(ends) or not capacity:
+        return None
+    first = ends - counts
+    if first[first.argmin()] < 0 or ends[ends.argmax()] > capacity:  # a tenth of what min and max take (numpy 2.4)
+        return None
+    first += np.arange(0, len(ends) * capacity, capacity)
+    if begins is None:
+        places = first
+    else:
+        first -= begins[:-1]
+        places = np.arange(begins[-1])
+        places += np.repeat(first, counts)
+    bits = page_size.bit_length() - 1
+    whole = page_size == 1 << bits
+    if whole:
+        entries = places >> bits
+        places &= page_size - 1
+    else:
+        entries, places = np.divmod(places, page_size)
+    named = table.reshape(-1).take(entries)
+    if len(named):
+        numbers = named.view(np.uint32)
+        if numbers[numbers.argmax()] >= pages:
+            return None
+    slots = named.astype(np.int64)
+    if whole:
+        slots <<= bits
+    else:
+        slots *= page_size
+    slots += places
+    return slots
+
+
+def _with_holes(
+    np: Any, table: Any, ends: Any, begins: Any, counts: Any, page_size: int, pages: int
+) -> tuple[Any, int]:
+    """The slots where some tokens have none, and how many of these are lost."""
+    if begins is None:
         rows, places = np.arange(len(ends)), ends - 1
     else:
-        begins = np.arange(len(ends) + 1) * tokens if starts is None else starts.numpy()
-        counts = np.diff(begins)
-        if begins[0] != 0 or (counts < 0).any():
-            raise_for_starts(begins.tolist())
         rows = np.repeat(np.arange(len(ends)), counts)
         places = np.arange(len(rows)) + np.repeat(ends - begins[1:], counts)
     columns, offsets = np.divmod(places, page_size)
-    early, late = places < 0, columns >= table.shape[1]
-    outside = early | late
-    if table.shape[1] == 0 or outside.any():
-        found = np.full(len(rows), -1, dtype=np.int64)
-        inside = ~outside
-        found[inside] = table[rows[inside], columns[inside]]
-    else:
-        found = table[rows, columns].astype(np.int64)
-    none = (found < 0) | (found >= pages)
-    slots = found * page_size + offsets
-    lost = 0
-    if none.any():
-        slots[none] = -1
-        lost = int((none & ~early).sum())
-    return torch.from_numpy(slots), lost
+    early = places < 0
+    inside = ~(early | (columns >= table.shape[1]))
+    named = np.full(len(rows), -1, dtype=np.int64)
+    named[inside] = table[rows[inside], columns[inside]]
+    none = (named < 0) | (named >= pages)
+    slots = named * page_size + offsets
+    slots[none] = -1
+    return slots, int((none & ~early).sum())
 
 
 def check_starts(starts: Tensor) -> None:
     """Raise InvalidCallError for starts (B + 1,) on the CPU that do not begin with 0, or decrease."""
-    if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+    if int(starts[0]) != 0 or bool((starts.long().diff() < 0).any()):
         raise_for_starts(starts.tolist())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import (
@@ -34,7 +35,7 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import written
+from layerzero.ops.paged import tree, written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, READ, STEP, check_tables, table_examples
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.mixed_sweep import sweep_of
@@ -56,6 +57,9 @@ def paged_tokens_reference(
     scale: float | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     return_lse: bool = False,
     max_context_len: int | None = None,
     max_seqlen_q: int | None = None,
@@ -64,13 +68,17 @@ def paged_tokens_reference(
     """Gather the pages of each sequence and pad its queries to the left, then attend by definition.
 
     Shapes: query (T, H, D), key_cache (P, N, K, D), value_cache (P, N, K, D_v), block_tables (B, max_blocks),
-    context_lens (B,), cu_seqlens_q (B + 1,) → (T, H, D_v); log-sum-exp (H, T). A query that sees no key gives 0, -inf.
+    context_lens (B,), cu_seqlens_q (B + 1,), sinks (H,), alibi_slopes (H,) or (B, H), tree_mask (T, columns)
+    → (T, H, D_v); log-sum-exp (H, T). A query that sees no key gives 0, -inf.
     Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
     Units: max_context_len and max_seqlen_q in tokens, decodes in sequences; promises, which change no result.
     Source: PagedAttention, arXiv:2309.06180; chunked prefill, arXiv:2308.16369.
     """
     keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
     longest = longest_of(cu_seqlens_q, query.shape[0], max_seqlen_q)
+    mask = None
+    if tree_mask is not None:
+        mask = tree.of_keys(tree_mask, cu_seqlens_q, context_lens, longest, keys.shape[1])
     result = attention_reference(
         to_the_right(query, cu_seqlens_q, longest),
         keys,
@@ -79,6 +87,9 @@ def paged_tokens_reference(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        attn_mask=mask,
         kv_lens=context_lens,
         return_lse=return_lse,
     )
@@ -105,12 +116,15 @@ def _check_values(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     step: StepMetadata | None = None,
+    tree_mask: Tensor | None = None,
     layout: str = "NHD",
     **_: object,
 ) -> list[str]:
     """Values on the device: those of tables and lengths, starts that follow each other, and what was promised."""
     problems = check_tables(key_cache, block_tables, context_lens, max_context_len, step, layout)
     problems += value_problems("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
+    if tree_mask is not None and not problems:
+        problems += tree.value_problems(tree_mask, cu_seqlens_q)
     return problems + ([] if decodes is None else decodes_problems(cu_seqlens_q, decodes))
 
 
@@ -173,18 +187,25 @@ def _scratch(sizes: Mapping[str, int]) -> int:
 
 
 def _guard(function: str, layout: str | None) -> Callable[..., None]:
-    """What every call is looked at for: starts that fit the tables, caches that nobody says are written otherwise."""
+    """What every call is looked at for: starts that fit the tables, caches that nobody says are written otherwise.
+
+    On a CPU also that a tree mask is one.
+    """
     starts = guard(("cu_seqlens_q", "query"), rows="block_tables")(function, layout)
     caches = written.guard(function, layout)
 
     def look(**tensors: Tensor) -> None:
         starts(**tensors)
+        mask = tensors.get("tree_mask")
+        if mask is not None and mask.is_cpu and (problems := tree.value_problems(mask, tensors["cu_seqlens_q"])):
+            raise InvalidCallError(function, problems)
         if caches is not None:
             caches(**tensors)
 
     return look
 
 
+_BOOL = frozenset({torch.bool})
 DECODES = Param("decodes", int, None, Role.BOUND)
 _BATCH = Axis("batch", scales=True, live=True)
 _TOKENS = (
@@ -219,6 +240,9 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
                 TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
                 *READ,
                 TensorSchema("cu_seqlens_q", ("starts",), INT32, same_dtype=False, counts=("tokens",)),
+                TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
+                TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
+                TensorSchema("tree_mask", (), _BOOL, required=False, same_dtype=False),
             ),
             outputs=(
                 TensorSchema("output", ("tokens", "heads", "value_dim")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import draw as pages
@@ -43,8 +44,33 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["decodes"] = decodes
     if draw.chance(0.6):
         arguments["max_seqlen_q"] = max(*lengths, 1, 1) + draw.of((0, 3), (4, 1))
+    heads = query.shape[-2]
+    if draw.chance(0.08):
+        arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
+    if draw.chance(0.12):
+        slopes = (heads,) if draw.chance(0.6) else (len(lengths), heads)
+        arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)
+    if draw.chance(0.15):
+        arguments |= {"causal": True, "tree_mask": _trees(draw, lengths)}
     if "step" in arguments:
         bound = arguments.get("max_context_len")
         capturable = draw.chance(0.5)
         arguments["step"] = StepMetadata(table, lens, cu_seqlens_q=starts, max_context_len=bound, capturable=capturable)
     return arguments
+
+
+def _trees(draw: Draw, lengths: list[int]) -> Tensor:
+    """Drafts whose parents are any earlier token or none; what lies beyond a sequence's own columns is garbage."""
+    columns = draw.of((0, 3, max([*lengths, 1])), (1, 3, 3))
+    mask = torch.full((sum(lengths), columns), draw.chance(0.5))
+    first = 0
+    for count in lengths:
+        if count <= columns:
+            mask[first : first + count, :count] = False
+        for place in range(count if count <= columns else 0):
+            parent = draw.stream.randint(-1, place - 1)
+            if parent >= 0:
+                mask[first + place] = mask[first + parent]
+            mask[first + place, place] = True
+        first += count
+    return mask.to(draw.device)

@@ -12,7 +12,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import score_problems
-from layerzero.ops.paged import mixed, written
+from layerzero.ops.paged import mixed, tree, written
 from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
@@ -22,11 +22,20 @@ NOT_OF_FLOATS = ("layout", "key_scale", "value_scale", "narrow_query")
 """What is no argument of an operation over a cache of the queries' dtype."""
 
 
+OF_FLOATS = ("sinks", "alibi_slopes", "tree_mask")
+"""What only an operation of several tokens over a cache of the queries' dtype knows."""
+
+
 def one_token_each(arguments: dict[str, Any]) -> list[str]:
     """Arguments that mean nothing without ``cu_seqlens_q``."""
     problems = [
         f"{name}: wanted None without cu_seqlens_q, got {told(arguments[name])}"
         for name in ("max_seqlen_q", "decodes")
+        if arguments[name] is not None
+    ]
+    problems += [
+        f"{name}: wanted cu_seqlens_q beside it (0 to B for one token each), got None"
+        for name in OF_FLOATS
         if arguments[name] is not None
     ]
     if not isinstance(arguments["causal"], bool):
@@ -50,7 +59,7 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
     problems, uneven = head_problems(query, key_cache, layout)
     if problems:
         raise InvalidCallError(name, problems, ReasonCode.GQA_HEADS_MISMATCH if uneven else None)
-    problems = score_problems(arguments) + token_problems(arguments)
+    problems = score_problems(arguments) + token_problems(arguments) + _bias_problems(arguments)
     if not isinstance(arguments["causal"], bool):
         problems.append(f"causal: wanted bool, got {told(arguments['causal'])}")
     operation = _operation(arguments, query.shape[1] == key_cache.shape[1 + layout.index("H")])
@@ -65,7 +74,25 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
     problems += operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(name, problems)
-    return Routed(operation, canonical, layout, varies=("tokens", "batch", "starts", "max_blocks", "pages"))
+    slopes, own = arguments["alibi_slopes"], set[str]()  # rows of these belong to sequences, or to tokens
+    own |= {"batch", "starts"} if slopes is not None and slopes.ndim == 2 else set()
+    own |= {"tokens"} if arguments["tree_mask"] is not None else set()
+    varies = ("tokens", "batch", "starts", "max_blocks", "pages")
+    return Routed(operation, canonical, layout, varies=tuple(each for each in varies if each not in own))
+
+
+def _bias_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with slopes and with a tree mask, whose shapes the schema leaves open."""
+    tokens, heads = arguments["query"].shape[:2]
+    problems = tree.shape_problems(arguments["tree_mask"], tokens, causal=arguments["causal"])
+    slopes, sequences = arguments["alibi_slopes"], len(arguments["context_lens"])
+    if isinstance(slopes, Tensor) and tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        wanted = f"({heads},) or ({sequences}, {heads})"
+        problems.append(f"alibi_slopes: wanted shape {wanted}, got {tuple(slopes.shape)}")
+    mask, starts = arguments["tree_mask"], arguments["cu_seqlens_q"]
+    if mask is None or problems or not mask.is_cpu or type(mask) is not Tensor or type(starts) is not Tensor:
+        return problems
+    return problems if value_problems("cu_seqlens_q", starts, tokens) else tree.value_problems(mask, starts)
 
 
 def _operation(arguments: dict[str, Any], equal_heads: bool) -> Operation:

@@ -153,7 +153,7 @@ def _operation(
 ) -> Operation:
     schema = like.schema
     narrow, caches = {"dtype_constraint": QUANTIZED, "same_dtype": False}, ("key_cache", "value_cache")
-    inputs = [_with(each, **narrow) if each.name in caches else each for each in schema.inputs]
+    inputs = [_with(each, **narrow) if each.name in caches else each for each in schema.inputs if each.required]
     assert like.derive is not None
     assert like.work is not None
     small = like.cases[0]

@@ -12,7 +12,7 @@ from layerzero.core.operation import Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.checks import score_problems
 from layerzero.ops.paged import quantized, written
-from layerzero.ops.paged.mixed_route import one_token_each, token_problems
+from layerzero.ops.paged.mixed_route import OF_FLOATS, one_token_each, token_problems
 from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
@@ -52,7 +52,12 @@ def route_quantized(name: str, arguments: dict[str, Any]) -> Routed:
     problems += one_token_each(arguments) if starts is None else token_problems(arguments)
     if starts is None and isinstance(step, StepMetadata) and step.kind_for(*tables) in ("foreign", "stale"):
         problems.append("step: wanted the StepMetadata of these block_tables and context_lens as they are, got another")
-    left_out = ("layout", "decodes", *(_OF_SEVERAL if starts is None else ()))
+    problems += [
+        f"{each}: wanted None over a cache of {key_cache.dtype}, got a tensor"
+        for each in OF_FLOATS
+        if starts is not None and arguments[each] is not None
+    ]
+    left_out = ("layout", "decodes", *OF_FLOATS, *(_OF_SEVERAL if starts is None else ()))
     canonical = {each: value for each, value in arguments.items() if each not in left_out}
     window, scale = canonical["window"], canonical["scale"]
     if not problems and window is not None:

@@ -16,7 +16,7 @@ from layerzero.ops.draw import Draw
 from layerzero.ops.paged import draw, mixed_draw, quantized, quantized_route, written
 from layerzero.ops.paged.declare import APPEND_PAGED, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
 from layerzero.ops.paged.mixed import OPERATIONS as OF_TOKENS
-from layerzero.ops.paged.mixed_route import NOT_OF_FLOATS, one_token_each, route_tokens
+from layerzero.ops.paged.mixed_route import NOT_OF_FLOATS, OF_FLOATS, one_token_each, route_tokens
 from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
 from layerzero.ops.paged.step import StepMetadata, table_problems
 from layerzero.ops.rope.route import apart
@@ -40,6 +40,9 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     narrow_query: bool = False,
@@ -67,6 +70,11 @@ def paged_attention(
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two.
+        alibi_slopes: (H,) or (B, H).
+        tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
+            their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
+            and what that one sees. Sequences with more new tokens than columns are chains.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
@@ -77,7 +85,8 @@ def paged_attention(
             FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
-        debug mode and on a CPU for pages, lengths and starts out of range, too. NoKernelFoundError if policy leaves no
+        debug mode and on a CPU for pages, lengths and starts out of range and a tree mask that is none, too.
+        NoKernelFoundError if policy leaves no
         kernel.
     Source: PagedAttention, arXiv:2309.06180.
     """
@@ -99,16 +108,17 @@ def append_paged_kv(
     Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
     Args:
         slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
-            ``StepMetadata.slot_mapping`` makes it from tables and lengths.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
+            may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for slots beyond the cache, too.
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "decodes", "causal")
+OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "decodes", "causal", *OF_FLOATS)
 """Arguments that one token a sequence has no use for."""
 
 
@@ -116,7 +126,7 @@ def draw_attention(draws: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
     made = mixed_draw.paged_attention if draws.chance(0.5) else draw.paged_attention
     arguments = made(draws, dtype)
-    if draws.chance(0.15):
+    if draws.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
         arguments = draw.quantize(draws, arguments)
         if draws.chance(0.3):
             arguments["narrow_query"] = True

@@ -193,7 +193,7 @@ class _SlotMapping:
         self._told = self._lost_on_host = 0
         self._seen: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        self.slots = self._compute(step).to(step.context_lens.device)
+        self.slots = self._compute(step).to(step.context_lens.device, non_blocking=True)  # staged before it returns
         self.tell("StepMetadata.slot_mapping")
 
     def update(self, handle: Handle) -> None:

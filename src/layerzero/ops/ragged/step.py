@@ -102,11 +102,13 @@ def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:
     """What is wrong with numbers that a caller has on the host beside those on the device."""
     if host is None:
         return []
-    fits = isinstance(host, tuple) and len(host) == len(of) and all(isinstance(each, Tensor) for each in host)
-    if fits and all(
-        each.device.type == "cpu" and each.dtype is torch.int32 and each.shape == like.shape
-        for each, like in zip(host, of, strict=True)  # type: ignore[call-overload]  # a tuple of tensors by now
-    ):
-        return []
+    if isinstance(host, tuple) and len(host) == len(of):
+        for each, like in zip(host, of, strict=True):  # plain lines: this is asked every step
+            if not isinstance(each, Tensor) or not each.is_cpu:
+                break
+            if each.dtype is not torch.int32 or each.shape != like.shape:
+                break
+        else:
+            return []
     wanted = ", ".join(str(tuple(each.shape)) for each in of)
     return [f"host: wanted int32 tensors on the CPU of shapes {wanted}, got {host!r}"]

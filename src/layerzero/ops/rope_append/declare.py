@@ -102,7 +102,7 @@ ROPE_APPEND = Operation(
         inputs=_inputs(
             ("batch", "seq"),
             ("batch", "length"),
-            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",)),
+            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",), distinct=True),
         ),
         outputs=(TensorSchema("query_out", ("batch", "seq", "heads", "head_dim"), FLOATING),),
         params=(INTERLEAVED,),

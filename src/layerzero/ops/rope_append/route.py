@@ -56,7 +56,7 @@ def rope_append(
     Returns: the rotated query. Rotated keys are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements with what is
         read or with each other, before anything is written; on a CPU and in debug mode for positions and slots that
-        lead nowhere, too.
+        lead nowhere or are named twice, too.
     Source: RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")

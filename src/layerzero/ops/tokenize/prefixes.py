@@ -36,6 +36,9 @@ LEAST_SHARED = 512
 MARKS = 1024
 """Hashes of beginnings that came once: 40 KB of a tokenizer, whatever it reads, beside the bytes of texts."""
 
+_UNMARKED = -1
+"""What no text has: Python's hashes are never -1, and that of an empty text is 0."""
+
 PER_HEAD = 4
 """Beginnings that are kept of one head."""
 
@@ -134,7 +137,7 @@ class EncodedTexts:
         space, cut = self.namespace(tokenizer), None if any(flags[:1]) else cut_of(tokenizer)
         stats = self._stats.setdefault(space, TokenizerCacheStats())
         heads, place = self._heads, (space, flags)
-        marks = self._marks.setdefault(place, [0] * MARKS)
+        marks = self._marks.setdefault(place, [_UNMARKED] * MARKS)
 
         def encode(text: str, run: Run) -> list[int]:
             start = text[:HEAD]
@@ -266,7 +269,7 @@ class EncodedTexts:
             self._heads.clear()
             self._bytes = 0
             for marks in self._marks.values():
-                marks[:] = [0] * MARKS  # readers hold them
+                marks[:] = [_UNMARKED] * MARKS  # readers hold them
             self._marks.clear()
 
     def configure(self, **changes: Any) -> None:

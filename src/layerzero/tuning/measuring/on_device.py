@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.handle import Handle
 from layerzero.core.plan import Report
 from layerzero.engine.functions import CALLS
 from layerzero.testing.generate import RandomCall
@@ -101,11 +102,19 @@ def _copies(call: RandomCall, report: Report, held: int) -> tuple[list[RandomCal
     owned = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     if (count - 1) * sum(owned.values()) > MOST_BYTES:
         count, cold = 1, False
-    return [call, *(_copy(call) for _ in range(count - 1))], cold
+    copies = [call, *(_copy(call) for _ in range(count - 1))]
+    return copies, cold and not _is_shared(copies)
 
 
 def _tensors(call: RandomCall) -> list[Tensor]:
     return [value for value in call.arguments.values() if isinstance(value, Tensor)]
+
+
+def _is_shared(calls: Collection[RandomCall]) -> bool:
+    """Whether copies of a call read what hangs on one handle: nobody could make another."""
+    first, *others = calls
+    kept = [each for each in first.arguments.values() if isinstance(each, Handle)]
+    return any(mine is each for copy in others for mine in copy.arguments.values() for each in kept)
 
 
 def _copy(call: RandomCall) -> RandomCall:
@@ -120,4 +129,9 @@ def _copy(call: RandomCall) -> RandomCall:
             there = memory[own.data_ptr()]
             copy = torch.empty(0, dtype=value.dtype, device=value.device)
             arguments[name] = copy.set_(there, value.storage_offset(), value.shape, value.stride())
+    function = CALLS[call.function].dispatcher.function
+    for name in function.handles:  # what kernels keep there is of these tensors, too
+        param, handle = function.param(name), arguments.get(name)
+        if param is not None and param.make is not None and handle is not None:
+            arguments[name] = param.make(arguments, getattr(handle, "kind", "") == "capturable")
     return RandomCall(call.function, arguments, call.name)
