@@ -62,3 +62,9 @@ def test_products_of_rounded_values_do_not(function, scale):
         return run(**{name: cut(value) for name, value in given.items()})
 
     assert "elements too far" in check(call, coarse)[0]
+
+
+@pytest.mark.parametrize("activation", [None, "relu2", "silu", "gelu_tanh"])
+def test_activations_of_large_products_pass(activation):
+    call = call_of("linear", 4.0, 3, torch.float32)
+    assert check(RandomCall("linear", {**call.arguments, "activation": activation})) == []

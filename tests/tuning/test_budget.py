@@ -14,10 +14,12 @@ from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.proving.rehearsal import Rehearsed
 from others import OTHERS
 
 LEFT_OUT = [name for name in OTHERS if name != "inductor"]
@@ -132,6 +134,27 @@ def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_pa
     ENGINE.ledger = FileLedger(tmp_path)
     run(norms(64), deadline, isolate=True)
     assert stops == [False, True], "half of what is left"
+
+
+def test_what_no_child_was_asked_about_in_time_is_not_called_banned(monkeypatch, tmp_path):
+    @lz.register_kernel("norm.rms", "mine.new", supported_dtypes=["float32"])
+    def new(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    def rehearse(pairs, **_):
+        return [Rehearsed(kernel, facts, None, "nobody waited", unsafe=True) for kernel, facts in pairs]
+
+    monkeypatch.setattr(running, "rehearse", rehearse)
+    ENGINE.ledger = FileLedger(tmp_path)
+    (found,) = run(norms(64), Deadline(100.0, Clock()), isolate=True).contests
+    (entry,) = [each for each in found.entries if each.kernel.id == "mine.new"]
+    assert (entry.status, entry.detail, entry.measurement) == (Status.UNTRIED, "nobody waited", None)
+
+
+@pytest.mark.parametrize("budget", ["x", -1, float("nan")])
+def test_a_budget_is_a_number_of_seconds(budget):
+    with pytest.raises(ValueError, match="budget_s: wanted seconds, 0 or more, got"):
+        Deadline(budget)
 
 
 @pytest.fixture

@@ -110,7 +110,9 @@ def test_the_banned_do_not_run():
     def crashes(input, weight, *, eps):
         raise AssertionError("it ran")
 
-    found = contest(rms().make("cpu"), effort=QUICK, leave_out=OTHERS, banned={"mine.crashes": "SIGSEGV"})
+    found = contest(
+        rms().make("cpu"), effort=QUICK, leave_out=OTHERS, banned={"mine.crashes": (Status.BANNED, "SIGSEGV")}
+    )
     entry = next(each for each in found.entries if each.kernel.id == "mine.crashes")
     assert (entry.status, entry.detail) == (Status.BANNED, "SIGSEGV")
 

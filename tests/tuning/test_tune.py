@@ -84,7 +84,7 @@ def test_noisy_times_do_not_make_a_call_known(monkeypatch):
     assert "1 were too noisy" in str(first)
     assert first.to_dict()["measured"][0]["too_noisy"]
     shown = "\n".join(str(each) for each in command._shown(first))
-    assert f"too noisy to decide (confidence {choice.confidence:.2f}); run again with --again" in shown
+    assert f"(confidence {choice.confidence:.2f}); run again with --again" in shown
     calm = lambda *args, **kwargs: replace(real(*args, **kwargs), noise=0.0, variance_us2=0.0)
     monkeypatch.setattr(contest, "measurement", calm)
     again = tuned("rms_norm", shapes=[(8, 64)])

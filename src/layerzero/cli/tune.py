@@ -115,10 +115,12 @@ def _shown(tuned: Tuned, threads: int = 0, usual: int = 0) -> Iterator[Renderabl
         yield table
     if for_some:
         yield Text(f"torch uses {usual} here unless told otherwise: these times say nothing of that", style="yellow")
-    for found, now in zip(tuned.contests, tuned.choices, strict=True):
-        if now.too_noisy:
-            noisy = f"too noisy to decide (confidence {now.confidence:.2f}); run again with --again on a calmer machine"
-            yield Text(f"{found.name}: {noisy}", style="yellow")
+    pairs = list(zip(tuned.contests, tuned.choices, strict=True))
+    noisy = [f"{found.name} (confidence {now.confidence:.2f})" for found, now in pairs if now.too_noisy]
+    if noisy:
+        again = "run again with --again on a calmer machine"
+        yield Text(f"too noisy to decide: {', '.join(noisy)}; {again}", style="yellow")
+    for found, _ in pairs:
         for entry in found.entries:
             if entry.measurement is None:
                 yield Text(f"{entry.kernel.id} on {found.name}: {entry.status}: {entry.detail}", style="yellow")

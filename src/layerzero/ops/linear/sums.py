@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.judge import Elementwise, Tolerance
+from layerzero.ops.activation.formulas import FORMULAS
 
 
 def judged_by_products(
@@ -24,7 +25,7 @@ def judged_by_products(
     float32 product gave 0.04882 for 0.04879 (AMD EPYC, torch 2.13, 2026-11-23).
 
     Args:
-        reference: the operation's; what it takes beside tensors must be no activation.
+        reference: the operation's. An activation changes a deviation by its slope there, which relu2's can exceed 1.
         place: of the result among those of the reference.
     """
 
@@ -36,6 +37,13 @@ def judged_by_products(
             for name, value in given.items()
         }
         found = reference(**squares)
-        return (found if isinstance(found, Tensor) else found[place]).sqrt()
+        size = (found if isinstance(found, Tensor) else found[place]).sqrt()
+        if arguments.get("activation") is None:
+            return size
+        product, step = reference(**given), 1e-3 * size
+        assert isinstance(product, Tensor)
+        formula = FORMULAS[arguments["activation"]]
+        slope = (formula(product + step) - formula(product - step)).abs() / 2e-3
+        return torch.maximum(size, slope)
 
     return Elementwise(tolerance, reason, deviation)

@@ -96,4 +96,4 @@ def split_qkv_norm_rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]
     qkv = torch.cat([arguments.pop(name) for name in ("query", "key", "value")], -2).flatten(-2)
     if draw.chance(0.6):
         arguments |= norm_weights(draw, dtype, arguments["key_cache"].shape[-1])
-    return {"qkv": draw.laid_out(qkv) if draw.chance(0.5) else qkv, **arguments}
+    return {"qkv": draw.laid_out(qkv), **arguments}

@@ -51,6 +51,8 @@ class Status(StrEnum):
     """There was too little of it; that says nothing about the kernel."""
     BANNED = "banned"
     """A child process ran it first, and it crashed, hung or was wrong there."""
+    UNTRIED = "not tried"
+    """A child process was to run it first, and nobody waited for it any longer."""
     HOPELESS = "cannot win"
     """What its plan copies alone takes longer than another kernel took for the call."""
 
@@ -154,7 +156,7 @@ def contest(
     graph: bool = False,
     leave_out: Collection[str] = (),
     only: Collection[str] = (),
-    banned: Mapping[str, str] | None = None,
+    banned: Mapping[str, tuple[Status, str]] | None = None,
     beside: Mapping[str, Run] | None = None,
     clock: Clock | None = None,
     origin: str = "tune",
@@ -169,7 +171,7 @@ def contest(
         graph: time replays of a captured CUDA graph; kernels that are not graph-safe are left out then.
         leave_out: libraries or kernel globs that do not take part.
         only: those that alone do; all if empty.
-        banned: kernels that a child process found guilty, with what it said.
+        banned: kernels that a child process found guilty, or was not asked about in time, with what is known of them.
         beside: further callables to time among the kernels, by name; they are not proved.
         clock: that of the call's device by default.
         origin: what measures, for the record.
@@ -185,7 +187,7 @@ def contest(
         entrants = taking_part(report, leave_out, only, graph=graph)
         guilty = banned or {}
         out = [
-            Entry(each.kernel, Status.BANNED, None, guilty[each.kernel.id])
+            Entry(each.kernel, guilty[each.kernel.id][0], None, guilty[each.kernel.id][1])
             for each in report.candidates
             if each.kernel.id in guilty
         ]

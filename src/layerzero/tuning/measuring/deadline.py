@@ -19,8 +19,8 @@ class Deadline:
     """The end of a run: so many seconds from now, or never. ``now`` reads a clock that only goes forward."""
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
-        if seconds is not None and not seconds >= 0:
-            raise ValueError(f"budget_s: wanted seconds, 0 or more, got {seconds}")
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
+            raise ValueError(f"budget_s: wanted seconds, 0 or more, got {seconds!r}")
         self._now = now
         self.began = now()
         self.until = math.inf if seconds is None else self.began + seconds

@@ -32,7 +32,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
-from layerzero.tuning.measuring.contest import Contest, contest, taking_part, window
+from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
@@ -67,7 +67,7 @@ class _Run:
     modules: Sequence[str]
     leave_out: Sequence[str]
     pace: Pace = field(default_factory=Pace)
-    banned: dict[tuple[str, str], str] = field(default_factory=dict)
+    banned: dict[tuple[str, str], tuple[Status, str]] = field(default_factory=dict)
     vetted: list[Vetted] = field(default_factory=list)
     in_process: dict[str, str] = field(default_factory=dict)
     not_built: dict[str, str] = field(default_factory=dict)
@@ -168,7 +168,10 @@ class _Run:
         stop = self.deadline.part(BETWEEN)
         for each in rehearse(pairs, modules=self.modules, stop=stop) if pairs else ():
             if each.guilty or each.unsafe:
-                self.banned[each.kernel.id, class_text(each.facts)] = f"{each.verdict or 'not tried'}: {each.detail}"
+                told = (
+                    (Status.BANNED, f"{each.verdict}: {each.detail}") if each.guilty else (Status.UNTRIED, each.detail)
+                )
+                self.banned[each.kernel.id, class_text(each.facts)] = told
             elif each.verdict is None and each.kernel.id not in self.in_process:
                 self.in_process[each.kernel.id] = each.detail
                 what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"
