@@ -12,8 +12,9 @@ from pathlib import Path
 import apart_worker
 import pytest
 
+from layerzero.core import control_group
+from layerzero.core.control_group import Kills
 from layerzero.core.ledger import Verdict
-from layerzero.engine import ending
 from layerzero.testing import apart, process
 from layerzero.testing.apart import DEATHS, Task, run_apart
 
@@ -144,19 +145,11 @@ def test_a_job_without_sense_ends_the_run_and_the_child():
 
 
 def test_a_memory_limit_is_named_where_it_ended_something(monkeypatch):
-    monkeypatch.setattr(apart, "killed_for_memory", lambda: ending.killed_for_memory() + 1)
+    counts = iter(range(9))
+    monkeypatch.setattr(control_group, "kills", lambda: Kills(next(counts), "a"))
     (end,) = Asker(task("SIGKILL")).run().ended["SIGKILL"]
     assert end.verdict is None
     assert end.words == "the memory limit ended 1 processes of its group meanwhile"
-
-
-@pytest.mark.parametrize("version", ["", "memory"])
-def test_processes_that_a_memory_limit_ended_are_counted(monkeypatch, tmp_path, version):
-    name = f"{version}/memory.oom_control" if version else "memory.events"
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("under_oom 0\noom_kill 7\n")
-    monkeypatch.setattr(ending, "_GROUPS", tmp_path)
-    assert ending.killed_for_memory() == 7
 
 
 # where a child imports from

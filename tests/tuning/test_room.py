@@ -10,6 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.asking.answers import facts as facts_of
+from layerzero.core import control_group
 from layerzero.engine.failing import out_of_memory
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.measuring import room, running, truth
@@ -72,28 +73,13 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-@pytest.mark.parametrize(
-    ("files", "bytes_"),
-    [
-        ({"meminfo": "MemTotal: 8 kB\nMemAvailable:       3 kB\n"}, 3072.0),
-        ({"meminfo": "MemAvailable: 3 kB\n", "memory.max": "2048", "memory.current": "1024"}, 1024.0),
-        ({"meminfo": "MemAvailable: 3 kB\n", "memory.max": "max", "memory.current": "1024"}, 3072.0),
-        (
-            {
-                "meminfo": "MemAvailable: 3 kB\n",
-                "memory/memory.limit_in_bytes": "1000",
-                "memory/memory.usage_in_bytes": "900",
-            },
-            100.0,
-        ),
-        ({"meminfo": "of another kind\n"}, math.inf),
-        ({}, math.inf),
-    ],
-)
-def test_what_is_available_is_the_least_that_the_system_says(monkeypatch, tmp_path, files, bytes_):
-    (tmp_path / "memory").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def test_what_is_available_is_the_least_of_machine_and_group(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable:       3 kB\n")
     monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(room, "_GROUP_FOLDER", tmp_path)
-    assert room.available_bytes() == bytes_
+    monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
+    assert room.available_bytes() == 3072.0
+    monkeypatch.setattr(control_group, "available_bytes", lambda: 100.0)
+    assert room.available_bytes() == 100.0
+    (tmp_path / "meminfo").write_text("of another kind\n")
+    monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
+    assert room.available_bytes() == math.inf

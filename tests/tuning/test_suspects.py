@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core import control_group
+from layerzero.core.control_group import Kills
 from layerzero.core.ledger import Verdict
 from layerzero.engine import ending
 from layerzero.engine.dispatch import ENGINE
@@ -146,17 +148,25 @@ def test_a_crash_leaves_a_marker_and_the_next_process_goes_around_it(place, know
     assert lz.which("rms_norm", *arguments(500))["kernel_id"] == "planted.rms_norm", "another class is not suspected"
 
 
-@pytest.mark.parametrize(("more", "kernel"), [(0, "torch.rms_norm"), (1, "planted.rms_norm")])
-def test_a_process_that_was_killed_for_memory_leaves_no_suspect(known, monkeypatch, more, kernel):
-    kills = ending.killed_for_memory()
+@pytest.mark.parametrize(
+    ("more", "group", "kernel"),
+    [
+        (0, "a", "torch.rms_norm"),
+        (1, "a", "planted.rms_norm"),
+        (1, "another's count", "torch.rms_norm"),
+        (1, "", "torch.rms_norm"),
+    ],
+)
+def test_a_process_that_was_killed_for_memory_leaves_no_suspect(known, monkeypatch, more, group, kernel):
+    monkeypatch.setattr(control_group, "kills", lambda: Kills(3, "a" if group else ""))
     marker = ENGINE.ledger.begin(lz.list_kernels("norm.rms")[0], lz.facts("rms_norm", *arguments()))
     ending.end(marker.file)
     os.close(marker.file)  # as the system does when it kills a process
-    monkeypatch.setattr(ending, "killed_for_memory", lambda: kills + more)
+    monkeypatch.setattr(control_group, "kills", lambda: Kills(3 + more, group.replace(" ", "_")))
     ENGINE.ledger = FileLedger(known.cache)
     assert chosen() == kernel
     assert not known.files("running")
-    assert len(known.files("suspect")) == 1 - more
+    assert len(known.files("suspect")) == int(kernel == "torch.rms_norm")
 
 
 @pytest.mark.slow

@@ -3,19 +3,18 @@
 A rollout, a preemption or a closed terminal ends a process whenever it comes, also in a kernel's first run. While a
 marker is held, ``faulthandler`` writes into its file as such a signal arrives, and the process then ends as it always
 would. A marker that says so accuses nobody. SIGKILL lets no process say anything; but where the system counts the
-processes that it killed for want of memory, a marker says how many those were before, and one of a process that ended
-as the number grew accuses nobody either.
+processes that it killed for want of memory, a marker says how many those were before, and in which control group; one
+of a process that ended as that number grew accuses nobody either.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import re
 import signal
 from pathlib import Path
 
-from layerzero.core import disk, forking
+from layerzero.core import control_group, disk, forking
 
 _SIGNALS = tuple(
     signal.Signals[name]
@@ -31,7 +30,6 @@ MOST_BYTES = 1 << 20
 """A file that is larger is no marker."""
 
 
-_GROUPS = Path("/sys/fs/cgroup")
 _KILLS = b"killed for memory before: "
 
 
@@ -91,26 +89,16 @@ def end(file: int) -> None:
 def from_outside(path: Path) -> bool:
     """Whether the process that left this file was ended by such a signal, or for want of memory. Raises: OSError."""
     said = disk.read_plain(path, MOST_BYTES)
-    before = re.search(re.escape(_KILLS) + rb"(\d+)", said)
-    return _TOLD in said or (before is not None and killed_for_memory() > int(before[1]))
+    before = re.search(re.escape(_KILLS) + rb"(\d+) in ([^\s;]*);", said)
+    if _TOLD in said or before is None:
+        return _TOLD in said
+    return control_group.kills().since(control_group.Kills(int(before[1]), before[2].decode())) > 0
 
 
 def so_far() -> str:
     """What a marker says as it is made, for :func:`from_outside`."""
-    return f"{_KILLS.decode()}{killed_for_memory()}"
-
-
-def killed_for_memory() -> int:
-    """How many processes of this one's control group the system ended for want of memory; 0 where nobody counts."""
-    places = {"": (_GROUPS, "memory.events"), "memory": (_GROUPS / "memory", "memory.oom_control")}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controller, group = line.split(":", 2)
-            top, name = places.get(controller, (_GROUPS, ""))
-            for file in (top / group[1:] / name, top / name):  # in a container the group's own folder is the top
-                if file.is_file() and (count := re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE)):
-                    return int(count[1])
-    return 0
+    before = control_group.kills()
+    return f"{_KILLS.decode()}{before.count} in {before.group};"
 
 
 def _caught() -> int:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
+from layerzero.core import control_group
 from layerzero.core.ledger import Verdict
-from layerzero.engine.ending import killed_for_memory
 from layerzero.engine.failing import says_out_of_memory
 from layerzero.testing.apart_child import Message
 from layerzero.testing.process import APART, Process, child_environment, how_it_ended
@@ -201,7 +201,7 @@ class _Runner:
                 child.since = time.monotonic()
                 self._take(child, message)
             if code is not None and -code in OUTSIDE:
-                short = killed_for_memory() - child.killed_before
+                short = control_group.kills().since(child.killed_before)
                 words = f"the memory limit ended {short} processes of its group meanwhile" if short > 0 else ""
                 self._gone(child, "killed", how_it_ended(code), words)
             elif code is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero.engine.ending import killed_for_memory
+from layerzero.core import address_space, control_group
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 
@@ -76,7 +76,7 @@ class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
     def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
-        self.silent, self._half, self.killed_before = False, b"", killed_for_memory()
+        self.silent, self._half, self.killed_before = False, b"", control_group.kills()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(
             [sys.executable, "-P", "-m", "layerzero.testing.apart_child", worker, str(os.getpid())],
@@ -86,6 +86,7 @@ class Process(subprocess.Popen[bytes]):
             env=dict(environment),
             start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
         )
+        address_space.lift(self.pid)
         assert self.stdin is not None
         assert self.stdout is not None
         self.jobs, self._answers = self.stdin, self.stdout

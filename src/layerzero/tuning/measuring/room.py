@@ -6,11 +6,10 @@ A GPU's allocator says so instead, and its error is caught where it is raised.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from layerzero.core import address_space, control_group
 from layerzero.core.facts import Facts
 
 SHARE = 0.5
@@ -21,19 +20,11 @@ WIDE_BYTES = 12
 The peak of a call in float32 was 11.8 and 12.4 bytes an element (embedding, linear; AMD EPYC, 2026-11-23)."""
 
 _MEMINFO = Path("/proc/meminfo")
-_STATM = Path("/proc/self/statm")
-_GROUPS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-"""A container's bound and its use, by versions 2 and 1 of control groups."""
-
-_GROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> float:
     """What processes can still get without another one losing it; infinite where the system does not say."""
-    return min(_of_machine(), *(_of_group(*names) for names in _GROUPS))
+    return min(_of_machine(), control_group.available_bytes())
 
 
 def _of_machine() -> float:
@@ -41,13 +32,6 @@ def _of_machine() -> float:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024.0
     except (OSError, KeyError, ValueError):  # another system, or an old one
-        return math.inf
-
-
-def _of_group(bound: str, use: str) -> float:
-    try:
-        return float(int((_GROUP_FOLDER / bound).read_text()) - int((_GROUP_FOLDER / use).read_text()))
-    except (OSError, ValueError):  # no such version, or no bound: "max"
         return math.inf
 
 
@@ -70,24 +54,6 @@ def too_large(facts: Facts) -> str:
     return f"too little memory: {wanted}, and of {free / 1e9:.1f} free ones {SHARE:.0%} may be used"
 
 
-@contextmanager
-def bounded(facts: Facts) -> Iterator[None]:
-    """Let what runs here fail to allocate where it would take more than its share of a CPU's memory.
-
-    It bounds the address space of the whole process meanwhile; what asks for less than there is, is not touched.
-    """
-    free = available_bytes() if facts.device.torch_type == "cpu" else math.inf
-    if free == math.inf or sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    pages = int(_STATM.read_text().split()[0])
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = pages * resource.getpagesize() + int(SHARE * free)
-    own = wanted if before == resource.RLIM_INFINITY else min(wanted, before)
-    resource.setrlimit(resource.RLIMIT_AS, (own, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+def bounded(facts: Facts) -> AbstractContextManager[None]:
+    """Let what runs here fail to allocate where it would take more than its share of a CPU's memory."""
+    return address_space.bounded(SHARE * available_bytes() if facts.device.torch_type == "cpu" else math.inf)

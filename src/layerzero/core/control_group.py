@@ -1,0 +1,91 @@
+"""The control groups of this process: what bounds its memory, and how many processes were ended for want of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_TOP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What the files of one version are called."""
+
+    bound: str
+    use: str
+    idle: str
+    """In ``memory.stat``, the bytes of files that nobody uses: they count as used, and are given back when needed."""
+
+    kills: str
+
+
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
+
+
+def available_bytes() -> float:
+    """What the group that leaves least still gives this process; infinite where none is bounded."""
+    return min((_left(folder, names) for folder, names in _folders()), default=math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """How many processes the system ended for want of memory, and which group counted them.
+
+    Attributes:
+        count: since the group was made.
+        group: which one, on which run of which machine; empty where nobody counts.
+    """
+
+    count: int = 0
+    group: str = ""
+
+    def since(self, before: Kills) -> int:
+        """How many more they are; 0 where another group counted, or the same one of a container that began anew."""
+        return max(self.count - before.count, 0) if self.group and self.group == before.group else 0
+
+
+def kills() -> Kills:
+    """Those that the nearest group which counts them has counted."""
+    for folder, names in _folders():
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)", (folder / names.kills).read_text(), re.MULTILINE)
+            if found:
+                boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+                return Kills(int(found[1]), f"{boot}:{folder}:{folder.stat().st_ino}".replace(" ", "_").replace(";", "_"))
+    return Kills()
+
+
+def _folders() -> Iterator[tuple[Path, _Names]]:
+    """This process's groups, the nearest first: in a container its own folder is the top."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, names = (_TOP / "memory", _VERSION_1) if controllers else (_TOP, _VERSION_2)
+        folder = top / group.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_dir():
+                yield each, names
+            if each == top:
+                break
+
+
+def _left(folder: Path, names: _Names) -> float:
+    try:
+        bound, use = (int((folder / name).read_text()) for name in (names.bound, names.use))
+        idle = re.search(rf"^{names.idle} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no such file at the top, or no bound: "max"
+        return math.inf
+    return max(bound - use + (int(idle[1]) if idle else 0), 0)
