@@ -172,6 +172,8 @@ def show(found: dict[str, Any]) -> None:
     for state in STATES:
         pairs = zip(found["states"][state]["chosen"], found["times"], strict=True)
         chosen = [(kernel, each) for kernel, each in pairs if each["us"]]
+        if not chosen:
+            continue
         kernel, each = max(chosen, key=lambda pair: pair[1]["us"].get(pair[0], 0.0) / min(pair[1]["us"].values()))
         quickest = min(each["us"], key=each["us"].__getitem__)
         took = f"{kernel} {each['us'].get(kernel, math.nan):.1f} us, {quickest} {each['us'][quickest]:.1f}"

@@ -83,3 +83,17 @@ def test_what_is_available_is_the_least_of_machine_and_group(monkeypatch, tmp_pa
     (tmp_path / "meminfo").write_text("of another kind\n")
     monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
     assert room.available_bytes() == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
+        ("std::bad_alloc", True),
+        ("terminate called\n  what():  std::bad_alloc", True),
+        ("kernel caught std::bad_alloc while resizing to 18446744073709551615", False),
+        ("error: expected ';' before throw std::bad_alloc()", False),
+    ],
+)
+def test_a_message_that_only_mentions_an_allocation_is_no_want_of_memory(text, short):
+    assert out_of_memory(RuntimeError(text)) is short

@@ -35,8 +35,7 @@ _SCHEMES = {"gpt2": "gpt2", "cl100k": "gpt4", "o200k": "o200k", "qwen2": "qwen2"
 """What it calls the split patterns that it has."""
 
 
-_BEGINNING = forking.rlock()
-forking.around(_BEGINNING.acquire, _BEGINNING.release)  # whoever forks waits until the threads are there
+_BEGINNING = forking.held_by_forks()
 
 
 def _made(tokenizer: Tokenizer, parses: bool) -> Any:

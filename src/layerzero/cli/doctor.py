@@ -10,7 +10,7 @@ from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
 from layerzero.asking.sets import OperationFinding, Served
-from layerzero.cli.tables import PLATFORMS, add_row, counted, lines_of, table_of, told
+from layerzero.cli.tables import add_row, counted, hardware, lines_of, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.serving.advice import Advice
 from layerzero.serving.jit_status import JitStatus
@@ -64,7 +64,9 @@ def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterato
     absent = [(each, why) for each, why in folded if why.code is ReasonCode.NOT_INSTALLED]
     if absent:
         yield Text(f"not installed: {'; '.join(_how_to(each, why) for each, why in absent)}", style="dim")
-    elsewhere = Counter(_hardware(why) for _, why in folded if why.code is ReasonCode.PLATFORM_MISMATCH)
+    elsewhere = Counter(
+        hardware(str(why.wanted).split(" or ")) for _, why in folded if why.code is ReasonCode.PLATFORM_MISMATCH
+    )
     if elsewhere:
         yield counted("libraries for other hardware", elsewhere)
 
@@ -72,11 +74,6 @@ def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterato
 def _how_to(library: LibraryFinding, why: Reason) -> str:
     """The name of a library, and the command that installs it."""
     return f"{library.name.partition(' (')[0]} ({why.hint.partition(': ')[2] or why.message})"
-
-
-def _hardware(why: Reason) -> str:
-    """What hardware a library is made for."""
-    return " and ".join(PLATFORMS.get(name, name) for name in str(why.wanted).split(" or "))
 
 
 def _asked_for(findings: Sequence[OperationFinding]) -> Iterator[RenderableType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -15,7 +15,6 @@ from layerzero.cli import describe
 from layerzero.cli.listing import Listed
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Platform
 from layerzero.core.operation import Operation
 from layerzero.core.plan import Candidate, Report
@@ -151,7 +150,9 @@ def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[Ren
 
     Those for other hardware are counted in one line, unless ``everything`` is listed.
     """
-    elsewhere = Counter(_hardware(each.kernel) for each in found if each.elsewhere and not everything)
+    elsewhere = Counter(
+        hardware(describe.platforms(each.kernel)) for each in found if each.elsewhere and not everything
+    )
     found = [each for each in found if everything or not each.elsewhere]
     table = table_of("kernel", "priority", "runs, on, limits, flags", priority="right")
     references = [listed for listed in found if listed.kernel.is_reference]
@@ -191,8 +192,9 @@ def counted(what: str, hardware: Counter[str]) -> Text:
     return Text(f"{what}: {each}; --all lists them", style="dim")
 
 
-def _hardware(kernel: Kernel) -> str:
-    return " and ".join(PLATFORMS.get(name, name) for name in describe.platforms(kernel))
+def hardware(platforms: Iterable[str]) -> str:
+    """What something is made for, in words."""
+    return " and ".join(PLATFORMS.get(name, name) for name in platforms)
 
 
 def operations(found: Sequence[Operation]) -> Iterator[RenderableType]:

@@ -59,7 +59,9 @@ def kills() -> Kills:
             found = re.search(r"^oom_kill (\d+)", (folder / names.kills).read_text(), re.MULTILINE)
             if found:
                 boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-                return Kills(int(found[1]), f"{boot}:{folder}:{folder.stat().st_ino}".replace(" ", "_").replace(";", "_"))
+                return Kills(
+                    int(found[1]), f"{boot}:{folder}:{folder.stat().st_ino}".replace(" ", "_").replace(";", "_")
+                )
     return Kills()
 
 

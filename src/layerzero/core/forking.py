@@ -51,7 +51,27 @@ def when_torn(method: Callable[[], None]) -> None:
     _add(_WHEN_TORN, method)
 
 
-def around(before: Callable[[], object], after: Callable[[], object]) -> None:
+def held_by_forks() -> threading.RLock:
+    """Make a lock that whoever forks holds meanwhile: what is begun under it is whole in a child, or not there.
+
+    A fork waits :data:`IMPORTS_S` for it at most.
+    """
+    made, taken = rlock(), []
+
+    def before() -> None:
+        if made.acquire(timeout=IMPORTS_S):
+            taken.append(True)
+
+    def after() -> None:
+        if taken:
+            taken.pop()
+            made.release()
+
+    around(before, after)
+    return made
+
+
+def around(before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call one before each fork, and the other behind it, in parent and child: for what must stand still meanwhile.
 
     A lock that ``before`` takes must be reentrant: it stays held in the child, and ``after`` lets go of it there.
@@ -93,7 +113,7 @@ def _after_fork() -> None:
 
 
 IMPORTS_S = 1.0
-"""How long a fork waits for modules that other threads import."""
+"""How long a fork waits for what other threads import, or begin under a lock that forks hold."""
 
 _PAUSE_S = 0.001
 _MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})

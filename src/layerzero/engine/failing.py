@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,13 +63,18 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or says_out_of_memory(str(error))
 
 
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Failed to allocate memory for requested")
-"""Words of torch's allocator on Linux and elsewhere, of C++ behind torch's operators, and of ONNX Runtime's."""
+NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|^(.*what\(\):\s*)?std::bad_alloc\s*$"
+    r"|Failed to allocate memory for requested",
+    re.MULTILINE,
+)
+"""Words of torch's allocator on Linux and elsewhere, of C++ behind torch's operators, and of ONNX Runtime's. A message
+that only mentions ``std::bad_alloc`` may tell of a size that means nothing, as after an overflow."""
 
 
 def says_out_of_memory(text: str) -> bool:
     """Whether what a library said, as it ended or raised, is that memory ran out."""
-    return any(words in text for words in _NO_MEMORY)
+    return NO_MEMORY.search(text) is not None
 
 
 _NOT_CHANGEABLE = ("is being modified inplace", "is being used in an in-place operation")

@@ -108,7 +108,10 @@ def jobs_of_cases(
                 case = replace(named, name=f"{named.name} {_text(params)}", params={**named.params, **params})
                 if not is_call_of(operation, case, next(iter(operation.dtypes), torch.float32), layout):
                     continue
+            names_dtype = any(isinstance(value, torch.dtype) for value in case.params.values())
             for dtype in dtypes:
+                if names_dtype and not is_call_of(operation, case, dtype_named(dtype), layout):
+                    continue  # float32 out of float64 is no product
                 yield Job(name, case, dtype, layout)
 
 

@@ -121,6 +121,7 @@ def too_large(recipe: CallRecipe) -> str:
     free = SHARE * available_bytes() if recipe.device == "cpu" else math.inf
     if recipe.device == "cuda":
         free = torch.cuda.mem_get_info()[0]
-    if sum(sizes) * _SPARE <= free:
+    needed = sum(sizes) * _SPARE
+    if needed <= free:
         return ""
-    return f"its tensors take {sum(sizes) / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB may be used on the device"
+    return f"making its tensors takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB may be used on the device"

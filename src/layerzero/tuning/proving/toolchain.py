@@ -55,7 +55,10 @@ _ENDED = (
         "a compiler was killed, most often since memory ran out",
     ),
     (
-        re.compile(r"out of memory allocating \d+ bytes|virtual memory exhausted|[Cc]annot allocate memory|bad_alloc"),
+        re.compile(
+            r"out of memory allocating \d+ bytes|virtual memory exhausted|[Cc]annot allocate memory"
+            r"|what\(\):\s*std::bad_alloc"
+        ),
         "a compiler had too little memory",
     ),
     (re.compile(r"No space left on device"), "the disk is full"),
