@@ -92,22 +92,22 @@ def asked(monkeypatch):
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
 def test_a_call_that_ends_at_the_reference_is_judged_once(asked, monkeypatch):
     query = torch.randn(1, 4, 2, 8)
-    lz.attention(query, query, query, softcap=1.0, layout="BSHD")  # which tells so, once
+    lz.attention(query, query, query, softcap=1.0, return_lse=True, layout="BSHD")  # which tells so, once
     asked.clear()
     completed = []
     monkeypatch.setattr(legality, "completed", lambda candidate, *rest: completed.append(candidate) or candidate)
     for length in (300, 700):
         longer = torch.randn(1, length, 2, 8)
-        lz.attention(longer, longer, longer, softcap=1.0, layout="BSHD")
+        lz.attention(longer, longer, longer, softcap=1.0, return_lse=True, layout="BSHD")
     assert asked == [False, False]
     assert completed == []
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
 @pytest.mark.parametrize("arguments", [
-    {"softcap": 1.0},
+    {"softcap": 1.0, "return_lse": True},
     {"softcap": 1.0, "window": (2, 0), "return_lse": True},
-    {"sinks": torch.zeros(2)},
+    {"softcap": 1.0, "sinks": torch.zeros(2)},
 ])  # fmt: skip
 def test_the_report_of_a_choice_has_every_reason_once_it_is_read(arguments):
     query = torch.randn(1, 4, 2, 8)
@@ -126,7 +126,7 @@ def test_the_report_of_a_choice_has_every_reason_once_it_is_read(arguments):
 def test_where_nothing_is_legal_the_error_has_every_reason(asked):
     query = torch.randn(1, 4, 2, 8)
     with lz.scope(fallback_enabled=False), pytest.raises(lz.NoKernelFoundError) as caught:
-        lz.attention(query, query, query, softcap=1.0, window=(2, 0), layout="BSHD")
+        lz.attention(query, query, query, softcap=1.0, window=(2, 0), return_lse=True, layout="BSHD")
     assert asked == [False]
     codes = {reason.code for reason in caught.value.failures["torch.sdpa.math"]}
     assert codes >= {lz.ReasonCode.SOFTCAP_UNSUPPORTED}

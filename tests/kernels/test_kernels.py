@@ -102,7 +102,9 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
         assert first.text == again.text == other.text
         for name, value in first.arguments.items():
             if isinstance(value, torch.Tensor):
-                assert torch.equal(value.nan_to_num(7), again.arguments[name].nan_to_num(7))
+                pair = [each.resolve_neg().contiguous() for each in (value, again.arguments[name])]
+                bits = [each.view(torch.uint8) for each in pair if each.numel()]
+                assert not bits or torch.equal(*bits), name
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

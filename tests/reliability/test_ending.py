@@ -34,7 +34,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def run(how, folder):
     environment = os.environ | {"LAYERZERO_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-c", SCRIPT, how]
+    command = [sys.executable, "-u", "-c", SCRIPT, how]  # it ends itself with what it printed last
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 

@@ -54,7 +54,11 @@ def exercised(base: Trial, name: str, pool: Callable[[], Iterable[RandomCall]]) 
         if trial is None or trial.reasons:
             refused[trial.codes if trial else "no call"] += 1
             continue
-        truth = trial.truth()
+        try:
+            truth = trial.truth()
+        except InvalidCallError:  # a tensor that was drawn for it means nothing: no probabilities, say
+            refused["a value that means nothing"] += 1
+            continue
         if not silent:
             looks += 1
             if looks > LOOKS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -81,8 +80,9 @@ def lacking(error: BaseException) -> Program | None:
 def interrupted(error: BaseException) -> str:
     """What kept a compiler from its work and may be over the next time: little memory, a full disk, a kill."""
     for at in _causes(error):
-        if isinstance(at, subprocess.CalledProcessError):
-            number = -at.returncode if at.returncode < 0 else at.returncode - 128  # a shell adds 128
+        code = getattr(at, "returncode", None)  # of a subprocess.CalledProcessError
+        if isinstance(code, int):
+            number = -code if code < 0 else code - 128  # a shell adds 128
             if number in _FROM_OUTSIDE:
                 return f"a compiler was ended by {signal.Signals(number).name}, most often since memory ran out"
         for said, meaning in _ENDED:
