@@ -102,7 +102,7 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
         assert first.text == again.text == other.text
         for name, value in first.arguments.items():
             if isinstance(value, torch.Tensor):
-                pair = [each.resolve_neg().contiguous() for each in (value, again.arguments[name])]
+                pair = [each.resolve_neg().contiguous().view(-1) for each in (value, again.arguments[name])]
                 bits = [each.view(torch.uint8) for each in pair if each.numel()]
                 assert not bits or torch.equal(*bits), name
 
