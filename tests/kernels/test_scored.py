@@ -43,7 +43,9 @@ def check(name: str, given: dict[str, Any]) -> None:
         wanted_dtype = torch.float32 if number else dtype
         assert one.dtype is wanted_dtype
         other = other if number else other.transpose(1, 2)  # noqa: PLW2901
-        torch.testing.assert_close(one.double(), other.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            one.double(), other.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True
+        )
 
 
 @pytest.fixture(params=[3, 128])
@@ -118,6 +120,19 @@ def test_sinks_take_part_in_the_log_sum_exp(seq_q: int, more: dict[str, Any]) ->
 def test_a_sink_of_minus_infinity_is_none() -> None:
     given = call("sinks", 20, 17, causal=True) | {"sinks": torch.full((6,), -math.inf)}
     check("sinks", given)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("seq_k", [20, 17], ids=["with keys", "three queries without"])
+def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype: torch.dtype, sink: float, seq_k: int) -> None:
+    sinks = torch.tensor([0.3, sink, -2.0, sink, 1.0, 0.0])
+    given = call("sinks", 20, seq_k, dtype, causal=True, sinks=sinks, return_lse=True)
+    check("sinks", given)
+    output, lse = lz.attention(**given)
+    assert output[:, [1, 3]].isnan().all() == (sink != -math.inf)
+    assert lse[:, 1].isnan().all() == math.isnan(sink)
+    assert not output[:, [0, 2, 4, 5]].isnan().any()
 
 
 def test_gradients_and_float64_are_the_references() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FOLDED, TORCH, load_cpu_flash, positive_beside_causal
+from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -36,7 +37,7 @@ ROWS = 128
 def _load_sinks(facts: Facts) -> Callable[..., Any]:
     flash = load_cpu_flash(facts)
 
-    def with_sinks(
+    def run(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -48,12 +49,9 @@ def _load_sinks(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
     ) -> Any:
         output, lse = flash(query, key, value, causal=causal, scale=scale, attn_mask=attn_mask, return_lse=True)
-        sink = sinks.to(lse.dtype).view(1, -1, 1)
-        # of no visible key and a sink of -inf nothing is left: 0; what is NaN in the output stays so
-        output.mul_(torch.sigmoid(lse - sink).nan_to_num_(nan=0.0).unsqueeze(-1))
-        return (output, torch.logaddexp(lse, sink)) if return_lse else output
+        return with_sinks(output, lse, sinks, return_lse=return_lse)
 
-    return with_sinks
+    return run
 
 
 def _load_softcap(facts: Facts) -> Callable[..., Any]:
