@@ -93,6 +93,23 @@ def test_masks_also_those_that_leave_a_query_without_keys(name: str, kind: str) 
         assert not lz.attention(**given, attn_mask=mask)[1, :, 3:6].any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("softcap", [1e-6, 1e-3, 0.5, 999.0, 1e3, 1e5, 1e7, 1e12, 1e30])
+def test_narrow_and_wide_caps(dtype: torch.dtype, softcap: float) -> None:
+    check("softcap", call("softcap", 9, 20, dtype, causal=True, softcap=softcap))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("softcap", [1e-40, 1e-7, 1e31, 1e38])
+def test_caps_that_leave_the_range_of_float32_are_the_references(dtype: torch.dtype, softcap: float) -> None:
+    given = call("softcap", 9, 20, dtype, softcap=softcap)
+    assert str(lz.which("attention", **given)["kernel_id"]).startswith("reference.")
+    (told,) = (each for each in lz.explain("attention", **given).candidates if each.kernel.id == KERNEL["softcap"])
+    assert "1e-06 to 1e+30" in str(told)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="runs its slow reference"):
+        assert lz.attention(**given).isfinite().all()
+
+
 def test_hidden_keys_may_be_anything_beside_a_softcap() -> None:
     given = call("softcap", 4, 20)
     seen = torch.ones(4, 20, dtype=torch.bool)
