@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.paged import tree
 from paged_calls import PAGE, paged, starts
 
 
@@ -133,6 +138,66 @@ def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
         lz.paged_attention(**call, tree_mask=mask)
     with pytest.raises(lz.InvalidCallError, match=text):
         lz.paged_attention(**call, tree_mask=change(mask))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_call_looks_at_the_mask_once(monkeypatch, debug):
+    call, mask = drafts()
+    looked, look = [], tree.value_problems
+    monkeypatch.setattr(tree, "value_problems", lambda *given: looked.append(1) or look(*given))
+    with lz.scope(debug=debug):
+        for _ in range(2):
+            lz.paged_attention(**call, tree_mask=mask)
+    assert len(looked) == (4 if debug else 2)  # debug mode looks at all values by itself
+
+
+def test_a_mask_is_looked_at_where_it_lies_and_beside_gradients():
+    call, mask = drafts()
+    with torch.device("meta"):
+        assert tree.value_problems(mask, call["cu_seqlens_q"]) == []
+    call["query"].requires_grad_()
+    with pytest.warns(lz.LayerZeroFallbackWarning), pytest.raises(lz.InvalidCallError, match=r"tree_mask\[0\]: wanted the token itself"):
+        lz.paged_attention(**call, tree_mask=mask & False)
+
+
+def problems_row_by_row(mask, starts):
+    """What :func:`tree.value_problems` says, by one row after the other."""
+    problems = []
+    for first, last in pairwise(starts.tolist()):
+        count = last - first
+        rows = mask[first:last, :count].tolist() if count <= mask.shape[1] else []
+        for place, row in enumerate(rows):
+            seen = [each for each in range(place) if row[each]]
+            wanted = list(rows[seen[-1]]) if seen else [False] * count
+            wanted[place] = True
+            if row != wanted:
+                told, got = ([each for each, sees in enumerate(of) if sees][-8:] for of in (wanted, row))
+                text = f"wanted the token itself and what its parent sees, columns {told}, got {got}"
+                problems.append(f"tree_mask[{first + place}]: {text}")
+    return problems[:4]
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.data())
+def test_a_tree_is_told_as_row_by_row(data):
+    """Forests of empty, short and too long sequences, garbage behind their columns, and some bits turned."""
+    counts = data.draw(st.lists(st.integers(0, 12), max_size=6))
+    columns, begins = data.draw(st.integers(0, 12)), starts(*counts)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    mask = torch.rand(sum(counts), columns, generator=generator) < 0.5
+    for first, count in zip(begins.tolist(), counts, strict=False):
+        for place in range(count if count <= columns else 0):
+            parent = data.draw(st.integers(-1, place - 1))
+            mask[first + place, :count] = mask[first + parent, :count] if parent >= 0 else False
+            mask[first + place, place] = True
+    assert tree.value_problems(mask, begins) == problems_row_by_row(mask, begins) == []
+    if mask.numel():
+        for _ in range(data.draw(st.integers(0, 4))):
+            row, column = data.draw(st.integers(0, len(mask) - 1)), data.draw(st.integers(0, columns - 1))
+            mask[row, column] ^= True
+    if data.draw(st.booleans()):
+        mask = mask.t().contiguous().t()
+    assert tree.value_problems(mask, begins) == problems_row_by_row(mask, begins)
 
 
 def test_a_tree_is_causal_and_of_several_tokens():
