@@ -156,7 +156,10 @@ def test_a_mask_is_looked_at_where_it_lies_and_beside_gradients():
     with torch.device("meta"):
         assert tree.value_problems(mask, call["cu_seqlens_q"]) == []
     call["query"].requires_grad_()
-    with pytest.warns(lz.LayerZeroFallbackWarning), pytest.raises(lz.InvalidCallError, match=r"tree_mask\[0\]: wanted the token itself"):
+    with (
+        pytest.warns(lz.LayerZeroFallbackWarning),
+        pytest.raises(lz.InvalidCallError, match=r"tree_mask\[0\]: wanted the token itself"),
+    ):
         lz.paged_attention(**call, tree_mask=mask & False)
 
 

@@ -141,7 +141,7 @@ def _needs(name: str) -> Callable[[Facts], Reason | None]:
 
 
 def _reciprocal(facts: Facts) -> Reason | None:
-    cap = facts["softcap"]
+    cap: Any = facts["softcap"]
     if cap is None or LEAST_CAP <= cap <= MOST_CAP:
         return None
     return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", f"{LEAST_CAP:g} to {MOST_CAP:g}", cap)

@@ -40,18 +40,18 @@ def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
     place = torch.arange(int(ends[-1]), device=here)
     sequence = torch.searchsorted(ends, place, right=True)  # of each token that has a row in a tree
     place -= (ends - counts)[sequence]
-    first, columns, mask = starts[:-1][sequence], torch.arange(longest, device=here), mask[:, :longest]
-    own, rows = place.unsqueeze(1), mask[first + place]
-    parent = (rows & (columns < own)).mul(columns + 1).amax(-1) - 1
+    first, mask = starts[:-1][sequence], mask[:, :longest]
+    below = torch.ones((longest + 1, longest), dtype=torch.bool, device=here).tril(-1)  # row n is True up to n - 1
+    rows, columns = mask[first + place], torch.arange(1, longest + 1, dtype=torch.int32, device=here)
+    parent = ((rows & below[place]) * columns).amax(-1) - 1
     wanted = mask[first + parent.clamp(min=0)]
-    wanted.logical_and_((parent >= 0).unsqueeze(1)).logical_or_(columns == own)
-    wrong = ((rows != wanted) & (columns < counts[sequence].unsqueeze(1))).any(-1)
-    return [_told(at, rows, wanted, int(first[at] + place[at]), int(counts[sequence[at]])) for at in _few(wrong)]
-
-
-def _few(wrong: Tensor) -> list[int]:
-    found: list[int] = wrong.nonzero().flatten()[:_MAX_TOLD].tolist() if bool(wrong.any()) else []
-    return found
+    wanted[parent < 0] = False
+    wanted.scatter_(1, place.unsqueeze(1), True)
+    unlike = (rows != wanted) & below[counts[sequence]]
+    if not unlike.any():
+        return []
+    wrong: list[int] = unlike.any(-1).nonzero().flatten()[:_MAX_TOLD].tolist()
+    return [_told(at, rows, wanted, int(first[at] + place[at]), int(counts[sequence[at]])) for at in wrong]
 
 
 def _told(at: int, rows: Tensor, wanted: Tensor, token: int, count: int) -> str:
