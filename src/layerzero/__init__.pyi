@@ -1012,7 +1012,8 @@ def paged_attention(
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
-        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
+            GPUs the reference computes them.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
@@ -1738,7 +1739,8 @@ def split_qkv_norm_rope_append(
     Returns: the queries. Keys and values are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
         weight without the other, for caches that share elements with what is read or with each other, before anything
-        is written; on a CPU and in debug mode for positions and slots that lead nowhere, too.
+        is written; on a CPU and in debug mode for positions and slots that lead nowhere or are
+        named twice, too.
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 

@@ -43,7 +43,9 @@ def check(name: str, given: dict[str, Any]) -> None:
         wanted_dtype = torch.float32 if number else dtype
         assert one.dtype is wanted_dtype
         other = other if number else other.transpose(1, 2)  # noqa: PLW2901
-        torch.testing.assert_close(one.double(), other.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            one.double(), other.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True
+        )
 
 
 @pytest.fixture(params=[3, 128])
@@ -91,6 +93,23 @@ def test_masks_also_those_that_leave_a_query_without_keys(name: str, kind: str) 
         assert not lz.attention(**given, attn_mask=mask)[1, :, 3:6].any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("softcap", [1e-6, 1e-3, 0.5, 999.0, 1e3, 1e5, 1e7, 1e12, 1e30])
+def test_narrow_and_wide_caps(dtype: torch.dtype, softcap: float) -> None:
+    check("softcap", call("softcap", 9, 20, dtype, causal=True, softcap=softcap))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("softcap", [1e-40, 1e-7, 1e31, 1e38])
+def test_caps_that_leave_the_range_of_float32_are_the_references(dtype: torch.dtype, softcap: float) -> None:
+    given = call("softcap", 9, 20, dtype, softcap=softcap)
+    assert str(lz.which("attention", **given)["kernel_id"]).startswith("reference.")
+    (told,) = (each for each in lz.explain("attention", **given).candidates if each.kernel.id == KERNEL["softcap"])
+    assert "1e-06 to 1e+30" in str(told)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="runs its slow reference"):
+        assert lz.attention(**given).isfinite().all()
+
+
 def test_hidden_keys_may_be_anything_beside_a_softcap() -> None:
     given = call("softcap", 4, 20)
     seen = torch.ones(4, 20, dtype=torch.bool)
@@ -118,6 +137,19 @@ def test_sinks_take_part_in_the_log_sum_exp(seq_q: int, more: dict[str, Any]) ->
 def test_a_sink_of_minus_infinity_is_none() -> None:
     given = call("sinks", 20, 17, causal=True) | {"sinks": torch.full((6,), -math.inf)}
     check("sinks", given)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("seq_k", [20, 17], ids=["with keys", "three queries without"])
+def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype: torch.dtype, sink: float, seq_k: int) -> None:
+    sinks = torch.tensor([0.3, sink, -2.0, sink, 1.0, 0.0])
+    given = call("sinks", 20, seq_k, dtype, causal=True, sinks=sinks, return_lse=True)
+    check("sinks", given)
+    output, lse = lz.attention(**given)
+    assert output[:, [1, 3]].isnan().all() == (sink != -math.inf)
+    assert lse[:, 1].isnan().all() == math.isnan(sink)
+    assert not output[:, [0, 2, 4, 5]].isnan().any()
 
 
 def test_gradients_and_float64_are_the_references() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
 from itertools import pairwise
@@ -22,28 +21,7 @@ from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import step as paged_step
 from layerzero.ops.paged.host_slots import slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
-
-PAGE = 4
-
-
-def starts(*lengths):
-    return torch.tensor([sum(lengths[:count]) for count in range(len(lengths) + 1)], dtype=torch.int32)
-
-
-def paged(queries=(1, 3, 0, 8), lens=(5, 7, 2, 8), heads=4, kv_heads=2, head_dim=8, dtype=torch.float64):
-    """Queries, caches full of NaN beyond what was written, tables with garbage at their ends, lengths, starts."""
-    torch.manual_seed(0)
-    blocks, pages = 2, len(lens) * 2 + 1
-    keys, values = (torch.full((pages, PAGE, kv_heads, head_dim), math.nan, dtype=dtype) for _ in range(2))
-    table = torch.randperm(pages)[: len(lens) * blocks].view(len(lens), blocks).int()
-    for sequence, length in enumerate(lens):
-        for position in range(length):
-            page = table[sequence, position // PAGE]
-            keys[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
-            values[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
-        table[sequence, -(-length // PAGE) :] = -1
-    query = torch.randn(sum(queries), heads, head_dim, dtype=dtype)
-    return query, keys, values, table, torch.tensor(lens, dtype=torch.int32), starts(*queries)
+from paged_calls import PAGE, paged, starts
 
 
 def by_sequence(query, keys, values, table, lens, cu_q, **arguments):
@@ -342,129 +320,3 @@ def test_another_total_of_new_tokens_is_told_when_a_step_advances(given):
     starts.copy_(torch.tensor([0, 2, 3]))
     step.advance()
     assert step.slot_mapping(16).tolist() == before
-
-
-def named(call):
-    names = "query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q"
-    return dict(zip(names, call, strict=True))
-
-
-def drafts():
-    """A decode, five drafts of two branches, no query at all, and a prefill that is longer than the mask is wide."""
-    call = named(paged((1, 5, 0, 8), (5, 7, 2, 8)))
-    parents = {1: [-1], 5: [-1, 0, 0, 1, 2]}
-    mask, first = torch.zeros(14, 6, dtype=torch.bool), 0
-    for count in (1, 5):
-        for place, parent in enumerate(parents[count]):
-            if parent >= 0:
-                mask[first + place] = mask[first + parent]
-            mask[first + place, place] = True
-        first += count
-    return call, mask
-
-
-@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
-@pytest.mark.parametrize("window", [None, (2, 0)])
-def test_drafts_see_their_ancestors_and_what_was_cached_before(kernel, window):
-    call, mask = drafts()
-    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
-        output, lse = lz.paged_attention(**call, tree_mask=mask, window=window, return_lse=True)
-        chains = lz.paged_attention(**call, window=window)
-    assert torch.equal(output[[0, 1, 2]], chains[[0, 1, 2]])
-    assert torch.allclose(output[6:], chains[6:])
-    whole = {name: call[name] for name in ("key_cache", "value_cache")}
-    keys, values = (each[call["block_tables"][1, :2].long()].flatten(0, 1)[:7] for each in whole.values())
-    seen = torch.cat((torch.ones(5, 2, dtype=torch.bool), mask[1:6, :5]), 1)
-    if window is not None:
-        places = torch.arange(7)
-        seen &= places >= (torch.arange(5) + 2 - window[0]).unsqueeze(1)
-    each = {"query": call["query"][1:6], "key": keys, "value": values}
-    wanted, sums = attention_reference(
-        **{name: tensor.unsqueeze(0) for name, tensor in each.items()}, attn_mask=seen, return_lse=True
-    )
-    assert torch.allclose(output[1:6], wanted[0])
-    assert torch.allclose(lse[:, 1:6], sums[0])
-
-
-@pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
-def test_slopes_over_pages_are_those_of_ragged_keys(kernel, by_sequence):
-    call = named(paged())
-    slopes = torch.rand(4, 4, dtype=torch.float64) if by_sequence else torch.rand(4, dtype=torch.float64)
-    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
-        output = lz.paged_attention(**call, alibi_slopes=slopes)
-    assert torch.allclose(output, lz.ragged_attention(*ragged_of(call), alibi_slopes=slopes))
-
-
-@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
-@pytest.mark.parametrize("lens", [(5, 7, 2, 8), (5, 3, 0, 8)])
-def test_sinks_over_pages_are_those_of_ragged_keys(kernel, lens):
-    call, sinks = named(paged(lens=lens)), torch.randn(4, dtype=torch.float64)
-    kind = "attention.gqa.prefill"
-    locks = {f"{kind}.paged": kernel, f"{kind}.ragged": f"reference.{kind}.ragged"}
-    with lz.scope(locks=locks):
-        output, lse = lz.paged_attention(**call, sinks=sinks, return_lse=True)
-        wanted, sums = lz.ragged_attention(*ragged_of(call), sinks=sinks, return_lse=True)
-        assert torch.equal(lz.paged_attention(**call, sinks=sinks), output)
-    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, sums)
-
-
-def put(mask, row, column, value):
-    changed = mask.clone()
-    changed[row, column] = value
-    return changed
-
-
-def ragged_of(call):
-    """The same keys without pages."""
-    lens = call["context_lens"].tolist()
-    caches = [
-        torch.cat(
-            [
-                call[name][call["block_tables"][row, : -(-n // PAGE)].long()].flatten(0, 1)[:n]
-                for row, n in enumerate(lens)
-            ]
-        )
-        for name in ("key_cache", "value_cache")
-    ]
-    return call["query"], *caches, call["cu_seqlens_q"], starts(*lens)
-
-
-@pytest.mark.parametrize(("change", "text"), [
-    (lambda m: m.float(), r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got torch.float32"),
-    (lambda m: m[:13], r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got .* \(13, 6\)"),
-    (lambda m: m & False, r"tree_mask\[0\]: wanted the token itself and what its parent sees, columns \[0\], got \[\]"),
-    (lambda m: put(m, 1, 4, True), r"tree_mask\[1\]: .*\[0\], got \[0, 4\]"),
-    (lambda m: put(m, 4, 2, True), r"tree_mask\[4\]: .*got \[0, 1, 2, 3\]"),
-    (lambda m: put(m, 4, 0, False), r"tree_mask\[4\]: .*got \[1, 3\]"),
-])  # fmt: skip
-@pytest.mark.parametrize("known", [False, True])
-def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
-    call, mask = drafts()
-    if known:
-        lz.paged_attention(**call, tree_mask=mask)
-    with pytest.raises(lz.InvalidCallError, match=text):
-        lz.paged_attention(**call, tree_mask=change(mask))
-
-
-def test_a_tree_is_causal_and_of_several_tokens():
-    call, mask = drafts()
-    with pytest.raises(lz.InvalidCallError, match="causal: wanted True beside tree_mask"):
-        lz.paged_attention(**call, tree_mask=mask, causal=False)
-    one = {**call, "query": call["query"][:4].unsqueeze(1)}
-    del one["cu_seqlens_q"]
-    with pytest.raises(lz.InvalidCallError, match="sinks: wanted cu_seqlens_q beside it"):
-        lz.paged_attention(**one, sinks=torch.zeros(4))
-    with pytest.raises(lz.InvalidCallError, match=r"alibi_slopes: wanted shape \(4,\) or \(4, 4\), got \(3,\)"):
-        lz.paged_attention(**call, alibi_slopes=torch.zeros(3))
-
-
-@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "tree_mask"])
-def test_a_cache_of_codes_takes_no_bias(name):
-    call, mask = drafts()
-    codes = {each: torch.zeros(call[each].shape, dtype=torch.int8) for each in ("key_cache", "value_cache")}
-    scales = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
-    bias = mask if name == "tree_mask" else torch.zeros(4)
-    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of torch.int8"):
-        lz.paged_attention(**call | codes | scales, **{name: bias})

@@ -425,5 +425,10 @@ def test_random_calls(kernels, monkeypatch):
 
 
 def test_a_temperature_of_a_row_that_is_none_is_named():
-    with pytest.raises(lz.InvalidCallError, match="is a row_temperature NaN"):
+    with pytest.raises(lz.InvalidCallError, match="add up to nan; is a row_temperature NaN"):
         lz.sample(torch.zeros(2, 4), row_temperature=torch.tensor([1.0, math.nan]))
+
+
+def test_probabilities_that_add_up_to_infinity_are_told_as_that():
+    with pytest.raises(lz.InvalidCallError, match=r"got one whose probabilities add up to inf$"):
+        lz.sample_probs(torch.full((2, 4), 3e38))

@@ -80,6 +80,12 @@ WRONG = {
     "cos: wanted a width of half of 2 to 64": lambda given: given | dict.fromkeys(("cos", "sin"), torch.zeros(40, 33)),
     "value_cache: wanted elements of its own": lambda given: given | {"value_cache": given["key_cache"]},
     "slot_mapping[1]: wanted -1 to 31, got 32": lambda given: given | {"slot_mapping": torch.tensor([0, 32, 1])},
+    "slot_mapping: wanted each place once, got 7 at 0 and 2": (
+        lambda given: given | {"slot_mapping": torch.tensor([7, 1, 7])}
+    ),
+    "positions: wanted each place once, got 5 at 0 and 2": (
+        lambda _: made("contiguous", positions=torch.tensor([5, 0, 5]))
+    ),
     "positions[0]: wanted 0 to 39, got 40": lambda given: given | {"positions": torch.tensor([40, 0, 0])},
     "qkv: wanted (tokens, features), got 3D": lambda given: given | {"qkv": given["qkv"].unsqueeze(0)},
     "q_weight: wanted": lambda given: given | {"q_weight": torch.ones(32)},

@@ -161,7 +161,10 @@ WRONG = {
     "draft_probs: wanted none where the draft is verified greedily": {"draft_probs": rows(2, 2), "greedy": True},
     "seed: wanted a seed or a generator, got both": {"seed": 1, "generator": torch.Generator()},
     "draft_probs: wanted batch 2 as in target_probs, got 3": {"draft_probs": rows(3, 2)},
-    "probs[1, 2]: wanted finite numbers from 0 up": {
+    "target_probs: wanted rows that something can be drawn of, got one whose probabilities add up to inf": {
+        "target_probs": torch.full((2, 3, 5), 3e38)
+    },
+    "target_probs[1, 2]: wanted finite numbers from 0 up": {
         "target_probs": torch.stack((rows(3), rows(3).index_fill(0, torch.tensor(2), 0.0)))
     },
 }
@@ -173,6 +176,7 @@ def test_bad_calls(problem):
     with pytest.raises(lz.InvalidCallError) as raised:
         lz.verify_speculative(**given)
     assert problem in str(raised.value)
+    assert "row_temperature" not in str(raised.value)
 
 
 @pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1]])], ids=["chain", "tree"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.sinks import with_sinks
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -63,20 +64,11 @@ def load_cpu(facts: Facts) -> Callable[..., Any]:
         )
         if sinks is None:
             return found
-        output, lse = with_sinks(found[0], found[1], sinks)
-        return (output, lse) if return_lse else output
+        output, lse = found
+        summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
+        return (output, summed[1]) if return_lse else output
 
     return run
-
-
-def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Results of a softmax that one more logit a head had taken part in: the keys keep their share of the sum.
-
-    Shapes: output (T, H, D), lse (H, T), sinks (H,).
-    """
-    logits = sinks.float().unsqueeze(1)
-    share = torch.sigmoid(lse - logits).t().unsqueeze(-1)
-    return (output * share).to(output.dtype), torch.logaddexp(lse, logits)
 
 
 def load_cuda(facts: Facts) -> Callable[..., Any]:

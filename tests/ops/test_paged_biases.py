@@ -1,0 +1,225 @@
+"""Drafts that branch, slopes and sinks over a paged cache: against dense and ragged calls, and what calls refuse."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerzero as lz
+from drawing import examples
+from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.paged import tree
+from paged_calls import PAGE, paged, starts
+
+
+def named(call):
+    names = "query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q"
+    return dict(zip(names, call, strict=True))
+
+
+def drafts():
+    """A decode, five drafts of two branches, no query at all, and a prefill that is longer than the mask is wide."""
+    call = named(paged((1, 5, 0, 8), (5, 7, 2, 8)))
+    parents = {1: [-1], 5: [-1, 0, 0, 1, 2]}
+    mask, first = torch.zeros(14, 6, dtype=torch.bool), 0
+    for count in (1, 5):
+        for place, parent in enumerate(parents[count]):
+            if parent >= 0:
+                mask[first + place] = mask[first + parent]
+            mask[first + place, place] = True
+        first += count
+    return call, mask
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_drafts_see_their_ancestors_and_what_was_cached_before(kernel, window):
+    call, mask = drafts()
+    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+        output, lse = lz.paged_attention(**call, tree_mask=mask, window=window, return_lse=True)
+        chains = lz.paged_attention(**call, window=window)
+    assert torch.equal(output[[0, 1, 2]], chains[[0, 1, 2]])
+    assert torch.allclose(output[6:], chains[6:])
+    whole = {name: call[name] for name in ("key_cache", "value_cache")}
+    keys, values = (each[call["block_tables"][1, :2].long()].flatten(0, 1)[:7] for each in whole.values())
+    seen = torch.cat((torch.ones(5, 2, dtype=torch.bool), mask[1:6, :5]), 1)
+    if window is not None:
+        places = torch.arange(7)
+        seen &= places >= (torch.arange(5) + 2 - window[0]).unsqueeze(1)
+    each = {"query": call["query"][1:6], "key": keys, "value": values}
+    wanted, sums = attention_reference(
+        **{name: tensor.unsqueeze(0) for name, tensor in each.items()}, attn_mask=seen, return_lse=True
+    )
+    assert torch.allclose(output[1:6], wanted[0])
+    assert torch.allclose(lse[:, 1:6], sums[0])
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+def test_slopes_over_pages_are_those_of_ragged_keys(kernel, by_sequence):
+    call = named(paged())
+    slopes = torch.rand(4, 4, dtype=torch.float64) if by_sequence else torch.rand(4, dtype=torch.float64)
+    with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+        output = lz.paged_attention(**call, alibi_slopes=slopes)
+    assert torch.allclose(output, lz.ragged_attention(*ragged_of(call), alibi_slopes=slopes))
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
+@pytest.mark.parametrize("lens", [(5, 7, 2, 8), (5, 3, 0, 8)])
+def test_sinks_over_pages_are_those_of_ragged_keys(kernel, lens):
+    call, sinks = named(paged(lens=lens)), torch.randn(4, dtype=torch.float64)
+    kind = "attention.gqa.prefill"
+    locks = {f"{kind}.paged": kernel, f"{kind}.ragged": f"reference.{kind}.ragged"}
+    with lz.scope(locks=locks):
+        output, lse = lz.paged_attention(**call, sinks=sinks, return_lse=True)
+        wanted, sums = lz.ragged_attention(*ragged_of(call), sinks=sinks, return_lse=True)
+        assert torch.equal(lz.paged_attention(**call, sinks=sinks), output)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("queries", [(1, 3, 0, 8), (2, 5, 3, 8)], ids=["with keys", "some without"])
+def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype, sink, queries):
+    """The third sequence has no key, the first fewer keys than queries."""
+    call = named(paged(queries, (1, 7, 0, 8), dtype=dtype))
+    sinks, found = torch.tensor([0.3, sink, -2.0, sink]), []
+    for kernel in ("torch.paged_sdpa", "reference.attention.gqa.prefill.paged"):
+        with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+            found.append(lz.paged_attention(**call, sinks=sinks, return_lse=True))
+            assert torch.equal(lz.paged_attention(**call, sinks=sinks).nan_to_num(), found[-1][0].nan_to_num())
+    (output, lse), (wanted, sums) = found
+    near = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(output, wanted, rtol=near, atol=near, equal_nan=True)
+    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert output[:, [1, 3]].isnan().all() == (sink != -math.inf)
+    assert not output[:, [0, 2]].isnan().any()
+
+
+def put(mask, row, column, value):
+    changed = mask.clone()
+    changed[row, column] = value
+    return changed
+
+
+def ragged_of(call):
+    """The same keys without pages."""
+    lens = call["context_lens"].tolist()
+    caches = [
+        torch.cat(
+            [
+                call[name][call["block_tables"][row, : -(-n // PAGE)].long()].flatten(0, 1)[:n]
+                for row, n in enumerate(lens)
+            ]
+        )
+        for name in ("key_cache", "value_cache")
+    ]
+    return call["query"], *caches, call["cu_seqlens_q"], starts(*lens)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (lambda m: m.float(), r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got torch.float32"),
+    (lambda m: m[:13], r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got .* \(13, 6\)"),
+    (lambda m: m & False, r"tree_mask\[0\]: wanted the token itself and what its parent sees, columns \[0\], got \[\]"),
+    (lambda m: put(m, 1, 4, True), r"tree_mask\[1\]: .*\[0\], got \[0, 4\]"),
+    (lambda m: put(m, 4, 2, True), r"tree_mask\[4\]: .*got \[0, 1, 2, 3\]"),
+    (lambda m: put(m, 4, 0, False), r"tree_mask\[4\]: .*got \[1, 3\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("known", [False, True])
+def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
+    call, mask = drafts()
+    if known:
+        lz.paged_attention(**call, tree_mask=mask)
+    with pytest.raises(lz.InvalidCallError, match=text):
+        lz.paged_attention(**call, tree_mask=change(mask))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_every_call_looks_at_the_mask_once(monkeypatch, debug):
+    call, mask = drafts()
+    looked, look = [], tree.value_problems
+    monkeypatch.setattr(tree, "value_problems", lambda *given: looked.append(1) or look(*given))
+    with lz.scope(debug=debug):
+        for _ in range(2):
+            lz.paged_attention(**call, tree_mask=mask)
+    assert len(looked) == (4 if debug else 2)  # debug mode looks at all values by itself
+
+
+def test_a_mask_is_looked_at_where_it_lies_and_beside_gradients():
+    call, mask = drafts()
+    with torch.device("meta"):
+        assert tree.value_problems(mask, call["cu_seqlens_q"]) == []
+    call["query"].requires_grad_()
+    with (
+        pytest.warns(lz.LayerZeroFallbackWarning),
+        pytest.raises(lz.InvalidCallError, match=r"tree_mask\[0\]: wanted the token itself"),
+    ):
+        lz.paged_attention(**call, tree_mask=mask & False)
+
+
+def problems_row_by_row(mask, starts):
+    """What :func:`tree.value_problems` says, by one row after the other."""
+    problems = []
+    for first, last in pairwise(starts.tolist()):
+        count = last - first
+        rows = mask[first:last, :count].tolist() if count <= mask.shape[1] else []
+        for place, row in enumerate(rows):
+            seen = [each for each in range(place) if row[each]]
+            wanted = list(rows[seen[-1]]) if seen else [False] * count
+            wanted[place] = True
+            if row != wanted:
+                told, got = ([each for each, sees in enumerate(of) if sees][-8:] for of in (wanted, row))
+                text = f"wanted the token itself and what its parent sees, columns {told}, got {got}"
+                problems.append(f"tree_mask[{first + place}]: {text}")
+    return problems[:4]
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.data())
+def test_a_tree_is_told_as_row_by_row(data):
+    """Forests of empty, short and too long sequences, garbage behind their columns, and some bits turned."""
+    counts = data.draw(st.lists(st.integers(0, 12), max_size=6))
+    columns, begins = data.draw(st.integers(0, 12)), starts(*counts)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    mask = torch.rand(sum(counts), columns, generator=generator) < 0.5
+    for first, count in zip(begins.tolist(), counts, strict=False):
+        for place in range(count if count <= columns else 0):
+            parent = data.draw(st.integers(-1, place - 1))
+            mask[first + place, :count] = mask[first + parent, :count] if parent >= 0 else False
+            mask[first + place, place] = True
+    assert tree.value_problems(mask, begins) == problems_row_by_row(mask, begins) == []
+    if mask.numel():
+        for _ in range(data.draw(st.integers(0, 4))):
+            row, column = data.draw(st.integers(0, len(mask) - 1)), data.draw(st.integers(0, columns - 1))
+            mask[row, column] ^= True
+    if data.draw(st.booleans()):
+        mask = mask.t().contiguous().t()
+    assert tree.value_problems(mask, begins) == problems_row_by_row(mask, begins)
+
+
+def test_a_tree_is_causal_and_of_several_tokens():
+    call, mask = drafts()
+    with pytest.raises(lz.InvalidCallError, match="causal: wanted True beside tree_mask"):
+        lz.paged_attention(**call, tree_mask=mask, causal=False)
+    one = {**call, "query": call["query"][:4].unsqueeze(1)}
+    del one["cu_seqlens_q"]
+    with pytest.raises(lz.InvalidCallError, match="sinks: wanted cu_seqlens_q beside it"):
+        lz.paged_attention(**one, sinks=torch.zeros(4))
+    with pytest.raises(lz.InvalidCallError, match=r"alibi_slopes: wanted shape \(4,\) or \(4, 4\), got \(3,\)"):
+        lz.paged_attention(**call, alibi_slopes=torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "tree_mask"])
+def test_a_cache_of_codes_takes_no_bias(name):
+    call, mask = drafts()
+    codes = {each: torch.zeros(call[each].shape, dtype=torch.int8) for each in ("key_cache", "value_cache")}
+    scales = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
+    bias = mask if name == "tree_mask" else torch.zeros(4)
+    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of torch.int8"):
+        lz.paged_attention(**call | codes | scales, **{name: bias})
