@@ -64,7 +64,7 @@ def test_a_call_that_memory_does_not_hold_is_skipped(monkeypatch):
     assert [each.kernel_id for each in built] == ["mine.compiled"]
     (left,) = [each for each in built.skipped if each.kernel_id == "*"]
     assert left.call == f"norm.rms {1 << 40}x64 float32"
-    assert left.why.startswith("too little memory: its tensors take 268435456 MiB, and 0 MiB may be used")
+    assert left.why.startswith("too little memory: making its tensors takes 536870912 MiB, and 0 MiB may be used")
 
 
 @pytest.mark.slow
