@@ -9,6 +9,7 @@ from torch.nn.functional import rms_norm
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import Outcome
+from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
@@ -16,6 +17,7 @@ from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.deadline import Deadline, Pace
+from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
@@ -113,6 +115,12 @@ def test_a_pace_is_learnt_from_the_largest_call():
     assert pace.seconds(norm_facts(8192)) == pytest.approx(20 * assumed, rel=0.01)
     pace.took(norm_facts(8192), 2 * assumed)
     assert pace.seconds(norm_facts(8192)) == pytest.approx(2 * assumed, rel=0.01)
+
+
+def test_calls_over_much_memory_are_left_where_little_time_is():
+    """One over a gigabyte was begun with 19 s left, and took 56."""
+    decode = next(each for each in OPERATIONS["attention.gqa.decode"].cases if each.name == "llama3_8b_b64")
+    assert 30.0 < Pace().seconds(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 90.0
 
 
 def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_path):

@@ -14,6 +14,10 @@ _CPU_FLOP_S, _CPU_BYTE_S = 5e9, 5e8
 """What is assumed of measuring a call, with its comparisons in float64, before the first of its operation was measured:
 a tenth of what devices do, since each of some kernels runs some dozens of times."""
 
+_LARGE_BYTES, _LARGE_BYTE_S = 2**26, 2e7
+"""On a CPU, tensors from here on are drawn, widened, copied and compared for every kernel: decoding over 1.07 GB of
+float32 took 56 s where its work alone says 2.4 (AMD EPYC, two cores, 2026-11-23), 37 s more than there were."""
+
 
 class Deadline:
     """The end of a run: so many seconds from now, or never. ``now`` reads a clock that only goes forward."""
@@ -82,4 +86,5 @@ def _assumed_s(facts: Facts) -> float:
     work, kind = facts.operation.work(facts), facts.device.torch_type
     drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in facts.tensors.values())  # read or not
     moved = max(work.bytes, drawn)
-    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / _BYTE_S.get(kind, _CPU_BYTE_S))
+    bytes_s = _BYTE_S.get(kind, _CPU_BYTE_S if moved < _LARGE_BYTES else _LARGE_BYTE_S)
+    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / bytes_s)
