@@ -14,9 +14,9 @@ _CPU_FLOP_S, _CPU_BYTE_S = 5e9, 5e8
 """What is assumed of measuring a call, with its comparisons in float64, before the first of its operation was measured:
 a tenth of what devices do, since each of some kernels runs some dozens of times."""
 
-_LARGE_BYTES, _LARGE_BYTE_S = 2**26, 2e7
-"""On a CPU, tensors from here on are drawn, widened, copied and compared for every kernel: decoding over 1.07 GB of
-float32 took 56 s where its work alone says 2.4 (AMD EPYC, two cores, 2026-11-23), 37 s more than there were."""
+_LARGE_ELEMENTS, _ELEMENT_S = 2**24, 4.5e6
+"""On a CPU, tensors from here on are drawn, widened, copied and compared for every kernel: decoding over 268 million
+elements took 56 s in float32, where its work says 2.4, and as long in bfloat16 (AMD EPYC, two cores, 2026-11-23)."""
 
 
 class Deadline:
@@ -86,5 +86,6 @@ def _assumed_s(facts: Facts) -> float:
     work, kind = facts.operation.work(facts), facts.device.torch_type
     drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in facts.tensors.values())  # read or not
     moved = max(work.bytes, drawn)
-    bytes_s = _BYTE_S.get(kind, _CPU_BYTE_S if moved < _LARGE_BYTES else _LARGE_BYTE_S)
-    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / bytes_s)
+    elements = sum(math.prod(each.shape) for each in facts.tensors.values())
+    handled_s = elements / _ELEMENT_S if kind == "cpu" and elements >= _LARGE_ELEMENTS else 0.0
+    return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / _BYTE_S.get(kind, _CPU_BYTE_S), handled_s)
