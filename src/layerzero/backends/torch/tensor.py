@@ -15,7 +15,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.tensor.declare import parts
+from layerzero.ops.linear.qkv import pieces
 
 
 def _load_transpose(facts: Facts) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ def _load_transpose(facts: Facts) -> Callable[..., Any]:
 
 def _load_split(facts: Facts) -> Callable[..., Any]:
     def run(qkv: Tensor, *, kv_features: int) -> tuple[Tensor, ...]:
-        return tuple(each.clone(memory_format=torch.contiguous_format) for each in parts(qkv, kv_features))
+        return tuple(each.clone(memory_format=torch.contiguous_format) for each in pieces(qkv, kv_features))
 
     return run
 

@@ -25,7 +25,19 @@ from layerzero.ops.rope_append import cases, stock
 from layerzero.ops.rope_append.reference import fake, rope_append_paged_reference, rope_append_reference
 
 EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
-PLACES = frozenset({torch.int64})
+PAGED_PLACES = (
+    TensorSchema("positions", ("tokens",), INDEX, same_dtype=False, indexes=("table",)),
+    TensorSchema(
+        "slot_mapping",
+        ("tokens",),
+        frozenset({torch.int64}),
+        same_dtype=False,
+        indexes=("pages", "page_size"),
+        holes=True,
+        distinct=True,
+    ),
+)
+"""Of a paged cache: the row of the table for each token, and its slot."""
 
 _HEADS = (
     Axis("heads", scales=True, beside=True),
@@ -132,16 +144,7 @@ ROPE_APPEND_PAGED = Operation(
         inputs=_inputs(
             ("tokens",),
             ("pages", "page_size"),
-            TensorSchema("positions", ("tokens",), INDEX, same_dtype=False, indexes=("table",)),
-            TensorSchema(
-                "slot_mapping",
-                ("tokens",),
-                PLACES,
-                same_dtype=False,
-                indexes=("pages", "page_size"),
-                holes=True,
-                distinct=True,
-            ),
+            *PAGED_PLACES,
         ),
         outputs=(TensorSchema("query_out", ("tokens", "heads", "head_dim"), FLOATING),),
         params=(INTERLEAVED,),

@@ -27,7 +27,7 @@ from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
 from layerzero.ops.rope.normed import EPS, PLUS_ONE, TOLERANCE, TOLERANCE_REASON, lengths_of_pairs, norm_examples
 from layerzero.ops.rope.split import split_qkv_norm_rope_reference
 from layerzero.ops.rope_append import cases, stock
-from layerzero.ops.rope_append.declare import EXACT, PLACES, check_places, check_rows
+from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, check_places, check_rows
 from layerzero.ops.rope_append.reference import write_rows
 
 _WEIGHTS = ("q_weight", "k_weight")
@@ -233,16 +233,7 @@ SPLIT_APPEND_PAGED = Operation(
         inputs=_inputs(
             ("tokens",),
             ("pages", "page_size"),
-            TensorSchema("positions", ("tokens",), INDEX, same_dtype=False, indexes=("table",)),
-            TensorSchema(
-                "slot_mapping",
-                ("tokens",),
-                PLACES,
-                same_dtype=False,
-                indexes=("pages", "page_size"),
-                holes=True,
-                distinct=True,
-            ),
+            *PAGED_PLACES,
         ),
         outputs=(TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),),
         params=(INTERLEAVED, EPS, PLUS_ONE),

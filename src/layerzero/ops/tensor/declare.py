@@ -20,6 +20,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Exact
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.ops.linear.qkv import pieces
 from layerzero.ops.tensor import stock
 
 _MOVED = Exact("numbers are only moved")
@@ -107,22 +108,14 @@ def _derive_parts(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> di
     return {**_derive_rows(arguments, values), "q_features": queries}
 
 
-def parts(qkv: Tensor, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as views of what holds them one after the other."""
-    queries = qkv.shape[-1] - 2 * kv_features
-    starts = ((0, queries), (queries, kv_features), (queries + kv_features, kv_features))
-    query, key, value = (qkv.narrow(-1, start, width) for start, width in starts)
-    return query, key, value
-
-
 def split_qkv_reference(qkv: Tensor, *, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
     """Each part in memory of its own. Shapes: (..., N + 2 M) → (..., N), (..., M), (..., M). Dtype: any, returned."""
-    query, key, value = (each.clone(memory_format=torch.contiguous_format) for each in parts(qkv, kv_features))
+    query, key, value = (each.clone(memory_format=torch.contiguous_format) for each in pieces(qkv, kv_features))
     return query, key, value
 
 
 def _split_fake(qkv: Tensor, *, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (qkv.new_empty(each.shape) for each in parts(qkv, kv_features))
+    query, key, value = (qkv.new_empty(each.shape) for each in pieces(qkv, kv_features))
     return query, key, value
 
 

@@ -16,7 +16,8 @@ a tenth of what devices do, since each of some kernels runs some dozens of times
 
 _LARGE_ELEMENTS, _ELEMENT_S = 2**24, 4.5e6
 """On a CPU, tensors from here on are drawn, widened, copied and compared for every kernel: decoding over 268 million
-elements took 56 s in float32, where its work says 2.4, and as long in bfloat16 (AMD EPYC, two cores, 2026-11-23)."""
+elements took 56 s in float32, where its work says 2.4, and in bfloat16 it was the last call of a run that took 116 s of
+90 (AMD EPYC, two cores, 2026-11-23)."""
 
 
 class Deadline:
@@ -84,8 +85,8 @@ def _assumed_s(facts: Facts) -> float:
     if facts.operation.work is None:
         return 0.0
     work, kind = facts.operation.work(facts), facts.device.torch_type
-    drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in facts.tensors.values())  # read or not
-    moved = max(work.bytes, drawn)
-    elements = sum(math.prod(each.shape) for each in facts.tensors.values())
+    sizes = [(math.prod(each.shape), each.dtype.itemsize) for each in facts.tensors.values()]
+    elements = sum(count for count, _ in sizes)
+    moved = max(work.bytes, sum(count * size for count, size in sizes))  # what is not read is drawn all the same
     handled_s = elements / _ELEMENT_S if kind == "cpu" and elements >= _LARGE_ELEMENTS else 0.0
     return max(work.flops / _FLOP_S.get(kind, _CPU_FLOP_S), moved / _BYTE_S.get(kind, _CPU_BYTE_S), handled_s)
