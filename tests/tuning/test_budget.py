@@ -14,6 +14,7 @@ from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import beside, running
+from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.deadline import Deadline, Pace
@@ -121,6 +122,23 @@ def test_calls_over_much_memory_are_left_where_little_time_is():
     """One over a gigabyte was begun with 19 s left, and took 56."""
     decode = next(each for each in OPERATIONS["attention.gqa.decode"].cases if each.name == "llama3_8b_b64")
     assert 30.0 < Pace().seconds(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 90.0
+
+
+def test_a_call_is_given_up_where_its_truth_took_the_time_that_was_left(monkeypatch):
+    """Its kernels would each be compared with it as long again."""
+    clock = Clock()
+    real = contests.truth_of
+
+    def truth_of(call, facts):
+        clock.now += 20.0
+        return real(call, facts)
+
+    monkeypatch.setattr(contests, "truth_of", truth_of)
+    found = run(norms(64, 128), Deadline(30.0, clock))
+    assert [each.facts.size("hidden") for each in found.contests] == [64]
+    assert (found.left, dict(found.skipped)) == (1, {})
+    again = run(norms(64, 128), Deadline(60.0, clock))
+    assert (again.known, len(again.contests)) == (1, 1), "what was kept is the first's"
 
 
 def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_path):

@@ -33,7 +33,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
 from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
-from layerzero.tuning.measuring.deadline import Deadline, Pace
+from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOver
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.room import too_large
@@ -50,6 +50,9 @@ round costs seconds, most of them for importing torch and compiling anew, but th
 
 USABLE = 0.5
 """Confidence from which on times decide more than priority does; below it they are measured again."""
+
+
+NO_TIME = "no time left for a call of its size"
 
 
 @dataclass(slots=True)
@@ -196,13 +199,15 @@ class _Run:
         if why := too_large(report.facts):
             return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s:
-            return "" if before is not None else "no time left for a call of its size"
+            return "" if before is not None else NO_TIME
         only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
         self.before.setdefault(number, explain(self.asked(report.facts)).kernel_id)
         began = time.monotonic()
         try:
             count = len(only) or len(ready)
             found = self._contest(job, report.facts, unbuilt | spared, only, count)
+        except TimeOver:
+            return "" if before is not None else NO_TIME
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
                 raise
@@ -226,6 +231,7 @@ class _Run:
             only=only,
             banned=banned,
             clock=self.clock,
+            passed=self.deadline.passed,
         )
 
     def choices(self) -> list[Choice]:
@@ -319,7 +325,7 @@ def run_jobs(
                     break
                 step(number, job, done=False)
                 why = run.measure(number, job)
-                if why.startswith("no time left"):
+                if why == NO_TIME:
                     step(number, job, why)
                     continue
                 looked_at[number] = job
