@@ -34,7 +34,7 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
-from layerzero.tuning.measuring.deadline import TimeOver
+from layerzero.tuning.measuring.deadline import TimeOverError
 from layerzero.tuning.measuring.floor import copied_bytes, least_us
 from layerzero.tuning.measuring.timing import Clock, Effort, Run, clock_of, measurement, race
 from layerzero.tuning.measuring.truth import Truth, truth_of
@@ -180,7 +180,7 @@ def contest(
         seed: draws the order of the turns.
         passed: whether the time is over, asked before the truth is made and before each kernel is compared with it.
 
-    Raises: TimeOver where it was over before all kernels were compared. What is compared takes most of a large call:
+    Raises: TimeOverError where it was over before all kernels were compared. What is compared takes most of a large call:
         decoding over 268 million elements 56 s on two cores, nearly all of it before the first sample.
     """
     with window():
@@ -199,14 +199,14 @@ def contest(
         ]
         entrants = [each for each in entrants if each.kernel.id not in guilty]
         if passed():
-            raise TimeOver
+            raise TimeOverError
         truth = truth_of(call, report.facts) if entrants else None
         ready: dict[str, _Ready] = {}
         quickest_us = math.inf
         for candidate in sorted(entrants, key=lambda each: copied_bytes(each, report.facts)):
             assert truth is not None
             if passed():
-                raise TimeOver
+                raise TimeOverError
             least = least_us(candidate, report.facts, device)
             if least > quickest_us:
                 text = f"its copies alone take {least:.0f} us, another took {quickest_us:.0f}"

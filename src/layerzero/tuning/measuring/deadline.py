@@ -20,7 +20,7 @@ elements took 56 s in float32, where its work says 2.4, and in bfloat16 it was t
 90 (AMD EPYC, two cores, 2026-11-23)."""
 
 
-class TimeOver(Exception):
+class TimeOverError(Exception):
     """The time of a run is over before a call could be measured; nothing of it is kept."""
 
 

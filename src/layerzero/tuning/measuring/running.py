@@ -33,7 +33,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
 from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
-from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOver
+from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.room import too_large
@@ -206,7 +206,7 @@ class _Run:
         try:
             count = len(only) or len(ready)
             found = self._contest(job, report.facts, unbuilt | spared, only, count)
-        except TimeOver:
+        except TimeOverError:
             return "" if before is not None else NO_TIME
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
