@@ -3,10 +3,10 @@
     for shard in 0 1 2 3 4 5 6 7; do python benchmarks/ship_times.py dense --build $shard/8 & done; wait
     python benchmarks/ship_times.py dense layer --budget-s 250 --out tables
 
-Writes ``DEVICE_SET.json``, which goes to ``src/layerzero/tuning/priors`` as it is. Calls come so that every
-beginning covers the whole as evenly as it can, so that a budget cuts off detail. The cache folder keeps what was
-measured: a second run goes on, and its table has all of it. A set's table stands for its families alone: one that lies
-there already and has some of them should be replaced whole.
+Writes ``DEVICE_SET.json`` (of a CPU with a hash of what tells its kind), which goes to ``src/layerzero/tuning/priors``
+as it is. Calls come so that every beginning covers the whole as evenly as it can, so that a budget cuts off detail. The
+cache folder keeps what was measured: a second run goes on, and its table has all of it. A set's table stands for its
+families alone: one that lies there already and has some of them should be replaced whole.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops.attention.sweep import decode_case, prefill_case
 from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.tables import slug, table_of
 from layerzero.tuning.measuring.grid import default_grid, spread
 from layerzero.tuning.measuring.jobs import Job
@@ -108,6 +109,12 @@ def main() -> None:
         print(f"{name}: {write(name, device, given.out)}", flush=True)
 
 
+def _named(device: lz.Device) -> str:
+    """A device in a file's name; a CPU with what tells its kind, since dozens of them are called AMD EPYC."""
+    kind = f"_{capability_hash(device)[:8]}" if device.platform == "cpu" else ""
+    return slug(device.name) + kind
+
+
 def write(name: str, device: torch.device, folder: Path) -> str:
     """The table of a set, of everything in the cache folder that counts here."""
     database, holds = ENGINE.ledger.times.database, archive.here()  # type: ignore[attr-defined]  # the store that is in use
@@ -118,7 +125,7 @@ def write(name: str, device: torch.device, folder: Path) -> str:
     ]
     if not rows:
         return "no times"
-    file = folder / f"{slug(lz.Device.detect(str(device)).name)}_{name}.json"
+    file = folder / f"{_named(lz.Device.detect(str(device)))}_{name}.json"
     try:
         table = table_of(rows, f"python benchmarks/ship_times.py {name}")
     except ValueError as error:  # the cache folder keeps the times, and the other sets are written

@@ -179,6 +179,7 @@ def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
 
 _CPU_FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
     "avx2": "avx2",
+    "avx_vnni": "avx_vnni",  # tells Zen 5, with vectors of 512 bits, from Zen 4, which halves them: both are AMD EPYC
     "avx512f": "avx512",
     "avx512_bf16": "avx512_bf16",
     "avx512_fp16": "avx512_fp16",
