@@ -129,9 +129,12 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/diffusers.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
     ),
-    "integrations/diffusers_rotary.py": dict.fromkeys(
-        ("attention", "cos", "heads", "interleaved", "out_features", "positions", "rope_", "sin"),
+    "integrations/diffusers_formulas.py": dict.fromkeys(
+        ("cos", "heads", "interleaved", "positions", "rope_", "sin"),
         "rotations in diffusers' processors: what they are given, and what is called in their place",
+    ),
+    "integrations/diffusers_rotary.py": dict.fromkeys(
+        ("attention", "cos", "heads", "out_features", "sin"), "attributes of diffusers' attentions, and their rotations"
     ),
     "integrations/optimize/attending.py": dict.fromkeys(("attention", "query"), _REPLACED),
     "integrations/optimize/blocks.py": dict.fromkeys(

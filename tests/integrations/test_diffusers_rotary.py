@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from test_diffusers import MODELS, flux, randn, run, sd3, unet, wan
 
 from layerzero.engine.dispatch import ENGINE
+from layerzero.integrations import diffusers_formulas as formulas
 from layerzero.integrations import diffusers_rotary as rotary
 
 
@@ -85,7 +87,7 @@ def test_it_computes_what_the_imported_function_does(dtype: torch.dtype, unbind:
     table = repeat(angles.cos()), repeat(angles.sin())
     named = {"use_real_unbind_dim": unbind, "sequence_dim": sequence_dim}
     kept = x.clone()
-    ours = rotary._of_pair(rotary._never)  # which raises where ours does not compute it
+    ours = formulas._of_pair(formulas.never)  # which raises where ours does not compute it
     got = ours(x, table, **named)
     assert got.dtype is dtype
     torch.testing.assert_close(got, apply_rotary_emb(x, table, **named))
@@ -97,7 +99,7 @@ def test_it_computes_what_a_function_within_a_processor_does(dtype: torch.dtype)
     """Also where cosines and sines of a pair differ: that function reads one column of each."""
     x = torch.randn(2, 6, 3, 16).to(dtype)
     cos, sin = torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 16)
-    got = rotary._of_columns(rotary._never)(x, cos, sin)
+    got = formulas._of_columns(formulas.never)(x, cos, sin)
     torch.testing.assert_close(got, wan_function()(x, cos, sin))
 
 
@@ -107,7 +109,7 @@ def test_it_makes_fewer_calls_and_less_memory_than_torch_in_bfloat16() -> None:
     table = tuple(each.repeat_interleave(2, -1) for each in (angles.cos(), angles.sin()))
     columns = [each.view(1, 64, 1, 32) for each in table]
     function = wan_function()
-    of_pair, of_columns = rotary._of_pair(rotary._never), rotary._of_columns(rotary._never)
+    of_pair, of_columns = formulas._of_pair(formulas.never), formulas._of_columns(formulas.never)
     for original, ours in (
         (lambda: apply_rotary_emb(x, table, sequence_dim=1), lambda: of_pair(x, table, sequence_dim=1)),
         (lambda: function(x, *columns), lambda: of_columns(x, *columns)),
@@ -124,23 +126,29 @@ def test_it_makes_fewer_calls_and_less_memory_than_torch_in_bfloat16() -> None:
 
 def test_a_table_whose_pairs_differ_goes_to_the_original() -> None:
     x, cos, sin = torch.randn(1, 6, 2, 16), torch.randn(6, 16), torch.randn(6, 16)
-    ours = rotary._of_pair(apply_rotary_emb)
+    ours = formulas._of_pair(apply_rotary_emb)
     for _ in range(2):
         assert torch.equal(ours(x, (cos, sin), sequence_dim=1), apply_rotary_emb(x, (cos, sin), sequence_dim=1))
 
 
 def test_a_table_that_is_written_into_is_read_anew() -> None:
     x, cos, sin = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 16)
-    ours = rotary._of_columns(rotary._never)
+    ours = formulas._of_columns(formulas.never)
     ours(x, cos, sin)
     cos.mul_(0.5)
     torch.testing.assert_close(ours(x, cos, sin), wan_function()(x, cos, sin))
 
 
+def test_tables_whose_changes_nobody_counts_on_a_gpu_are_told() -> None:
+    table: Any = SimpleNamespace(is_inference=lambda: True, is_cuda=True)
+    with pytest.warns(lz.LayerZeroWarning, match=r"torch\.inference_mode; run .* torch\.no_grad"):
+        assert formulas._table(table, table, True, twice=True) is None
+
+
 def test_tables_in_inference_mode_may_be_used_again() -> None:
     with torch.inference_mode():
         x, cos, sin = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 16)
-        ours = rotary._of_columns(rotary._never)
+        ours = formulas._of_columns(formulas.never)
         ours(x, cos, sin)
         cos.mul_(0.5)
         torch.testing.assert_close(ours(x, cos, sin), wan_function()(x, cos, sin))
@@ -156,7 +164,7 @@ def test_what_is_not_ours_goes_to_the_original(case: str) -> None:
     if case == "complex":
         table, named = torch.polar(torch.ones(6, 8), torch.randn(6, 8))[None], {"use_real": False}
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        got, wanted = (each(x, table, **named) for each in (rotary._of_pair(apply_rotary_emb), apply_rotary_emb))
+        got, wanted = (each(x, table, **named) for each in (formulas._of_pair(apply_rotary_emb), apply_rotary_emb))
     assert torch.equal(got, wanted)
     assert got.requires_grad == wanted.requires_grad
 
@@ -174,13 +182,13 @@ def _half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("function", [_reversed, _half, lambda x, freqs: x * 1.0, lambda *_: None])
 def test_a_function_that_rotates_otherwise_is_refused_with_a_reason(function: Any) -> None:
-    found = rotary.proved(function, 2, 16, torch.float32, torch.device("cpu"))
+    found = formulas.proved(function, 2, 16, torch.float32, torch.device("cpu"))
     assert isinstance(found, str)
     assert found.startswith("it is no rotation that lz.rope_ knows")
 
 
 def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary.lz, "rope_", lambda query, key, *_, **__: query.zero_())
+    monkeypatch.setattr(formulas.lz, "rope_", lambda query, key, *_, **__: query.zero_())
     model, call = flux()
     model.eval()
     wanted = run(model, call)
@@ -196,7 +204,7 @@ def test_models_without_rotations_are_left_alone() -> None:
     for make in (sd3, unet):
         model, _ = make()
         found = rotary.RotationOf("", model.eval())
-        assert (found.count, found.left) == (0, {})
+        assert (len(found), found.left) == (0, {})
     assert set(MODELS) >= {flux, wan}
 
 

@@ -13,6 +13,7 @@ from torch.nn import LayerNorm, Module
 from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
+from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.report import Left, Optimized
 
@@ -45,7 +46,7 @@ def whole(model: Any) -> Any:
     return Pipeline(model) if library is not None and isinstance(model, library.DiffusionPipeline) else model
 
 
-class AttentionOf:
+class AttentionOf(Together):
     """The attentions of one model, on or off together.
 
     Attributes:
@@ -65,24 +66,7 @@ class AttentionOf:
                 self.left[why] += 1
             else:
                 self._swaps.append(ProcessorSwap(module, backend))
-
-    def __bool__(self) -> bool:
-        return bool(self._swaps)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether LayerZero computes any of them now."""
-        return any(each.is_on for each in self._swaps)
-
-    def on(self) -> None:
-        """Let LayerZero compute them."""
-        for each in self._swaps:
-            each.on()
-
-    def off(self) -> None:
-        """Give them back what they had."""
-        for each in self._swaps:
-            each.off()
+        super().__init__(self._swaps)
 
     def examples(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Random queries, keys and values (2, H, 5 or 7, D) for each size of heads, a view of BSHD."""
@@ -150,7 +134,7 @@ def rotations(root: Module, report: Optimized) -> Iterator[RotationOf]:
         report.left += [
             Left(path, name, f"rotations of {count} attentions: {why}") for why, count in found.left.items()
         ]
-        if found.count:
+        if found:
             yield found
 
 

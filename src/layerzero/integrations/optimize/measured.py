@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from layerzero.asking.trace import traced
+from layerzero.integrations.exchange import Exchange, Together
 from layerzero.integrations.optimize.candidate import distance
 from layerzero.integrations.optimize.gate import LEAST, Switch, gate
 from layerzero.integrations.optimize.inputs import Workload
-from layerzero.integrations.optimize.report import BY_CALL, Exchange, Left, Optimized
+from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized
 from layerzero.integrations.optimize.spent import Spent, spent
 from layerzero.integrations.optimize.steps import Steps
 from layerzero.tuning.measuring.refused import refused
@@ -37,15 +38,7 @@ def measure(
     by_kind: dict[str, list[Exchange]] = defaultdict(list)
     for exchange, told in zip(report._exchanges, report.replaced, strict=True):
         by_kind[told.kind].append(exchange)
-
-    def switch_of(exchanges: list[Exchange]) -> Switch:
-        def switch(on: bool) -> None:
-            for each in exchanges:
-                each.on() if on else each.off()
-
-        return switch
-
-    switches = {kind: switch_of(exchanges) for kind, exchanges in by_kind.items()}
+    switches = {kind: _switch(Together(exchanges)) for kind, exchanges in by_kind.items()}
     if switches:
         report.timed = gate(switches, workload.sample, rounds)
         for kind in report.timed.dropped:
@@ -67,6 +60,10 @@ def measure(
     report.spent = _spent(root, report, workload)
     if tuned.left:
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")
+
+
+def _switch(kind: Exchange) -> Switch:
+    return lambda on: kind.on() if on else kind.off()
 
 
 def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:

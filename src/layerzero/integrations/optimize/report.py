@@ -6,9 +6,9 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from layerzero.asking.layers import numbered, ranges
+from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.gate import Timed
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.spent import Spent
@@ -20,20 +20,6 @@ BY_CALL = "by call"
 
 _Alike = tuple[str, str, tuple[str, ...], bool]
 """What rows of a table have in common that stand in one line: their path around its number, what they say."""
-
-
-class Exchange(Protocol):
-    """What may be on or off."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it is on."""
-
-    def on(self) -> None:
-        """Put it in place."""
-
-    def off(self) -> None:
-        """Take it away."""
 
 
 @dataclass
