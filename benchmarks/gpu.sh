@@ -4,7 +4,11 @@
 #     bash benchmarks/gpu.sh results            with the libraries that are installed
 #     LIBRARIES=.gpu bash benchmarks/gpu.sh     with folders that bring an unpack.sh each, for a host without an index
 #
-# Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md.
+#     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, tests, build, times
+#                               by default; layers, hour, tune, ship, serving, cache and models, minutes each, when named
+#
+# Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md, and of the other
+# steps a text and what the script keeps. Steps go on where one fails; LIMIT_S is the longest that a command may take.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results}
@@ -31,4 +35,29 @@ case " $steps " in *" build "*)
   wait ;;
 esac
 case " $steps " in *" times "*) timeout "$limit_s" python3 benchmarks/gpu.py --out "$out" > "$out/times.txt" 2>&1; tail -40 "$out/times.txt" ;; esac
-python3 benchmarks/gpu_report.py "$out"
+in_shards() {  # a command in eight processes, each with its share of what it compiles
+  for shard in 0 1 2 3 4 5 6 7; do timeout "$limit_s" "$@" --build "$shard/8" > "$out/build-$step-$shard.txt" 2>&1 & done
+  wait
+}
+measured() {  # a command whose text is kept under the step's name, and whose last lines are shown
+  timeout "$limit_s" "$@" > "$out/$step.txt" 2>&1
+  echo "== $step: rc $?"
+  tail "-${TAIL:-40}" "$out/$step.txt"
+}
+for step in $steps; do
+  case $step in
+    layers) in_shards python3 benchmarks/layers_gpu.py
+      measured python3 benchmarks/layers_gpu.py --budget-s "${BUDGET_S:-130}" --out "$out/layers.json" ;;
+    hour) for seed in ${SEEDS:-0}; do
+        step=hour-$seed
+        LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/first_hour_gpu.py --seed "$seed" --out "$out/hour-$seed.json"
+      done ;;
+    tune) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 -m layerzero tune attention --budget-s "${BUDGET_S:-300}" ;;
+    ship) in_shards python3 benchmarks/ship_times.py dense paged layer
+      measured python3 benchmarks/ship_times.py dense paged layer --budget-s "${BUDGET_S:-250}" --out "$out/tables" ;;
+    serving) measured python3 benchmarks/serving.py ;;
+    cache) measured python3 benchmarks/kv_cache.py ;;
+    models) for step in ${MODELS:-llama8b}; do measured python3 benchmarks/optimize_gpu.py "$step"; done ;;
+  esac
+done
+case " $steps " in *" conformance "* | *" times "*) python3 benchmarks/gpu_report.py "$out" ;; esac
