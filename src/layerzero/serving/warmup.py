@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from layerzero import _assembly
+from layerzero.asking.answers import explain
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -25,12 +26,12 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT
+from layerzero.engine.jit import BUILT, BuildIdentity, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import jobs_of_file
+from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
 from layerzero.tuning.proving.build_child import too_large
 
@@ -78,6 +79,7 @@ def warmup(
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
     progress: Progress | None = None,
     **params: Any,
 ) -> Warmed:
@@ -90,17 +92,19 @@ def warmup(
             ``(512, 4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
-        manifest: a file that ``lz.record`` wrote, in place of shapes.
+        manifest: a file that ``lz.record`` wrote, in place of shapes: all that its calls may compile is built.
+        model: what the manifest must have been recorded of; a manifest of another model is an error.
         progress: told of each call; a bar on a terminal if None.
         params: further arguments of the calls.
-    Raises: ValueError for shapes that no operation of this name has; KeyError for an unknown operation.
+    Raises: ValueError for shapes that no operation of this name has, and for a file that is no manifest, or of another
+        model; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
         fails to build stays refused. One that may not run before it was vetted is vetted first, in a child process, as
         ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on these calls, as
         ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    jobs = _asked(operation, shapes, dtype, target.type, manifest, params)
+    jobs = _asked(operation, shapes, dtype, target.type, manifest, model, params)
     warmed = Warmed()
     if target.type == "cpu":  # a GPU's allocator says so instead
         jobs = list(_that_fit(jobs, target, warmed))
@@ -140,9 +144,12 @@ def _asked(
     dtype: torch.dtype | str,
     device: str,
     manifest: str | os.PathLike[str] | None,
+    model: str,
     params: Mapping[str, Any],
 ) -> list[Job]:
     """The calls that are asked for. Raises: ValueError for two ways to say which."""
+    if model and manifest is None:
+        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
     if not isinstance(operation, str):
         return jobs_of_model(operation, shapes, device)
     if manifest is None:
@@ -150,7 +157,26 @@ def _asked(
     if shapes is not None or params:
         raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
     names = operations_named(operation)[1]
-    return [job for job in jobs_of_file(manifest, device) if job.operation in names]
+    standing = [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
+    every = [job for job in every_call_of_file(manifest, device, model=model) if job.operation in names]
+    return standing + list(_that_build_more(every, standing, device))
+
+
+def _that_build_more(every: Iterable[Job], than: Iterable[Job], device: str) -> Iterator[Job]:
+    """The calls that may compile what no other one does: those of one class may need several artefacts."""
+    seen = {build for job in than for build in _builds(job, device)}
+    for job in every:
+        builds = _builds(job, device)
+        if not builds <= seen:
+            seen |= builds
+            yield job
+
+
+def _builds(job: Job, device: str) -> set[BuildIdentity]:
+    """What kernels that may run a call compile for it."""
+    with SCOPES.scope({"allow_jit_compile": True}):
+        report = explain(job.facts(device))
+    return {build_of(each.kernel, report.facts) for each in report.candidates if each.legal and each.kernel.jit}
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
