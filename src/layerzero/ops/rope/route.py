@@ -26,7 +26,7 @@ def rope(
     interleaved: bool = False,
     layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions.
+    """Rotate queries and keys by the angles of their positions; ``lz.rope_one`` rotates one tensor.
 
     Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
         (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
