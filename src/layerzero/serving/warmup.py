@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from layerzero import _assembly
-from layerzero.asking.answers import explain
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -26,10 +25,11 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT, BuildIdentity, build_of
+from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
+from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
@@ -92,7 +92,8 @@ def warmup(
             ``(512, 4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
-        manifest: a file that ``lz.record`` wrote, in place of shapes: all that its calls may compile is built.
+        manifest: a file that ``lz.record`` wrote, in place of shapes. Calls that stand for their classes have every
+            legal kernel built, all others what they would choose.
         model: what the manifest must have been recorded of; a manifest of another model is an error.
         progress: told of each call; a bar on a terminal if None.
         params: further arguments of the calls.
@@ -114,6 +115,10 @@ def warmup(
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
             _warm(job, warmed, *_bound(job, target, params))
+        for job, kernel_id in _others(operation, manifest, target, warmed):
+            tell(job.name, len(jobs), len(jobs))
+            for fitting in _that_fit([job], target, warmed) if target.type == "cpu" else [job]:
+                _warm(fitting, warmed, *_bound(fitting, target, params), only=kernel_id)
         tell("", len(jobs), len(jobs))
     if warmed:
         ENGINE.bump()
@@ -157,26 +162,27 @@ def _asked(
     if shapes is not None or params:
         raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
     names = operations_named(operation)[1]
-    standing = [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
-    every = [job for job in every_call_of_file(manifest, device, model=model) if job.operation in names]
-    return standing + list(_that_build_more(every, standing, device))
+    return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
 
 
-def _that_build_more(every: Iterable[Job], than: Iterable[Job], device: str) -> Iterator[Job]:
-    """The calls that may compile what no other one does: those of one class may need several artefacts."""
-    seen = {build for job in than for build in _builds(job, device)}
-    for job in every:
-        builds = _builds(job, device)
-        if not builds <= seen:
-            seen |= builds
-            yield job
+def _others(
+    operation: str | Callable[..., Any], manifest: str | os.PathLike[str] | None, device: torch.device, warmed: Warmed
+) -> Iterator[tuple[Job, str]]:
+    """The calls of a manifest that would choose what is not built by then, with its kernel's id; asked for in turn.
 
+    Calls of one class may need several artefacts. What failed to build is not tried for each of them.
+    """
+    if manifest is None or not isinstance(operation, str):
+        return
 
-def _builds(job: Job, device: str) -> set[BuildIdentity]:
-    """What kernels that may run a call compile for it."""
-    with SCOPES.scope({"allow_jit_compile": True}):
-        report = explain(job.facts(device))
-    return {build_of(each.kernel, report.facts) for each in report.candidates if each.legal and each.kernel.jit}
+    def failed(kernel: Kernel, facts: Facts) -> bool:
+        return BUILDS.given_up(kernel, facts) or any(each.error and each.kernel_id == kernel.id for each in warmed)
+
+    names = operations_named(operation)[1]
+    for job in every_call_of_file(manifest, device.type):
+        found = wanted(job.facts(device), failed) if job.operation in names else None
+        if found is not None:
+            yield job, found.kernel.id
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
@@ -216,14 +222,15 @@ def _awaiting(dispatcher: Dispatcher, bound: dict[str, Any]) -> Iterator[tuple[K
         yield kernel, report.facts
 
 
-def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any]) -> None:
+def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any], *, only: str = "") -> None:
+    """Build what a call may choose, or one kernel of it."""
     operation = REGISTRY.operation(job.operation)
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
         report, ranked = dispatcher.explain(bound, policy)
         for candidate in ranked:
             kernel = candidate.kernel
-            if not kernel.jit:
+            if not kernel.jit or (only and kernel.id != only):
                 continue
             ready = candidate.legal and BUILT.ready(kernel, report.facts)
             if ready or not candidate.legal:
