@@ -42,7 +42,7 @@ class LackingBuild:
         """Why traffic should wait, with the next step."""
         more = f" and {self.calls - 1} more calls" if self.calls > 1 else ""
         fact, got = f"{self.call}{more}", self.instead or "nothing"
-        hint = "lz.warmup(manifest=...) builds it now, and the background does after the first such call"
+        hint = "lz.warmup(manifest=...) builds it before traffic comes"
         return Reason(ReasonCode.JIT_CACHE_INCOMPLETE, fact, self.kernel_id, got, hint)
 
     def to_dict(self) -> dict[str, object]:
