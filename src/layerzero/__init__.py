@@ -57,6 +57,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "layerzero.asking.trace": ("trace",),
     "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
+    "layerzero.serving.readiness": ("Readiness", "readiness_check"),
     "layerzero.serving.warmup": ("warmup",),
     "layerzero.engine.functions": ("register_function",),
     "layerzero.engine.probe": ("Machine",),

@@ -70,6 +70,7 @@ from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.jit_status import JitStatus, jit_status
+from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.record import record
@@ -118,6 +119,7 @@ __all__ = [
     "Plan",
     "PolicyError",
     "RaggedMetadata",
+    "Readiness",
     "Reason",
     "ReasonCode",
     "RegistrationError",
@@ -195,6 +197,7 @@ __all__ = [
     "qk_norm_rope",
     "qkv_linear",
     "ragged_attention",
+    "readiness_check",
     "record",
     "register_backend",
     "register_function",
@@ -1207,7 +1210,7 @@ def rope(
     interleaved: bool = False,
     layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions.
+    """Rotate queries and keys by the angles of their positions; ``lz.rope_one`` rotates one tensor.
 
     Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
         (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and

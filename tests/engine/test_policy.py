@@ -380,3 +380,28 @@ def test_selections_are_logged_on_request(norm, caplog):
         lz.rms_norm(*norm)
     lines = [record.message for record in caplog.records if record.message.startswith("norm.rms -> ")]
     assert len(lines) == 1
+
+
+FLAT_NAMES = (
+    *("tokenize.encode", "tokenize.decode", "embedding.lookup", "posenc.rope", "posenc.alibi"),
+    *("attention.causal", "attention.full", "attention.paged", "mlp.linear", "mlp.fused", "norm.rms", "norm.layer"),
+    *("sampling.topk", "sampling.topp", "sampling.speculative"),
+)
+"""The names that the specification gives operations; those of attention, pages and drafts cover several of ours."""
+
+
+@pytest.mark.parametrize("name", FLAT_NAMES)
+def test_the_specifications_flat_names_list_kernels_and_take_locks(name):
+    first = lz.list_kernels(name)[0].id
+    lz.lock(name, first)
+    lz.unlock(name)
+
+
+def test_a_lock_of_speculative_sampling_holds_for_its_calls():
+    lz.lock("sampling.speculative", "reference.*")
+    drafted, target = torch.tensor([[1]]), torch.full((1, 2, 4), 0.25)
+    assert lz.which("verify_speculative", drafted, target)["kernel_id"] == "reference.sampling.verify"
+    assert (
+        lz.which("sampling.speculative", drafted, target, greedy=True)["kernel_id"]
+        == "reference.sampling.verify.greedy"
+    )

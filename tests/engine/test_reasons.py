@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 
@@ -102,6 +104,15 @@ def not_vetted():
 def jit_disabled():
     own_kernel("user.jit", jit=True)
     return norm_refusals("user.jit")
+
+
+def incomplete():
+    own_kernel("user.jit", jit=True)
+    with lz.record() as recording:
+        lz.rms_norm(torch.randn(4, 16), torch.randn(16))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        recording.manifest().save(file.name)
+        return {each.reason.code for each in lz.readiness_check(file.name, device="cpu").lacking}
 
 
 def in_strict_mode(produce):
@@ -269,6 +280,7 @@ PRODUCERS = {
     C.NON_DETERMINISTIC: deterministic,
     C.CUDA_GRAPH_UNSAFE: capturing,
     C.JIT_DISABLED: jit_disabled,
+    C.JIT_CACHE_INCOMPLETE: incomplete,
     C.MEMORY_HEADROOM_EXCEEDED: lambda: refusals("torch.sdpa.math", *qkv(seq_q=16384, seq_k=16384)),
     C.NOT_INSTALLED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={}),
     C.BACKEND_IMPORT_FAILED: import_failed,

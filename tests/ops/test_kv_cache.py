@@ -413,7 +413,8 @@ def test_a_latent_cache_brings_its_two_planes():
         lz.paged_attention(torch.randn(1, 1, 4, 32), layer, step=step)
 
 
-def test_the_code_of_the_serving_page_runs():
+def test_the_code_of_the_serving_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     names = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -108,6 +108,14 @@ def test_elements_that_query_and_key_share_are_refused():
         ({"positions": torch.zeros(2, 5)}, "positions: wanted dtype int32 or int64"),
         ({"positions": None, "cos": torch.zeros(4, 32), "sin": torch.zeros(4, 32)}, "a row for each of 5 tokens"),
         ({"cos": torch.zeros(0, 32), "sin": torch.zeros(0, 32)}, "cos: wanted a row for each position"),
+        (
+            {"cos": torch.zeros(40, 64), "sin": torch.zeros(40, 64)},
+            r"got 64; of Transformers' tables, which hold each angle twice, pass cos\[:, :32\] and sin\[:, :32\]",
+        ),
+        (
+            {"cos": torch.zeros(2, 5, 64), "sin": torch.zeros(2, 5, 64)},
+            r"cos: wanted .positions, rotated entries / 2., got \(2, 5, 64\); .* pass cos\[0\]",
+        ),
         ({"layout": "THD"}, "layout: wanted BSHD or BHSD, got .THD."),
     ],
 )
@@ -116,6 +124,14 @@ def test_what_means_nothing_is_refused_with_wanted_and_got(change, words):
     arguments = {"query": query, "key": key, "cos": cos, "sin": sin, "positions": positions, "layout": "BSHD"}
     with pytest.raises(lz.InvalidCallError, match=words):
         lz.rope(**(arguments | change))
+
+
+def test_what_the_error_says_of_transformers_tables_is_right():
+    query, key, cos, sin, _ = tensors()
+    twice = [torch.cat((each, each), -1)[None, :5].expand(2, -1, -1) for each in (cos, sin)]
+    got = lz.rope(query, key, *(each[0][:, :32] for each in twice), layout="BSHD")
+    turned = torch.cat((-query[..., 32:], query[..., :32]), -1)
+    torch.testing.assert_close(got[0], query * twice[0][:, :, None] + turned * twice[1][:, :, None])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -291,6 +291,11 @@ WRONG = {
     "p: wanted a share above 0 and up to 1, got nan": {"p": math.nan},
     "p: wanted float, got True": {"p": True},
     "p: wanted float, got '0.9'": {"p": "0.9"},
+    "p: wanted one number for all rows, got tensor([1., 1., 1.]); row_p= takes one for each row": {"p": torch.ones(3)},
+    "temperature: wanted one number for all rows, got [1.0, 2.0]; row_temperature= takes one for each row": {
+        "p": 1.0,
+        "temperature": [1.0, 2.0],
+    },
     "p: wanted p for all rows or row_p for each, got neither": {},
     "p: wanted p for all rows or row_p for each, got both": {"p": 0.5, "row_p": torch.ones(3)},
     "row_p: wanted shape (3,), a number for each row, got (2,)": {"row_p": torch.ones(2)},

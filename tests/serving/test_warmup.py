@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,6 +57,74 @@ def test_what_a_manifest_lists_is_built(compiled, tmp_path):
     assert compiled == [32]
     with pytest.raises(ValueError, match="manifest: wanted it alone"):
         lz.warmup("rms_norm", [(8, 64)], manifest=file)
+
+
+def test_what_calls_of_one_class_compile_each_is_built(compiled, tmp_path):
+    """Of a class three calls stand for all; a kernel that compiles for each width needs every width."""
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    lz.unregister_kernel("mine.compiled")
+    lz.register_backend([dataclasses.replace(kernel, build_key=lambda facts: facts.size("hidden"))])
+    file = tmp_path / "workload.json"
+    with lz.record(file, model="m1"):
+        for width in (33, 36, 40, 44, 52, 36):
+            for rows in (8, 9):
+                lz.rms_norm(torch.randn(rows, width), torch.randn(width))
+    assert not lz.readiness_check(file, device="cpu")
+    assert len(lz.warmup(manifest=file, model="m1", device="cpu")) == 5
+    assert sorted(set(compiled)) == [33, 36, 40, 44, 52]
+    assert lz.readiness_check(file, device="cpu")
+
+
+def test_what_other_calls_would_not_choose_is_not_built_for_each(compiled, tmp_path):
+    """A kernel that compiles for every size is built for the calls that stand for a class, and chosen for none."""
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    lz.unregister_kernel("mine.compiled")
+    lz.register_backend([dataclasses.replace(kernel, build_key=lambda facts: facts.size("hidden"), priority=0)])
+    file = tmp_path / "workload.json"
+    with lz.record(file):
+        for width in (33, 36, 40, 44, 52):
+            lz.rms_norm(torch.randn(8, width), torch.randn(width))
+    assert len(lz.warmup(manifest=file, device="cpu")) == 3
+    assert lz.readiness_check(file, device="cpu")
+
+
+def test_what_fails_to_build_is_not_tried_for_each_call(tmp_path):
+    def load(facts):
+        tried.append(facts.size("hidden"))
+        raise RuntimeError("no such compiler")
+
+    tried = []
+    backend = lz.Backend("mine", "does not compile", origin="code")
+    lz.register_backend(
+        [
+            lz.Kernel(
+                id="mine.broken",
+                operations=("norm.rms",),
+                backend=backend,
+                load=load,
+                accepts=("eps",),
+                jit=True,
+                build_key=lambda facts: facts.size("hidden"),
+            )
+        ]
+    )
+    lz.configure(allow=["mine", "torch"])
+    with lz.record(tmp_path / "workload.json"):
+        for width in (33, 36, 40, 44, 52):
+            lz.rms_norm(torch.randn(8, width), torch.randn(width))
+    built = lz.warmup(manifest=tmp_path / "workload.json", device="cpu")
+    assert len(tried) == len(built) == 3
+    assert all("no such compiler" in each.error for each in built)
+
+
+def test_a_manifest_of_another_model_is_an_error(tmp_path):
+    file = tmp_path / "workload.json"
+    with lz.record(file, model="m1"):
+        lz.rms_norm(torch.randn(8, 32), torch.randn(32))
+    with pytest.raises(ValueError, match="wanted a manifest of the model 'm2', got one of 'm1'"):
+        lz.warmup(manifest=file, model="m2", device="cpu")
+    with pytest.raises(ValueError, match="model: wanted it beside a manifest"):
+        lz.warmup("rms_norm", [(8, 64)], model="m1", device="cpu")
 
 
 @pytest.mark.usefixtures("compiled")

@@ -62,6 +62,7 @@ class ReasonCode(StrEnum):
     NON_DETERMINISTIC = "NON_DETERMINISTIC"
     CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE"
     JIT_DISABLED = "JIT_DISABLED"
+    JIT_CACHE_INCOMPLETE = "JIT_CACHE_INCOMPLETE"
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED"
     # the library
     NOT_INSTALLED = "NOT_INSTALLED"
@@ -116,6 +117,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.NON_DETERMINISTIC: "{wanted} results were asked for, this kernel is {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",
     ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
+    ReasonCode.JIT_CACHE_INCOMPLETE: "{fact}: {wanted} would run and is not built, {got} runs in its place",
     ReasonCode.MEMORY_HEADROOM_EXCEEDED: "needs a workspace of {got}, {fact} allows {wanted}",
     ReasonCode.NOT_INSTALLED: "{fact} is {got}, {wanted} is needed",
     ReasonCode.BACKEND_IMPORT_FAILED: "{fact} is installed but does not load: {got}",

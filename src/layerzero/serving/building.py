@@ -187,10 +187,11 @@ class Builds:
     def _choice(self, waiting: Waiting) -> Chosen | None:
         from layerzero.serving.wanted import wanted
 
-        def failed(kernel: Kernel, facts: Facts) -> bool:
-            return kernel.id in self._lacking or self.failures.of(kernel, facts) is not None
+        return wanted(waiting.facts, self.given_up)
 
-        return wanted(waiting.facts, failed)
+    def given_up(self, kernel: Kernel, facts: Facts) -> bool:
+        """Whether it is not built for calls like this one: it failed, or this machine lacks what it takes."""
+        return kernel.id in self._lacking or self.failures.of(kernel, facts) is not None
 
     def _turn(self, chosen: list[Chosen]) -> bool:
         """Wait until no other process of this host builds, or until it has built all this; False at the end."""

@@ -29,8 +29,9 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
+from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import jobs_of_file
+from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
 from layerzero.tuning.proving.build_child import too_large
 
@@ -78,6 +79,7 @@ def warmup(
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
     progress: Progress | None = None,
     **params: Any,
 ) -> Warmed:
@@ -90,17 +92,20 @@ def warmup(
             ``(512, 4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
-        manifest: a file that ``lz.record`` wrote, in place of shapes.
+        manifest: a file that ``lz.record`` wrote, in place of shapes. Calls that stand for their classes have every
+            legal kernel built, all others what they would choose.
+        model: what the manifest must have been recorded of; a manifest of another model is an error.
         progress: told of each call; a bar on a terminal if None.
         params: further arguments of the calls.
-    Raises: ValueError for shapes that no operation of this name has; KeyError for an unknown operation.
+    Raises: ValueError for shapes that no operation of this name has, and for a file that is no manifest, or of another
+        model; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
         fails to build stays refused. One that may not run before it was vetted is vetted first, in a child process, as
         ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on these calls, as
         ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    jobs = _asked(operation, shapes, dtype, target.type, manifest, params)
+    jobs = _asked(operation, shapes, dtype, target.type, manifest, model, params)
     warmed = Warmed()
     if target.type == "cpu":  # a GPU's allocator says so instead
         jobs = list(_that_fit(jobs, target, warmed))
@@ -110,6 +115,10 @@ def warmup(
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
             _warm(job, warmed, *_bound(job, target, params))
+        for job, kernel_id in _others(operation, manifest, target, warmed):
+            tell(job.name, len(jobs), len(jobs))
+            for fitting in _that_fit([job], target, warmed) if target.type == "cpu" else [job]:
+                _warm(fitting, warmed, *_bound(fitting, target, params), only=kernel_id)
         tell("", len(jobs), len(jobs))
     if warmed:
         ENGINE.bump()
@@ -140,9 +149,12 @@ def _asked(
     dtype: torch.dtype | str,
     device: str,
     manifest: str | os.PathLike[str] | None,
+    model: str,
     params: Mapping[str, Any],
 ) -> list[Job]:
     """The calls that are asked for. Raises: ValueError for two ways to say which."""
+    if model and manifest is None:
+        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
     if not isinstance(operation, str):
         return jobs_of_model(operation, shapes, device)
     if manifest is None:
@@ -150,7 +162,27 @@ def _asked(
     if shapes is not None or params:
         raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
     names = operations_named(operation)[1]
-    return [job for job in jobs_of_file(manifest, device) if job.operation in names]
+    return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
+
+
+def _others(
+    operation: str | Callable[..., Any], manifest: str | os.PathLike[str] | None, device: torch.device, warmed: Warmed
+) -> Iterator[tuple[Job, str]]:
+    """The calls of a manifest that would choose what is not built by then, with its kernel's id; asked for in turn.
+
+    Calls of one class may need several artefacts. What failed to build is not tried for each of them.
+    """
+    if manifest is None or not isinstance(operation, str):
+        return
+
+    def failed(kernel: Kernel, facts: Facts) -> bool:
+        return BUILDS.given_up(kernel, facts) or any(each.error and each.kernel_id == kernel.id for each in warmed)
+
+    names = operations_named(operation)[1]
+    for job in every_call_of_file(manifest, device.type):
+        found = wanted(job.facts(device), failed) if job.operation in names else None
+        if found is not None:
+            yield job, found.kernel.id
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
@@ -190,14 +222,15 @@ def _awaiting(dispatcher: Dispatcher, bound: dict[str, Any]) -> Iterator[tuple[K
         yield kernel, report.facts
 
 
-def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any]) -> None:
+def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any], *, only: str = "") -> None:
+    """Build what a call may choose, or one kernel of it."""
     operation = REGISTRY.operation(job.operation)
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
         report, ranked = dispatcher.explain(bound, policy)
         for candidate in ranked:
             kernel = candidate.kernel
-            if not kernel.jit:
+            if not kernel.jit or (only and kernel.id != only):
                 continue
             ready = candidate.legal and BUILT.ready(kernel, report.facts)
             if ready or not candidate.legal:

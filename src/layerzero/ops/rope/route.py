@@ -26,7 +26,7 @@ def rope(
     interleaved: bool = False,
     layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions.
+    """Rotate queries and keys by the angles of their positions; ``lz.rope_one`` rotates one tensor.
 
     Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
         (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
@@ -126,6 +126,11 @@ def shape_problems(arguments: dict[str, Any]) -> list[str]:
         elif name in ("query", "key") and tensor.ndim not in (3, 4):
             wanted = "(tokens, heads, head dim) or four axes with a batch first"
             problems.append(f"{name}: wanted {wanted}, got {tensor.ndim}D {tuple(tensor.shape)}")
+        elif name in ("cos", "sin") and tensor.ndim == 3:
+            hint = (
+                f"of Transformers' tables, a row for each token, pass {name}[0] if all sequences have equal positions"
+            )
+            problems.append(f"{name}: wanted (positions, rotated entries / 2), got {tuple(tensor.shape)}; {hint}")
     if not problems and arguments["query"].ndim != arguments["key"].ndim:
         wanted, got = arguments["query"].ndim, arguments["key"].ndim
         problems.append(f"key: wanted {wanted} axes as query has, got {got}")
@@ -143,7 +148,11 @@ def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
         problems.append(f"key: wanted batch {query.shape[0]} as in query, got {key.shape[0]}")
     if not 0 < width <= head_dim:
         wanted = f"half of 2 to {head_dim} rotated entries of a head"
-        problems.append(f"cos: wanted a width of {wanted}, got {cos.shape[-1]}")
+        hint = ""
+        if 0 < cos.shape[-1] <= head_dim and not cos.shape[-1] % 2 and not arguments.get("interleaved"):
+            half = f"[:, :{cos.shape[-1] // 2}]"
+            hint = f"; of Transformers' tables, which hold each angle twice, pass cos{half} and sin{half}"
+        problems.append(f"cos: wanted a width of {wanted}, got {cos.shape[-1]}{hint}")
     if cos.dtype != sin.dtype:
         problems.append(f"sin: wanted dtype {dtype_name(cos.dtype)} like cos, got {dtype_name(sin.dtype)}")
     if 0 in (query.shape[-2 if layout == "BSHD" else -3], key.shape[-2 if layout == "BSHD" else -3]):

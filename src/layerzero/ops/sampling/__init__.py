@@ -7,4 +7,9 @@ from layerzero.ops.sampling import declare, logits, logits_route, route, verify,
 OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *verify.OPERATIONS)
 FUNCTIONS = (*route.FUNCTIONS, *logits_route.FUNCTIONS, *verify_route.FUNCTIONS)
 
-__all__ = ["FUNCTIONS", "OPERATIONS"]
+__all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
+
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "sampling.speculative": (tuple(operation.name for operation in verify.OPERATIONS), {}),
+}
+"""The specification's flat name."""

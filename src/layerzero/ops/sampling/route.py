@@ -47,6 +47,10 @@ def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
         wanted = f"{least:g} to {most:g}; the likeliest place is what greedy picks"
         found["temperature"] = f"temperature: wanted {wanted}, got {told(temperature)}"
     for one, of_rows in _PAIRS:
+        if isinstance(arguments.get(one), (Tensor, list, tuple)):
+            hint = f"{of_rows}= takes one for each row"
+            found[one] = f"{one}: wanted one number for all rows, got {told(arguments[one])}; {hint}"
+            continue
         if one not in arguments or (arguments[one] is None) != (arguments[of_rows] is None):
             continue
         if arguments[one] is not None or one != "temperature":  # which divides by 1 where there is none

@@ -12,7 +12,14 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
+from layerzero.tuning.measuring.manifest import (
+    FORMAT,
+    Manifest,
+    Recorded,
+    every_call_of,
+    jobs_of,
+    jobs_of_file,
+)
 
 
 def asked_jobs(
@@ -72,9 +79,18 @@ def asked_jobs(
 
 def jobs_called(device: str) -> list[Job]:
     """What this machine called, as misses left it in the ledger; calls that kernels are no longer known for are not."""
+    return jobs_of(_called(), device)
+
+
+def every_call(device: str) -> list[Job]:
+    """The same, none standing for others."""
+    return every_call_of(_called(), device)
+
+
+def _called() -> Manifest:
     known = REGISTRY.operations()
     calls = [Recorded(count, call) for count, call in ENGINE.ledger.calls() if call.operation in known]
-    return jobs_of(Manifest(FORMAT, time.time(), "", calls), device)
+    return Manifest(FORMAT, time.time(), "", calls)
 
 
 def _implied(job: Job, implied: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +135,37 @@ def cases_of(manifest: Manifest) -> Iterator[tuple[Operation, Mapping[str, Any],
 
 
 def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") -> list[Job]:
-    """The calls of a manifest's file on a kind of device.
+    """The calls of a manifest's file on a kind of device, as :func:`jobs_of` lists them.
 
     Raises: ValueError as :meth:`Manifest.load` does, and where all calls were made on other devices.
     """
+    return _read(path, device, model, jobs_of)
+
+
+def every_call_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") -> list[Job]:
+    """Each call of a manifest's file on a kind of device, none standing for others. Raises: as :func:`jobs_of_file`."""
+
+    def whole(manifest: Manifest, device: str) -> list[Job]:
+        jobs = every_call_of(manifest, device)
+        for job in jobs:
+            job.facts(device)
+        return jobs
+
+    return _read(path, device, model, whole)
+
+
+def every_call_of(manifest: Manifest, device: str) -> list[Job]:
+    """Each call with tensors on a kind of device."""
+    calls = [each for each in manifest.calls if each.call.device == device and each.call.tensors]
+    return [_job(each.call, each.count) for each in calls]
+
+
+def _read(
+    path: str | os.PathLike[str], device: str, model: str, listed: Callable[[Manifest, str], list[Job]]
+) -> list[Job]:
     manifest = Manifest.load(path, model=model)
     try:
-        jobs = jobs_of(manifest, device)
+        jobs = listed(manifest, device)
     except (RuntimeError, TypeError, LookupError, ValueError) as error:  # it was written by hand, or damaged
         raise ValueError(f"{path}: wanted calls as lz.record writes them, got another: {error}") from error
     elsewhere = ", ".join(sorted({each.call.device for each in manifest.calls} - {device}))

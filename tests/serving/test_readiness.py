@@ -1,0 +1,122 @@
+"""Readiness looks at every call that is asked about, and names what would run if it were built; nothing is built."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli.app import main
+from layerzero.core.ledger import MemoryLedger
+from layerzero.engine.dispatch import ENGINE
+from layerzero.serving.building import BUILDS
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
+
+
+@pytest.fixture(autouse=True)
+def loads():
+    """A kernel that compiles for each width, and would be chosen."""
+    seen = []
+
+    def load(facts):
+        seen.append(facts.size("hidden"))
+        return lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    kernel = lz.Kernel(
+        id="mine.compiled",
+        operations=("norm.rms",),
+        backend=lz.Backend("mine", "compiles", origin="code"),
+        load=load,
+        accepts=("eps",),
+        jit=True,
+        build_key=lambda facts: facts.size("hidden"),
+        priority=90,
+    )
+    lz.register_backend([kernel])
+    lz.configure(allow=["mine", "torch"])
+    return seen
+
+
+def norm(rows, width):
+    lz.rms_norm(torch.randn(rows, width), torch.randn(width))
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    with lz.record(tmp_path / "workload.json", model="m1"):
+        for rows in (3, 4, 5):
+            norm(rows, 32)
+        norm(3, 40)
+        norm(3, 48)
+        lz.silu(torch.randn(4))
+    return tmp_path / "workload.json"
+
+
+def test_every_call_of_a_manifest_is_looked_at_and_warmup_makes_it_ready(manifest, loads):
+    report = lz.readiness_check(manifest, device="cpu")
+    assert not report
+    assert not report.ready
+    assert report.calls == 6
+    assert [(each.kernel_id, each.instead, each.calls) for each in report.lacking] == [
+        ("mine.compiled", "torch.rms_norm", 3),
+        ("mine.compiled", "torch.rms_norm", 1),
+        ("mine.compiled", "torch.rms_norm", 1),
+    ]
+    assert {each.reason.code for each in report.lacking} == {lz.ReasonCode.JIT_CACHE_INCOMPLETE}
+    assert report.lacking[0].reason.fact == "norm.rms 3x32 32 float32 and 2 more calls"
+    assert str(report).startswith("not ready: 1 of 6 calls have all that they would choose\n  [JIT_CACHE_INCOMPLETE] ")
+    assert loads == [], "nothing is built by looking"
+
+    lz.warmup("rms_norm", [(3, 32), (3, 40), (3, 48)], device="cpu")
+    report = lz.readiness_check(manifest, device="cpu")
+    assert report
+    assert json.loads(json.dumps(report.to_dict())) == {"ready": True, "calls": 6, "lacking": []}
+    assert str(report) == "ready: 6 of 6 calls have all that they would choose"
+
+
+def test_without_a_manifest_it_is_what_was_called(tmp_path):
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    norm(3, 32)
+    assert [each.operation for each in lz.readiness_check(device="cpu").lacking] == ["norm.rms"]
+    ENGINE.ledger = MemoryLedger()
+    report = lz.readiness_check(device="cpu")
+    assert (report.calls, report.ready) == (0, True)
+    assert str(report).startswith("ready: no call is known")
+
+
+def test_what_failed_to_build_is_not_waited_for(manifest):
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    facts = lz.facts("rms_norm", torch.randn(3, 32), torch.randn(32))
+    BUILDS.failures.add(kernel, facts, "no such compiler", lasting=False)
+    assert [each.calls for each in lz.readiness_check(manifest, device="cpu").lacking] == [1, 1]
+
+
+def test_what_is_no_manifest_of_this_model_and_device_is_an_error(manifest):
+    with pytest.raises(ValueError, match="wanted a manifest of the model 'm2', got one of 'm1'"):
+        lz.readiness_check(manifest, model="m2")
+    with pytest.raises(ValueError, match="model: wanted it beside a manifest"):
+        lz.readiness_check(model="m1")
+    with pytest.raises(ValueError, match="wanted calls on cuda, got 6 on cpu"):
+        lz.readiness_check(manifest, device="cuda")
+    damaged = json.loads(manifest.read_text())
+    damaged["calls"][0]["call"]["tensors"]["input"]["shape"] = [-1, 2]
+    manifest.write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match=r"wanted calls as lz\.record writes them"):
+        lz.readiness_check(manifest, device="cpu")
+
+
+def test_the_command_answers_with_its_exit_code(manifest):
+    def run(line):
+        return CliRunner().invoke(main, ["ready", *line], prog_name="layerzero")
+
+    asked = ["--manifest", str(manifest), "--device", "cpu"]
+    result = run(asked)
+    assert (result.exit_code, result.output.partition(":")[0]) == (1, "not ready")
+    assert json.loads(run([*asked, "--json"]).stdout)["lacking"][0]["kernel_id"] == "mine.compiled"
+    lz.warmup(manifest=manifest, device="cpu")
+    assert run([*asked, "--model", "m1"]).exit_code == 0
+    assert run([*asked, "--model", "m2"]).exit_code == 2
