@@ -81,7 +81,7 @@ KERNELS = (
         limits=(*_LIMITS, limit.dtype("float32", "float16", "bfloat16")),
         deterministic=True,
         graph_safe=True,
-        priority=50,
+        priority=90,
     ),
     Kernel(
         id="apex.layer_norm",

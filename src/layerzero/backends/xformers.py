@@ -115,7 +115,7 @@ KERNELS = (
             limit.aligned(16, *_TENSORS),
         ),
         graph_safe=True,
-        priority=45,
+        priority=75,
         aliases=("xformers.memory_efficient_attention",),
     ),
 )
