@@ -42,6 +42,9 @@ class Fixed:
                 parts = list(torch.split(make(shape, dtype=planes[0].dtype, device=device), widths, -1))
             else:
                 parts = [make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes]
+                for each, part in zip(planes, parts, strict=True):
+                    if each.empty:
+                        part.fill_(each.empty)
             self.layers.append({each.name: part for each, part in zip(planes, parts, strict=True)})
         self.reserved_bytes = sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
         self.growths = self.waited_growths = 0
