@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import layerzero as lz
 from launches import Counted
-from layerzero.backends.torch import kv, paged
 
 FORMS = {
     "paged": {"pages": 12, "page_size": 16},
@@ -128,13 +125,3 @@ def test_tokens_whose_scales_nobody_set_are_refused(dtype, debug, layout):
         layer.fit_scales(key, value, slots)
         lz.append_quantized_kv(key, value, layer, slot_mapping=slots)
     cache.close()
-
-
-@pytest.mark.parametrize("load", [paged.load_append, kv._load_quantized])
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_no_new_token_is_written_by_torchs_own_kernels_either(load, platform):
-    append = load(SimpleNamespace(device=SimpleNamespace(platform=platform)))
-    caches = [torch.ones(2, 4, 1, 8).to(torch.int8 if load is kv._load_quantized else torch.float32) for _ in range(2)]
-    scales = (torch.tensor(1.0),) * 2 if load is kv._load_quantized else ()
-    append(torch.zeros(0, 1, 8), torch.zeros(0, 1, 8), *caches, torch.zeros(0, dtype=torch.int64), *scales)
-    assert all(bool((cache == 1).all()) for cache in caches)

@@ -63,8 +63,6 @@ def _load_quantized(facts: Facts) -> Callable[..., None]:
         key_scale: Tensor,
         value_scale: Tensor,
     ) -> None:
-        if not len(slot_mapping):  # there is no first token to repeat
-            return
         page_size, there = key_cache.shape[1], slot_mapping >= 0
         every = torch.arange(len(there), device=there.device)
         # on a CPU a value costs nothing to read; elsewhere a token without a slot repeats the first that has one

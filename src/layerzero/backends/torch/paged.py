@@ -73,8 +73,6 @@ def load_append(facts: Facts) -> Callable[..., Any]:
     on_cpu = facts.device.platform == "cpu"
 
     def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-        if not len(slot_mapping):  # there is no first token to repeat
-            return
         page_size = key_cache.shape[1]
         valid = slot_mapping >= 0
         if on_cpu:  # here a value costs nothing to read
