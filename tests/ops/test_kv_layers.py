@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from launches import Counted
+from layerzero.ops.kv.planes import heads_planes
+from layerzero.ops.kv.storage import Virtual
 
 FORMS = {
     "paged": {"pages": 12, "page_size": 16},
@@ -125,3 +130,17 @@ def test_tokens_whose_scales_nobody_set_are_refused(dtype, debug, layout):
         layer.fit_scales(key, value, slots)
         lz.append_quantized_kv(key, value, layer, slot_mapping=slots)
     cache.close()
+
+
+@given(length=st.integers(1, 6000), asked=st.lists(st.integers(1, 6000), min_size=1, max_size=6))
+@settings(max_examples=examples(30), deadline=None)
+def test_a_row_with_room_is_one_that_growing_would_leave(length, asked):
+    planes = heads_planes("NHD", length, 2, (24, 16), torch.float32)
+    memory = Virtual(planes, 2, 3, torch.device("cpu"))
+    for place, tokens in enumerate(asked):
+        memory.ensure(place % 3, min(tokens, length))
+    memory.trim([2])
+    for page in range(3):
+        for tokens in {1, length, *(min(each, length) for each in asked), *range(1, length, 257)}:
+            assert (tokens <= memory._room[page]) == (memory._wanted(tokens) <= memory._has[page])
+    memory.close()
