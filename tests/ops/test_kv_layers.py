@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import layerzero as lz
 from drawing import examples
@@ -144,3 +147,44 @@ def test_a_row_with_room_is_one_that_growing_would_leave(length, asked):
         for tokens in {1, length, *(min(each, length) for each in asked), *range(1, length, 257)}:
             assert (tokens <= memory._room[page]) == (memory._wanted(tokens) <= memory._has[page])
     memory.close()
+
+
+def test_compiled_code_takes_layers_and_steps_as_one_graph():
+    """Dynamo could not name the value that stands for an argument that a layer brings."""
+    torch._dynamo.reset()
+    cache = lz.KVCache(2, 2, 32, pages=8, page_size=16, dtype=torch.float32)
+    latent = lz.KVCache(1, latent=(32, 16), pages=8, page_size=16, dtype=torch.float32)
+    codes = lz.KVCache(1, 2, 32, pages=8, page_size=16, dtype=torch.int8, scales="head")
+    codes.layer(0).key_scale.fill_(0.03)
+    codes.layer(0).value_scale.fill_(0.03)
+    caches = cache, latent, codes
+    for each in caches:
+        each.allocate("a")
+        with each.writing(["a"], [9]):
+            pass
+
+    def block(query, key, value, steps, slots):
+        output = 0
+        for layer in cache.layers:
+            lz.append_paged_kv(key, value, layer, slot_mapping=slots[0])
+            output = output + lz.paged_attention(query, layer, step=steps[0])
+        lz.append_paged_kv(key[:, :1], value[:, :1, :16], latent.layer(0), slot_mapping=slots[1])
+        output = output + lz.mla_attention(query, query[..., :16], latent.layer(0), step=steps[1], scale=0.1)
+        lz.append_quantized_kv(key, value, codes.layer(0), slot_mapping=slots[2])
+        return output + lz.paged_attention(query, codes.layer(0), step=steps[2])
+
+    counted = CompileCounter()
+    compiled = torch.compile(block, backend=counted, fullgraph=True)
+    for _ in range(4):
+        steps = [each.writing(["a"]) for each in caches]
+        query, key, value = drawn(1)
+        call = query.unsqueeze(1), key, value, steps, [step.slots for step in steps]
+        with warnings.catch_warnings():  # plans are made for each call again, which it says
+            warnings.simplefilter("ignore", lz.LayerZeroPerformanceWarning)
+            got = compiled(*call)
+        torch.testing.assert_close(got, block(*call), rtol=1e-5, atol=1e-5)
+        for step in steps:
+            step.commit()
+    assert counted.frame_count == 1
+    for each in caches:
+        each.close()
