@@ -283,7 +283,7 @@ def test_what_sglang_computes_otherwise_is_refused_before_a_forward_pass(sglang)
     backend = sglang.LayerZeroAttnBackend(runner)
     for kind, spec_info in (("decode", object()), ("extend", object()), ("dllm_extend", None)):
         batch = types.SimpleNamespace(forward_mode=mode_of(kind), spec_info=spec_info)
-        with pytest.raises(NotImplementedError, match="wanted tokens that follow each other, got drafts or blocks"):
+        with pytest.raises(NotImplementedError, match="wanted a prefill or a decode, got drafts or blocks"):
             backend.init_forward_metadata(batch)
     backend.init_forward_metadata(types.SimpleNamespace(forward_mode=mode_of("idle"), spec_info=None))
     assert backend.step is None

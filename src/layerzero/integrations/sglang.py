@@ -49,7 +49,7 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         """
         mode = forward_batch.forward_mode
         if forward_batch.spec_info is not None or mode.is_dllm_extend():
-            problem = "forward_batch: wanted tokens that follow each other, got drafts or blocks of a diffusion model"
+            problem = "forward_batch: wanted a prefill or a decode, got drafts or blocks of a diffusion model"
             raise NotImplementedError(f"{problem}; use another attention backend of SGLang")
         if mode.is_idle():  # a rank that has nothing to do while others have
             self.step = None
