@@ -1,4 +1,4 @@
-"""A virtual cache beside a plain contiguous one: decoding over it, what growing costs, and what memory it takes.
+"""A virtual cache beside others: decoding over it, what growing costs, what it takes, and what steps cost the host.
 
     python benchmarks/kv_cache.py --device cuda
 
@@ -118,6 +118,31 @@ def memory(length: int, device: str, dtype: torch.dtype) -> None:
     cache.close()
 
 
+def bookkeeping(device: str, steps: int = 300) -> None:
+    """What a decode step costs the host, by strategy: tables of pages beside tables of one row."""
+    batch, length, caches = 64, 4096, {}
+    for strategy in ("paged", "contiguous", "virtual"):
+        sizes = {"max_sequences": batch, "max_length": 2 * length, "strategy": strategy, "device": device}
+        cache = lz.KVCache(1, 1, 8, dtype=torch.bfloat16, **sizes)
+        names = [cache.allocate() for _ in range(batch)]
+        cache.writing(names, length).commit()
+        blocks = -(-2 * length // cache.page_size)
+        step = cache.writing(names, blocks=blocks)
+        step.commit()
+        caches[strategy] = cache, names, step
+    calls = [lambda each=each: each[0].writing(each[1], reuse=each[2]).commit() for each in caches.values()]
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(steps):
+        for place, call in enumerate(calls):
+            started = time.perf_counter()
+            call()
+            found[place].append((time.perf_counter() - started) * 1e6)
+    told = (f"{name} {statistics.median(each):.0f} us" for name, each in zip(caches, found, strict=True))
+    print(f"  a step of {batch} decodes behind {length} tokens, in the buffers of the one before: {', '.join(told)}")
+    for cache, *_ in caches.values():
+        cache.close()
+
+
 def main() -> None:
     """Run all of it."""
     parser = argparse.ArgumentParser(description="A virtual cache beside a plain one.")
@@ -133,6 +158,7 @@ def main() -> None:
     growth(8 if cuda else 2, given.device, dtype, 8 if cuda else 1)
     for length in (8192, 16384, 32768) if cuda else (4096,):
         memory(length, given.device, dtype)
+    bookkeeping(given.device)
 
 
 if __name__ == "__main__":

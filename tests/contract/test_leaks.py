@@ -208,7 +208,17 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/vllm.py": dict.fromkeys(
         (
             *("alibi_slopes", "append_paged_kv", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),
-            *("num_heads", "num_kv_heads", "query", "ragged_attention", "scale", "slot_mapping", "softcap", "starts"),
+            *(
+                "kv_cache_dtype",
+                "num_heads",
+                "num_kv_heads",
+                "query",
+                "ragged_attention",
+                "scale",
+                "slot_mapping",
+                "softcap",
+                "starts",
+            ),
             "window",
         ),
         _ENGINE,

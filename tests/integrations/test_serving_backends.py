@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -271,6 +272,23 @@ def test_sglang_calls_what_is_there(sglang):
     assert choices == ["layerzero"]
 
 
+def mode_of(kind):
+    """SGLang's forward mode: what it is asked for here."""
+    names = ("decode", "idle", "dllm_extend")
+    return types.SimpleNamespace(**{f"is_{name}": functools.partial(kind.__eq__, name) for name in names})
+
+
+def test_what_sglang_computes_otherwise_is_refused_before_a_forward_pass(sglang):
+    runner = types.SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None, page_size=1)
+    backend = sglang.LayerZeroAttnBackend(runner)
+    for kind, spec_info in (("decode", object()), ("extend", object()), ("dllm_extend", None)):
+        batch = types.SimpleNamespace(forward_mode=mode_of(kind), spec_info=spec_info)
+        with pytest.raises(NotImplementedError, match="wanted a prefill or a decode, got drafts or blocks"):
+            backend.init_forward_metadata(batch)
+    backend.init_forward_metadata(types.SimpleNamespace(forward_mode=mode_of("idle"), spec_info=None))
+    assert backend.step is None
+
+
 class Pool:
     """SGLang's pool of one layer: tokens by index."""
 
@@ -306,7 +324,8 @@ def test_a_step_of_sglang_writes_its_tokens_and_attends_over_the_pool(sglang, st
         seq_lens=made.lens.long(),
         seq_lens_cpu=made.lens.long(),
         req_pool_indices=torch.arange(len(made.counts)) + 1,
-        forward_mode=types.SimpleNamespace(is_decode=lambda: decode),
+        forward_mode=mode_of("decode" if decode else "extend"),
+        spec_info=None,
         extend_seq_lens_cpu=list(made.counts),
         out_cache_loc=torch.cat(
             [each[len(each) - count :] for each, count in zip(made.slots(), made.counts, strict=True)]

@@ -10,6 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.ops import OPERATION_ALIASES
 from layerzero.ops.paged import written
 
 
@@ -145,3 +146,34 @@ def test_what_is_no_cache_is_refused(change, message):
     given = {"keys": torch.zeros(4, 16, 16, 8), "values": torch.zeros(4, 16, 16, 8), "layout": "NHD"} | change
     with pytest.raises(lz.InvalidCallError, match=message):
         lz.PagedCache(**given)
+
+
+@pytest.mark.parametrize(("dtype", "denied"), [("int8", (False, True)), ("float32", (True, False))])
+def test_rules_name_the_dtype_of_a_cache(dtype, denied):
+    query, cache = torch.randn(1, 1, 4, 16), torch.randn(3, 4, 2, 16)
+    tables, lens = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    codes, scale = (20 * cache).to(torch.int8), torch.tensor(0.05)
+    rule = {"match": {"operation": "attention.*", "kv_cache_dtype": dtype}, "deny": ["torch"]}
+    with lz.scope(rules=[rule]):
+        plain = lz.explain("paged_attention", query, cache, cache, tables, lens)
+        coded = lz.explain("paged_attention", query, codes, codes, tables, lens, key_scale=scale, value_scale=scale)
+    for report, wanted in zip((plain, coded), denied, strict=True):
+        gathers = ("torch.paged_gather", "torch.quantized_gather")
+        of_torch = [each for each in report.candidates if each.kernel.id in gathers]
+        assert [any(reason.code == "POLICY_DENIED" for reason in each.reasons) for each in of_torch] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("alias", "operations"),
+    [
+        ("attention.mla.prefill", {"attention.mla.decode.paged"}),
+        ("attention.sparse.variable_block", {"attention.sparse.variable"}),
+        ("attention.pod.paged", {"attention.standard.mixed.paged", "attention.gqa.mixed.paged"}),
+        ("kv.append", {"kv.append.contiguous"}),
+        ("kv.append.batched", {"kv.append.contiguous"}),
+    ],
+)
+def test_operations_go_by_the_names_of_the_specification(alias, operations):
+    assert set(OPERATION_ALIASES[alias][0]) == operations
+    wanted = {kernel.id for name in operations for kernel in lz.list_kernels(name)}
+    assert {kernel.id for kernel in lz.list_kernels(alias)} == wanted

@@ -71,6 +71,28 @@ def test_the_public_function_attends_within_sequences_and_routes_by_head_counts(
     torch.testing.assert_close(lse, wanted_lse.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [0.5, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("lengths", [((3, 0, 5), (7, 2, 5)), ((4, 2, 1), (2, 0, 9))], ids=["with keys", "some without"])
+def test_sinks_have_a_kernel_that_gives_what_the_reference_gives(dtype, sink, lengths):
+    call, found = ragged(*lengths, dtype=dtype), []
+    sinks = torch.tensor([0.3, sink, -2.0, sink])
+    for kernel in ("torch.ragged_sdpa", "reference.attention.gqa.prefill.ragged"):
+        with lz.scope(locks={"attention.gqa.prefill.ragged": kernel}):
+            found.append(lz.ragged_attention(*call, sinks=sinks, return_lse=True))
+            assert torch.equal(lz.ragged_attention(*call, sinks=sinks).nan_to_num(), found[-1][0].nan_to_num())
+    near = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=near, atol=near, equal_nan=True)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_sinks_beside_gradients_are_left_to_the_reference():
+    query, *rest = ragged()
+    report = lz.explain("ragged_attention", query.requires_grad_(), *rest, sinks=torch.zeros(4))
+    (kernel,) = [each for each in report.candidates if each.kernel.id == "torch.ragged_sdpa"]
+    assert [reason.code for reason in kernel.reasons] == [lz.ReasonCode.GRAD_UNSUPPORTED]
+
+
 def test_a_sequence_reads_nothing_of_its_neighbours():
     query, key, value, cu_q, cu_k = ragged((2, 3), (4, 3))
     key[4:], value[4:] = math.nan, math.nan

@@ -6,13 +6,24 @@ their own, so that such a call costs 7 us more than one with the tensors themsel
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerzero.core.operation import Function
 
-MISSING: Any = type("_Missing", (), {"__repr__": lambda _: "MISSING"})()
+
+class _Missing(enum.Enum):
+    """What torch.compile can follow: a member of an enumeration, not an object of its own."""
+
+    MISSING = "MISSING"
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Any = _Missing.MISSING
 """Stands for a required argument that a call leaves out, since an object may bring it."""
 
 

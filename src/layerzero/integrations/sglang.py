@@ -6,8 +6,8 @@
 
 SGLang keeps tokens in one pool by index; with ``page_size`` above 1 the indices of a request come in whole pages, so
 that its pool seen as pages is a paged cache, and every ``page_size``-th index names one. With 1 every token is a page.
-Cross attention, and pools of a sliding window of their own, are refused. Read: sglang 0.5.23,
-srt/layers/attention/base_attn_backend.py, attention_registry.py and torch_native_backend.py.
+Cross attention, speculative drafts, and pools of a sliding window of their own, are refused. Read: sglang 0.5.23,
+srt/layers/attention/base_attn_backend.py, attention_registry.py, torch_native_backend.py and triton_backend.py.
 """
 
 from __future__ import annotations
@@ -42,13 +42,24 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         self.step: PagedStep | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the step of a batch: pages of its requests, lengths, and where their new tokens begin."""
+        """Make the step of a batch: pages of its requests, lengths, and where their new tokens begin.
+
+        Raises: NotImplementedError for drafts, whose keys lie elsewhere and whose masks are trees, and for models that
+            write blocks of tokens at once.
+        """
+        mode = forward_batch.forward_mode
+        if forward_batch.spec_info is not None or mode.is_dllm_extend():
+            problem = "forward_batch: wanted a prefill or a decode, got drafts or blocks of a diffusion model"
+            raise NotImplementedError(f"{problem}; use another attention backend of SGLang")
+        if mode.is_idle():  # a rank that has nothing to do while others have
+            self.step = None
+            return
         lens = forward_batch.seq_lens
         on_host = forward_batch.seq_lens_cpu
         longest = int((lens if on_host is None else on_host).max()) if len(lens) else 0
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices.long(), : max(longest, 1)]
         tables = (rows[:, :: self.page_size] // self.page_size).int()
-        if forward_batch.forward_mode.is_decode():
+        if mode.is_decode():
             starts = on_cpu = torch.arange(len(lens) + 1, dtype=torch.int32)
         else:
             counts = torch.tensor([0, *forward_batch.extend_seq_lens_cpu], dtype=torch.int32)

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal, sdpa_operator, short_mask
+from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
 from layerzero.ops.attention.reference import attention_bias
 from layerzero.ops.ragged import declare as ragged
@@ -117,6 +119,7 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
         causal: bool = False,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
+        sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
@@ -130,9 +133,22 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
             )
             for number, ((first, last), (first_k, last_k)) in enumerate(pairs)
         )
-        return attend_each(sequences, query, causal=causal, scale=scale, window=window, return_lse=return_lse)
+        needed = return_lse or sinks is not None
+        found: Any = attend_each(sequences, query, causal=causal, scale=scale, window=window, return_lse=needed)
+        if sinks is None:
+            return found
+        output, lse = found
+        summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
+        return (output, summed[1]) if return_lse else output
 
     return run
+
+
+def _no_gradient_of_sinks(facts: Facts) -> Reason | None:
+    """Sinks act on a log-sum-exp, which has no gradient here."""
+    if facts["sinks"] == "none" or not facts["requires_grad"]:
+        return None
+    return Reason(ReasonCode.GRAD_UNSUPPORTED, "sinks", "none beside gradients", "given")
 
 
 def longest_or(promised: int | None, tokens: int) -> int:
@@ -195,7 +211,10 @@ def _gives_no_lse(facts: Facts) -> bool:
 def _square(facts: Facts) -> bool:
     """Whether a loop over ``F.scaled_dot_product_attention`` gives it: it aligns a causal mask top-left."""
     alike = facts["tokens"] == facts["kv_tokens"] or facts["causal"] is not True
-    return alike and not facts["return_lse"] and facts["window"] is None and facts["alibi_slopes"] == "none"
+    return alike and not facts["return_lse"] and facts["window"] is None and not facts.tensors.keys() & _BIASES
+
+
+_BIASES = {"alibi_slopes", "sinks"}
 
 
 FLASH = (
@@ -215,7 +234,7 @@ KERNELS = (
         operations=ragged.RAGGED,
         backend=TORCH,
         load=_load_ragged,
-        accepts=("causal", "scale", "window", "alibi_slopes", "return_lse"),
+        accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),
         limits=(
             limit.platform("cpu"),
             limit.dtype(*_FLOATS),
@@ -223,6 +242,7 @@ KERNELS = (
             limit.one_of("bias_grad", False),
             limit.Custom("causal: scale > 0", positive_beside_causal),
             LseWithoutGradient(),
+            limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
         ),

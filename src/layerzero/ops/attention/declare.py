@@ -72,6 +72,7 @@ ALIASES = {
     "num_kv_heads": "kv_heads",
     "is_causal": "causal",
     "attn_mask_type": "attn_mask",
+    "kv_cache_dtype": "dtype",  # of codes it is another, whose operations say so
 }
 """The specification's names for facts of attention."""
 

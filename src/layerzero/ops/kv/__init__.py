@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from layerzero.ops.kv.cache import KVCache
-from layerzero.ops.kv.declare import OPERATIONS
+from layerzero.ops.kv.declare import APPEND, OPERATIONS
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.route import FUNCTIONS
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
 
 __all__ = [
+    "ALIASES",
     "EXPORTS",
     "FUNCTIONS",
     "OPERATIONS",
@@ -22,3 +23,7 @@ __all__ = [
 ]
 
 EXPORTS = ("CacheStep", "KVCache", "KVCacheError", "KVCacheStrategy", "StrategyChoice", "kv_cache_strategy")
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    name: ((APPEND.name,), {}) for name in ("kv.append", "kv.append.batched")
+}
+"""The specification's names: the caches of a batch are rows of one tensor."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
@@ -272,12 +273,48 @@ def append_quantized_reference(
         cache[page, offset] = quantized(new[there], factor, cache.dtype)
 
 
-def _check_quantized(layout: str = "NHD", **arguments: Any) -> list[str]:
-    problems = check_slots(**arguments, layout=layout)
-    for name in ("key_scale", "value_scale"):
-        if not bool((arguments[name] > 0).all()):
-            problems.append(f"{name}: wanted numbers above 0, got one that is not")
-    return problems
+def divides(scale: Tensor, slot_mapping: Tensor) -> Tensor:
+    """Whether new tokens can be divided by their scales: one bool, on the scales' device; -1 has none.
+
+    Of scales a token those of the slots alone count, for others may not have been set yet; NaN is that of a NaN token.
+    """
+    if scale.ndim < 3 or not scale.numel():
+        return (scale > 0).all()
+    page_size = scale.shape[1]
+    slots = slot_mapping.clamp(0, scale.shape[0] * page_size - 1)
+    unset = (scale[slots // page_size, slots % page_size] <= 0) & (slot_mapping >= 0).unsqueeze(1)
+    return ~unset.any()
+
+
+def _scale_problems(slot_mapping: Tensor, **scales: Tensor) -> list[str]:
+    hint = "layer.fit_scales(key, value, slots) sets those of a cache with scales='token'"
+    return [
+        f"{name}: wanted numbers above 0 for all new tokens, got one that is not; {hint}"
+        for name, scale in scales.items()
+        if not divides(scale, slot_mapping)
+    ]
+
+
+def _check_quantized(
+    slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, layout: str = "NHD", **arguments: Any
+) -> list[str]:
+    problems = check_slots(slot_mapping=slot_mapping, layout=layout, **arguments)
+    return problems + _scale_problems(slot_mapping, key_scale=key_scale, value_scale=value_scale)
+
+
+def _guard(function: str, layout: str | None) -> Callable[..., None]:
+    """What every call is looked at for: caches that nobody says are written otherwise, on a CPU scales as well."""
+    caches = written.guard(function, layout)
+
+    def look(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **tensors: Tensor) -> None:
+        if caches is not None:
+            caches(**tensors)
+        if key_scale.is_cpu and type(key_scale) is Tensor:
+            problems = _scale_problems(slot_mapping, key_scale=key_scale, value_scale=value_scale)
+            if problems:
+                raise InvalidCallError(function, problems)
+
+    return look
 
 
 def _derive_quantized(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
@@ -310,7 +347,7 @@ APPEND_QUANTIZED = Operation(
     derived_from={"cache_dtype": (), "scale_axes": ()},
     judge=_ONE_STEP,
     check_values=_check_quantized,
-    guard=written.guard,
+    guard=_guard,
     examples=cases.scales,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,

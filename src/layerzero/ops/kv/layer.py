@@ -9,18 +9,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.core.bundle import Bundle
+from layerzero.core.arguments import told
+from layerzero.core.bundle import MISSING, Bundle
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.strategy import KVCacheStrategy
 from layerzero.ops.paged import written
 from layerzero.ops.paged.cache import PagedCache, of_step
+from layerzero.ops.paged.declare import append_paged_kv_reference
 
 if TYPE_CHECKING:
     from layerzero.ops.kv.sequences import CachedSequences
 
+_OF_ONE_HEAD = "NHD"
+"""The layout of planes without heads, as what moves tokens sees them."""
+
 _FREED = "wanted a cache that is there, got one that was closed; make another"
+
+
+def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> None:
+    """Write tokens into the slots of caches (P, N, ...), after a look at their shapes; nothing is read on the host.
+
+    Raises: InvalidCallError for tokens that are not as the cache's.
+    """
+    tokens, problems = len(slot_mapping), []
+    for name, (new, cache) in pairs.items():
+        wanted = (tokens, *cache.shape[2:])
+        if tuple(new.shape) != wanted or new.dtype is not cache.dtype:
+            got = f"{dtype_name(new.dtype)} {tuple(new.shape)}"
+            problems.append(f"{name}: wanted {dtype_name(cache.dtype)} {wanted}, got {got}")
+    if problems:
+        raise InvalidCallError(kind, problems)
+    (first, key_cache), (second, value_cache) = pairs.values()
+    append_paged_kv_reference(first, second, key_cache, value_cache, slot_mapping)
 
 
 def _check_step(owner: CachedSequences | None, step: object) -> None:
@@ -29,6 +53,15 @@ def _check_step(owner: CachedSequences | None, step: object) -> None:
         owner.check_moved(step)
     elif isinstance(step, CacheStep):  # it keeps its own cache, so this is of another
         raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone")
+
+
+def _check_mapped(owner: CachedSequences | None, function: str) -> None:
+    """Refuse to copy rows into others that have no memory yet. Raises: KVCacheError with KV_STRATEGY_UNSUPPORTED."""
+    if function == "copy_kv_blocks" and owner is not None and owner.strategy is KVCacheStrategy.VIRTUAL:
+        problem = (
+            "wanted a cache whose memory is there, got a virtual one; fork(), compact() and defragment() copy rows"
+        )
+        raise KVCacheError(problem, ReasonCode.KV_STRATEGY_UNSUPPORTED)
 
 
 class CacheLayer(PagedCache):
@@ -54,20 +87,19 @@ class CacheLayer(PagedCache):
 
         Shapes: key (T, K, D), value (T, K, D_v), slot_mapping (T,). Raises: KVCacheError without scales a token.
         """
-        pairs = (self.key_scale, key), (self.value_scale, value)
-        there = slot_mapping >= 0
-        slots, size = slot_mapping[there], self.page_size
-        for scale, new in pairs:
+        dtype, pairs = self.keys.dtype, {}
+        most = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
+        for name, scale, new in (("key", self.key_scale, key), ("value", self.value_scale, value)):
             if scale is None or scale.ndim != 3:
                 raise KVCacheError("wanted a cache with scales='token', got one without; set its scales by yourself")
-            dtype = self.keys.dtype
-            most = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
-            largest = new[there].float().abs().amax(-1)
-            scale[slots // size, slots % size] = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)
+            largest = new.float().abs().amax(-1)
+            pairs[name] = (largest / most).clamp(min=torch.finfo(torch.float32).tiny), scale
+        _write("CacheLayer.fit_scales", slot_mapping, **pairs)
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors, layout and step; see :meth:`layerzero.ops.paged.cache.PagedCache.arguments_of`."""
         _check_step(self._owner(), given.get("step"))
+        _check_mapped(self._owner(), function)
         return super().arguments_of(function, parameter, given)
 
 
@@ -112,11 +144,10 @@ class SplitLayer(Bundle):
 
     def append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write tokens (T, K, D) and (T, K, D_v) into their slots; -1 writes nothing."""
-        there = slot_mapping >= 0
-        slots = slot_mapping[there]
-        page, offset = slots // self.page_size, slots % self.page_size
-        self.keys[page, :, :, offset] = key[there].reshape(len(slots), *self.keys.shape[1:3], self.keys.shape[-1])
-        self.values[page, :, :, offset] = value[there]
+        keys, values = self.keys.permute(0, 3, 1, 2, 4), self.values.permute(0, 3, 1, 2)
+        if key.shape[1:] == (keys.shape[2], keys.shape[3] * keys.shape[4]):
+            key = key.reshape(len(key), *keys.shape[2:])
+        _write("SplitLayer.append", slot_mapping, key=(key, keys), value=(value, values))
 
     def gather(self, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of slots, (T, K, D) and (T, K, D_v)."""
@@ -139,8 +170,15 @@ class SplitLayer(Bundle):
         raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
 
 
+_MOVING = ("append_paged_kv", "gather_paged_kv", "copy_kv_blocks")
+
+
 class LatentLayer(Bundle):
-    """A layer of multi-head latent attention: ``ckv_cache`` (P, N, 512) and ``kpe_cache`` (P, N, 64)."""
+    """A layer of multi-head latent attention: ``ckv_cache`` (P, N, 512) and ``kpe_cache`` (P, N, 64).
+
+    What moves tokens takes it as keys and values of one head: ``lz.append_paged_kv(ckv[:, None], kpe[:, None], layer,
+    slot_mapping=step.slots)``.
+    """
 
     __slots__ = ("__weakref__", "_owner", "_planes", "layout")
 
@@ -148,7 +186,7 @@ class LatentLayer(Bundle):
         self._owner = weakref.ref(owner)
         self.layout = "MLA"
         self._planes = dict(planes)
-        written.declare(self, self._planes, self.layout)
+        written.declare(self, self._planes, _OF_ONE_HEAD)
 
     @property
     def ckv_cache(self) -> Tensor:
@@ -177,16 +215,27 @@ class LatentLayer(Bundle):
 
     def append(self, ckv: Tensor, kpe: Tensor, slot_mapping: Tensor) -> None:
         """Write tokens (T, 512) and (T, 64) into their slots; -1 writes nothing."""
-        there = slot_mapping >= 0
-        slots = slot_mapping[there]
-        for plane, new in ((self.ckv_cache, ckv), (self.kpe_cache, kpe)):
-            plane[slots // self.page_size, slots % self.page_size] = new[there]
+        _write("LatentLayer.append", slot_mapping, ckv=(ckv, self.ckv_cache), kpe=(kpe, self.kpe_cache))
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Both planes, and tables and lengths of the step. Raises: InvalidCallError for another argument."""
+        if function in _MOVING and parameter == "key_cache":
+            return self._moved(function, given)
         if parameter not in ("ckv_cache", "kpe_cache"):
             problem = f"{parameter}: wanted a cache of keys and values, got one of latent attention"
             raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
         _check_step(self._owner(), given.get("step"))
         found: dict[str, Any] = {"ckv_cache": self.ckv_cache, "kpe_cache": self.kpe_cache}
         return found | of_step(given)
+
+    def _moved(self, function: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Both planes with an axis for their one head, of a call that has neither another cache nor another layout."""
+        problems = []
+        if given["value_cache"] is not MISSING:
+            problems.append("value_cache: wanted nothing beside a cache of latent attention, got one")
+        if given["layout"] != _OF_ONE_HEAD:
+            problems.append(f"layout: wanted {_OF_ONE_HEAD!r} or nothing, got {told(given['layout'])}")
+        if problems:
+            raise InvalidCallError(function, problems, ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
+        _check_mapped(self._owner(), function)
+        return {"key_cache": self.ckv_cache.unsqueeze(2), "value_cache": self.kpe_cache.unsqueeze(2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,14 @@ class Plane:
         inner: its shape behind the pages.
         token_axis: which of its axes is that of a page's tokens.
         dtype: of its elements.
+        empty: what it holds where nothing was written.
     """
 
     name: str
     inner: tuple[int, ...]
     token_axis: int
     dtype: torch.dtype
+    empty: float = 0.0
 
     @property
     def bytes_of_token(self) -> int:
@@ -60,8 +63,12 @@ def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def scale_planes(page_size: int, kv_heads: int) -> tuple[Plane, ...]:
-    """A scale for each token and head, tokens first whatever the layout."""
-    return tuple(Plane(name, (page_size, kv_heads), 1, torch.float32) for name in ("key_scale", "value_scale"))
+    """A scale for each token and head, tokens first whatever the layout; below 0 until it is set.
+
+    Codes that were written by it are read as NaN. With 0 in its place those of int8 were read as 0, and nobody knew.
+    """
+    sizes = (page_size, kv_heads), 1, torch.float32
+    return tuple(Plane(name, *sizes, empty=-math.inf) for name in ("key_scale", "value_scale"))
 
 
 def are_columns(planes: Sequence[Plane]) -> bool:

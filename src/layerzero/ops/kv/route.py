@@ -99,7 +99,7 @@ def append_quantized_kv(
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
-        in debug mode for slots beyond the cache or named twice, too.
+        in debug mode for slots beyond the cache or named twice, and for scales of new tokens that are not above 0, too.
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     raise AssertionError("the signature only; the engine makes the callable")

@@ -42,6 +42,9 @@ class Fixed:
                 parts = list(torch.split(make(shape, dtype=planes[0].dtype, device=device), widths, -1))
             else:
                 parts = [make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes]
+                for each, part in zip(planes, parts, strict=True):
+                    if each.empty:
+                        part.fill_(each.empty)
             self.layers.append({each.name: part for each, part in zip(planes, parts, strict=True)})
         self.reserved_bytes = sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
         self.growths = self.waited_growths = 0
@@ -97,7 +100,7 @@ class Virtual(Fixed):
             problem = f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}"
             raise KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
         self._limit = limit_bytes
-        self._has = [0] * pages
+        self._has, self._room = [0] * pages, [0] * pages
         self._lock = forking.rlock()
         self._worker: ThreadPoolExecutor | None = None
         self._coming: dict[int, Future[None]] = {}
@@ -106,9 +109,14 @@ class Virtual(Fixed):
         self.growth_us = 0.0
         for layer in range(layers):  # torch asks the driver whose memory an address is: the first one must be there
             self._range.commit(layer * pages * self._row_bytes, grain)
-        self._has[0] = grain
+        self._holds(0, grain)
         flat = self._range.tensor(dtype)
         self.layers = [self._views(flat, layer) for layer in range(layers)]
+
+    def _holds(self, page: int, size: int) -> None:
+        """Note how many bytes a page has, and up to how many tokens nothing is to be done for it."""
+        self._has[page] = size
+        self._room[page] = self._length if size == self._row_bytes else max(size // self._token_bytes - OVERREAD, 0)
 
     def _row(self, grain: int) -> int:
         return -(-self._length * self._token_bytes // grain) * grain
@@ -139,6 +147,8 @@ class Virtual(Fixed):
 
         Raises: KVCacheError with VIRTUAL_MEMORY_EXHAUSTED; what was mapped for it is unmapped then.
         """
+        if tokens <= self._room[page] and page not in self._coming:  # nearly always
+            return
         coming = self._coming.pop(page, None)
         if coming is not None and self._wanted(tokens) > self._has[page]:
             coming.exception()  # one that failed is tried again here, where somebody hears of it
@@ -148,7 +158,7 @@ class Virtual(Fixed):
     def soon(self, page: int, tokens: int) -> None:
         """Have the next piece mapped by a thread, where the tokens come near its end."""
         ahead = min(tokens + self._range.granularity // (2 * self._token_bytes), self._length)
-        if self._wanted(ahead) <= self._has[page] or page in self._coming:
+        if ahead <= self._room[page] or page in self._coming:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "layerzero-cache-growth")
@@ -181,7 +191,7 @@ class Virtual(Fixed):
                 for place in done:
                     self._range.release(place + had, wanted - had)
                 raise self._exhausted(total, str(error)) from error
-            self._has[page] = wanted
+            self._holds(page, wanted)
             self.growths += 1
             self.growth_us += (time.perf_counter() - started) * 1e6
             return True
@@ -201,7 +211,7 @@ class Virtual(Fixed):
                 for layer in range(self._count if self._has[page] > keep else 0):
                     place = (layer * self._pages + page) * self._row_bytes
                     self._range.release(place + keep, self._has[page] - keep)
-                self._has[page] = min(self._has[page], keep)
+                self._holds(page, min(self._has[page], keep))
 
     def close(self) -> None:
         """Wait for the device, then give back memory and addresses. Views of it must be gone."""

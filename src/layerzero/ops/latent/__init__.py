@@ -9,5 +9,6 @@ __all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "attention.mla.decode": ((MLA_DECODE_PAGED.name,), {}),
+    "attention.mla.prefill": ((MLA_DECODE_PAGED.name,), {}),
 }
-"""The specification's flat name."""
+"""The specification's names: absorbed matrices are one operation, for one or more of the newest tokens."""

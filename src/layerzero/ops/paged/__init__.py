@@ -14,5 +14,8 @@ EXPORTS = ("PagedCache", "StepMetadata")
 
 OPERATIONS = (*declare.OPERATIONS, *mixed.OPERATIONS, *quantized.OPERATIONS)
 
-ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {"attention.paged": (DECODE_PAGED, {})}
-"""The specification's flat name."""
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "attention.paged": (DECODE_PAGED, {}),
+    "attention.pod.paged": (mixed.MIXED_PAGED, {}),
+}
+"""The specification's flat name, and that of prefill on decode, which is a kernel of mixed batches."""

@@ -173,6 +173,7 @@ def _operation(
         cases=(small, allowed),
         sibling="",
         unlike_sibling=None,
+        aliases={**like.aliases, "kv_cache_dtype": "cache_dtype"},
         derive=_derive(like.derive),
         derived=(*like.derived, "cache_dtype", "scale_axes"),
         derived_from={**like.derived_from, "cache_dtype": (), "scale_axes": ()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from layerzero.core.arguments import told, too_large
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
+from layerzero.ops.paged.ragged_tables import padded_tables
 from layerzero.ops.ragged.starts import shape_problems
 from layerzero.ops.ragged.step import host_problems
 
@@ -70,6 +71,36 @@ class StepMetadata(Handle):
         self._max_context_len = max_context_len
         self._given, self._host_tables = host, host_tables
         self.pages = pages
+
+    @classmethod
+    def of_ragged_tables(
+        cls,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_len: Tensor,
+        page_size: int,
+        *,
+        max_blocks: int | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_context_len: int | None = None,
+        pages: int | None = None,
+    ) -> Self:
+        """Make one of block tables without padding, as FlashInfer takes them; :attr:`block_tables` is the padded form.
+
+        Shapes: kv_indptr (B + 1,), kv_indices (Z,), kv_last_page_len (B,), all int32 on one device.
+        Args:
+            kv_indptr: where each sequence's pages begin: 0, then the end of each. A sequence may have none.
+            kv_indices: the pages of all sequences, in order.
+            kv_last_page_len: tokens of each sequence's last page, 1 to ``page_size``.
+            page_size: tokens of a page.
+            max_blocks: columns of the padded tables; None for the most that a sequence has, which waits for a GPU.
+            cu_seqlens_q, max_context_len, pages: as of the constructor.
+        Raises: InvalidCallError for tensors that are no such tables; their numbers are looked at on a CPU, and on a GPU
+            where ``max_blocks`` is None.
+        Source: BatchDecodeWithPagedKVCacheWrapper of FlashInfer, arXiv:2501.01005.
+        """
+        tables, lens = padded_tables(kv_indptr, kv_indices, kv_last_page_len, page_size, max_blocks)
+        return cls(tables, lens, cu_seqlens_q=cu_seqlens_q, max_context_len=max_context_len, pages=pages)
 
     def __repr__(self) -> str:
         return f"StepMetadata({self.kind}, max_context_len={self._max_context_len})"

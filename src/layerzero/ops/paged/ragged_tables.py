@@ -1,0 +1,67 @@
+"""Block tables without padding, as FlashInfer and SGLang keep them, made the padded ones that a step has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
+
+_FUNCTION = "StepMetadata.of_ragged_tables"
+
+
+def padded_tables(
+    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, page_size: int, max_blocks: int | None
+) -> tuple[Tensor, Tensor]:
+    """Block tables (B, max_blocks) and lengths (B,), int32; see :meth:`layerzero.StepMetadata.of_ragged_tables`.
+
+    Raises: InvalidCallError for tensors that are no such tables; numbers are looked at on a CPU, and wherever
+        ``max_blocks`` is None, for then they are read.
+    """
+    problems = shape_problems("kv_indptr", kv_indptr)
+    for name, tensor in (("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
+        if not isinstance(tensor, Tensor) or tensor.dtype is not torch.int32 or tensor.ndim != 1:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            problems.append(f"{name}: wanted an int32 tensor of one axis, got {got.removeprefix('torch.')}")
+        elif not problems and tensor.device != kv_indptr.device:
+            problems.append(f"{name}: wanted device {kv_indptr.device} as kv_indptr, got {tensor.device}")
+    for name, number in (("page_size", page_size), ("max_blocks", 1 if max_blocks is None else max_blocks)):
+        if type(number) is not int or not 1 <= number < 2**31:
+            problems.append(f"{name}: wanted a number from 1 to {2**31 - 1}, got {told(number)}")
+    if not problems and len(kv_last_page_len) != len(kv_indptr) - 1:
+        problems.append(f"kv_last_page_len: wanted {len(kv_indptr) - 1} as in kv_indptr, got {len(kv_last_page_len)}")
+    if not problems and (kv_indptr.is_cpu or max_blocks is None):
+        on_host = kv_indptr.cpu(), kv_last_page_len.cpu()
+        problems += _value_problems(*on_host, len(kv_indices), page_size, max_blocks)
+        max_blocks = max_blocks or max(int(lengths_of(on_host[0]).max()) if len(on_host[1]) else 0, 1)
+    if problems:
+        raise InvalidCallError(_FUNCTION, problems)
+    assert max_blocks is not None
+    counts, columns = lengths_of(kv_indptr), torch.arange(max_blocks, dtype=torch.int32, device=kv_indptr.device)
+    there = columns < counts.unsqueeze(1)
+    if not len(kv_indices):
+        return torch.zeros_like(there, dtype=torch.int32), torch.zeros_like(counts)
+    places = (kv_indptr[:-1].unsqueeze(1) + columns).clamp(0, len(kv_indices) - 1)
+    tables = kv_indices[places.long()].masked_fill(~there, 0)
+    return tables, torch.where(counts > 0, (counts - 1) * page_size + kv_last_page_len, 0)
+
+
+def _value_problems(starts: Tensor, last: Tensor, pages: int, page_size: int, max_blocks: int | None) -> list[str]:
+    """What is wrong with the numbers, on the host."""
+    end = int(starts[-1])
+    problems = value_problems("kv_indptr", starts, end)
+    if end != pages:
+        problems.append(f"kv_indptr[{len(starts) - 1}]: wanted {pages}, the number of kv_indices, got {end}")
+    if problems:
+        return problems
+    counts = lengths_of(starts)
+    if max_blocks is not None and len(counts) and int(counts.max()) > max_blocks:
+        problems.append(f"max_blocks: wanted at least {int(counts.max())}, the pages of a sequence, got {max_blocks}")
+    wrong = (counts > 0) & ((last < 1) | (last > page_size))
+    problems += [
+        f"kv_last_page_len[{place}]: wanted 1 to {page_size}, got {int(last[place])}"
+        for place in wrong.nonzero().flatten().tolist()[:8]
+    ]
+    return problems
