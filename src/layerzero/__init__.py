@@ -56,6 +56,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unload_descriptor",
     ),
     "layerzero.asking.trace": ("trace",),
+    "layerzero.serving.agreement": ("agree",),
     "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
     "layerzero.serving.readiness": ("Readiness", "readiness_check"),
     "layerzero.serving.warmup": ("warmup",),

@@ -69,6 +69,7 @@ from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
+from layerzero.serving.agreement import agree
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.warmup import warmup
@@ -142,6 +143,7 @@ __all__ = [
     "add_residual_",
     "add_rms_norm",
     "add_rms_norm_",
+    "agree",
     "alibi_bias",
     "alibi_slopes",
     "append_kv",

@@ -96,9 +96,7 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     if manifest is None:
         held = Frozen({})
         ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
-        for cache in ENGINE.caches:
-            for policy, plan in cache.plans():
-                held.choices.setdefault(class_name(plan.report.facts, policy), choice_of(plan, policy))
+        _keep_plans(held)
     else:
         found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
         problems = _differences(found)
@@ -107,6 +105,28 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
         ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
         ENGINE.bump()  # what was chosen for other classes before is chosen as in every process with this manifest
     return _document(ENGINE.frozen)
+
+
+def snapshot() -> Frost:
+    """What :func:`freeze` would write now; nothing is frozen."""
+    held = Frozen({})
+    _keep_plans(held)
+    return _document(held)
+
+
+def adopt(found: Frost) -> list[str]:
+    """Freeze what somebody else chose, whatever this process would choose; why not, if one of them cannot run here."""
+    problems = _differences(found, may_differ=True)
+    if not problems:
+        ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
+        ENGINE.bump()
+    return problems
+
+
+def _keep_plans(held: Frozen) -> None:
+    for cache in ENGINE.caches:
+        for policy, plan in cache.plans():
+            held.choices.setdefault(class_name(plan.report.facts, policy), choice_of(plan, policy))
 
 
 def thaw() -> Frost:
@@ -162,8 +182,8 @@ def _version(kernel_id: str) -> str:
     return probe.this_machine().state(kernel.backend, Device.detect("cpu")).version or ""
 
 
-def _differences(found: Frost) -> list[str]:
-    """What is not here as it is there, and what this process would choose otherwise."""
+def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
+    """What is not here as it is there, and what this process would choose otherwise, or, if it may, could not run."""
     problems = [
         f"{name}: wanted {getattr(found, name)}, got {here}"
         for name, here in _here().items()
@@ -181,7 +201,8 @@ def _differences(found: Frost) -> list[str]:
         except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made
             problems.append(f"{name}: wanted a call that can be made here, got {type(error).__name__}: {error}")
             continue
-        if report.kernel_id != choice.kernel:
+        legal = may_differ and any(each.legal and each.kernel.id == choice.kernel for each in report.candidates)
+        if report.kernel_id != choice.kernel and not legal:
             reasons = report.failures.get(choice.kernel, ())
             why = f": {reasons[0]}" if reasons else ""
             problems.append(f"{name}: wanted {choice.kernel}, this process would choose {report.kernel_id}{why}")

@@ -112,7 +112,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
     "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel"),
-    "distributed_selection": Setting(str, "independent", "how ranks agree", built=False),
+    "distributed_selection": Setting(str, "independent", "how ranks agree: lz.agree() lets them, once", built=False),
 }
 
 ALIASES = {
