@@ -19,10 +19,11 @@ from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check, Say
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.kv import cases
 from layerzero.ops.paged import written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.rope_append.reference import write_rows
 
@@ -82,19 +83,6 @@ def append_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache:
     write_rows(key, value, key_cache, value_cache, positions)
 
 
-def _check_rows(positions: Tensor, key_cache: Tensor, layout: str = "NHD", **_: object) -> list[str]:
-    """Values on the device: each place of a row once, and there."""
-    length = key_cache.shape[layout.index("N") + 1]
-    problems = written.problems({"key_cache": key_cache}, layout)
-    for number, row in enumerate((positions if positions.ndim == 2 else positions.unsqueeze(0)).tolist()):
-        if len(set(row)) != len(row):
-            problems.append(f"positions: wanted each place of a sequence once, got one twice in row {number}")
-        outside = [place for place in row if not 0 <= place < length]
-        if outside:
-            problems.append(f"positions: wanted 0 to {length - 1} in row {number}, got {outside[0]}")
-    return problems[:8]
-
-
 APPEND = Operation(
     schema=OperationSchema(
         operation="kv.append.contiguous",
@@ -118,7 +106,6 @@ APPEND = Operation(
     cases=cases.ROWS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_rows,
     guard=written.guard,
     examples=cases.positions,
     work=_moved("batch", "seq"),
@@ -148,16 +135,6 @@ def _gather_fake(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -
     return keys, values
 
 
-def _check_gathered(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
-    """Values on the device: every slot in the cache."""
-    capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
-    outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
-    return written.problems({"key_cache": key_cache}, layout) + [
-        f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
-        for token in outside
-    ]
-
-
 GATHER = Operation(
     schema=OperationSchema(
         operation="kv.gather.paged",
@@ -175,7 +152,6 @@ GATHER = Operation(
     cases=cases.SLOTS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_gathered,
     guard=written.guard,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,
@@ -192,20 +168,6 @@ def copy_blocks_reference(key_cache: Tensor, value_cache: Tensor, from_pages: Te
     """
     for cache in (key_cache, value_cache):
         cache[to_pages] = cache[from_pages]
-
-
-def _check_pages(
-    key_cache: Tensor, from_pages: Tensor, to_pages: Tensor, layout: str = "NHD", **_: object
-) -> list[str]:
-    """Values on the device: pages of the cache, and none written twice."""
-    problems, pages = written.problems({"key_cache": key_cache}, layout), key_cache.shape[0]
-    for name, tensor in (("from_pages", from_pages), ("to_pages", to_pages)):
-        for place in ((tensor < 0) | (tensor >= pages)).nonzero().flatten().tolist()[:4]:
-            problems.append(f"{name}[{place}]: wanted a page from 0 to {pages - 1}, got {int(tensor[place])}")
-    targets = to_pages.tolist()
-    if len(set(targets)) != len(targets):
-        problems.append("to_pages: wanted each page once, got one twice")
-    return problems
 
 
 COPY_BLOCKS = Operation(
@@ -226,7 +188,6 @@ COPY_BLOCKS = Operation(
     cases=cases.COPIES,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_pages,
     guard=written.guard,
     examples=cases.pages,
     work=_moved("copied_pages", "page_size"),
@@ -272,12 +233,14 @@ def append_quantized_reference(
         cache[page, offset] = quantized(new[there], factor, cache.dtype)
 
 
-def _check_quantized(layout: str = "NHD", **arguments: Any) -> list[str]:
-    problems = check_slots(**arguments, layout=layout)
-    for name in ("key_scale", "value_scale"):
-        if not bool((arguments[name] > 0).all()):
-            problems.append(f"{name}: wanted numbers above 0, got one that is not")
-    return problems
+def check_scales(key_scale: Tensor, value_scale: Tensor, **_: object) -> list[Check]:
+    """Values on the device, beside places: scales that something can be divided by."""
+
+    def say(name: str) -> Say:
+        return lambda _, __: f"{name}: wanted numbers above 0, got one that is not"
+
+    named = ("key_scale", key_scale), ("value_scale", value_scale)
+    return [Check(~(scale > 0).all(), None, say(name)) for name, scale in named]
 
 
 def _derive_quantized(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
@@ -309,7 +272,7 @@ APPEND_QUANTIZED = Operation(
     derived=("cache_dtype", "scale_axes"),
     derived_from={"cache_dtype": (), "scale_axes": ()},
     judge=_ONE_STEP,
-    check_values=_check_quantized,
+    check_values=check_scales,
     guard=written.guard,
     examples=cases.scales,
     work=_moved("tokens"),
