@@ -61,7 +61,7 @@ def test_a_call_reads_the_device_once(name, looks):
 
 
 def test_a_capture_looks_at_nothing(looks):
-    function, arguments = call_of("kv.append.paged")
+    _, arguments = call_of("kv.append.paged")
     with lz.scope(debug=True):
         lz.append_paged_kv(**arguments)
         looks.clear()
