@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.judge import Elementwise
+from layerzero.core.dtypes import FLOATING, INDEX
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
-from layerzero.core.values import Check, Say
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.kv import cases
 from layerzero.ops.paged import written
+from layerzero.ops.paged.codes import DERIVED, ONE_STEP, append_quantized_reference, check_scales
+from layerzero.ops.paged.codes import derive as derive_codes
+from layerzero.ops.paged.codes import examples as scales
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.rope_append.reference import write_rows
@@ -196,61 +197,6 @@ COPY_BLOCKS = Operation(
 
 # kv.append.quantized
 
-
-def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even.
-
-    An infinity becomes NaN in float8: not every one of its forms has infinities.
-    """
-    wide = new.to(torch.promote_types(new.dtype, torch.float32)) / scale
-    if not dtype.is_floating_point:
-        return wide.round().clamp(-127, 127).to(dtype)
-    most = torch.finfo(dtype).max
-    return wide.masked_fill(wide.isinf(), float("nan")).clamp(-most, most).to(dtype)
-
-
-def append_quantized_reference(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-) -> None:
-    """Divide each token's key and value by the scales of its slot, and write them there; -1 writes nothing.
-
-    Shapes: key (T, K, D), value (T, K, D_v), caches (P, N, K, D) and (P, N, K, D_v), slot_mapping (T,), scales that
-    broadcast to (P, N, K). Mutates both caches. Dtype: float8_e4m3fn, float8_e5m2 (clamped to its range) or int8
-    (rounded to even, -127 to 127). Source: reshape_and_cache of vLLM 0.20 for float8.
-    """
-    there = slot_mapping >= 0
-    slots, size = slot_mapping[there], key_cache.shape[1]
-    page, offset = slots // max(size, 1), slots % max(size, 1)
-    shape = key_cache.shape[:3]
-    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
-        factor = scale.expand(shape)[page, offset].unsqueeze(-1)
-        cache[page, offset] = quantized(new[there], factor, cache.dtype)
-
-
-def check_scales(key_scale: Tensor, value_scale: Tensor, **_: object) -> list[Check]:
-    """Values on the device, beside places: scales that something can be divided by."""
-
-    def say(name: str) -> Say:
-        return lambda _, __: f"{name}: wanted numbers above 0, got one that is not"
-
-    named = ("key_scale", key_scale), ("value_scale", value_scale)
-    return [Check(~(scale > 0).all(), None, say(name)) for name, scale in named]
-
-
-def _derive_quantized(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
-    return {"cache_dtype": dtype_name(arguments["key_cache"].dtype), "scale_axes": arguments["key_scale"].ndim}
-
-
-_ONE_STEP = Elementwise(
-    dict.fromkeys(TOLERANCE, Tolerance(0.26, 1.0)), "one step of the cache's dtype, where a quotient lies between two"
-)
-
 APPEND_QUANTIZED = Operation(
     schema=OperationSchema(
         operation="kv.append.quantized",
@@ -268,13 +214,13 @@ APPEND_QUANTIZED = Operation(
     reference=append_quantized_reference,
     fake=_nothing,
     cases=(*cases.SLOTS, cases.ONE_HEAD),
-    derive=_derive_quantized,
-    derived=("cache_dtype", "scale_axes"),
-    derived_from={"cache_dtype": (), "scale_axes": ()},
-    judge=_ONE_STEP,
+    derive=derive_codes,
+    derived=DERIVED,
+    derived_from=dict.fromkeys(DERIVED, ()),
+    judge=ONE_STEP,
     check_values=check_scales,
     guard=written.guard,
-    examples=cases.scales,
+    examples=scales,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,
 )
