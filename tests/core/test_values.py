@@ -77,6 +77,8 @@ def test_the_first_wrong_places_are_told(data):
             wanted.append(checks[-1])
     got, reads = counted(values.problems, checks)
     assert got == wanted
+    alone = [each for each in checks if isinstance(each, Check)]
+    assert values.problems_on_host(alone) == values.problems(alone)
     assert reads == any(isinstance(each, Check) and each.wrong.numel() for each in checks)
 
 

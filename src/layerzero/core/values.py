@@ -60,6 +60,12 @@ def problems(found: Iterable[str | Check]) -> list[str]:
     return told
 
 
+def problems_on_host(checks: Iterable[Check]) -> list[str]:
+    """The same of values on the host, where a look costs no wait: nothing more is computed where nothing is wrong."""
+    given = list(checks)
+    return problems(given) if any(bool(each.wrong.any()) for each in given) else []
+
+
 def _first_places(check: Check) -> Tensor | None:
     """The first wrong places, counted along all axes, and the numbers of each; None where there is no place at all.
 

@@ -72,7 +72,7 @@ def cascade_reference(
 
 def shared_problems(block_tables: Tensor, context_lens: Tensor, shared_blocks: int, page_size: int) -> list[str]:
     """What is wrong with the promise: tables that begin otherwise, sequences that end in the prefix."""
-    return values.problems(_shared_checks(block_tables, context_lens, shared_blocks, page_size))
+    return values.problems_on_host(_shared_checks(block_tables, context_lens, shared_blocks, page_size))
 
 
 def _shared_checks(block_tables: Tensor, context_lens: Tensor, shared_blocks: int, page_size: int) -> list[Check]:

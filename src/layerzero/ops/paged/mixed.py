@@ -126,7 +126,7 @@ def _check_values(
 
 def decodes_problems(starts: Tensor, decodes: int) -> list[str]:
     """What is wrong with the promise that the first sequences have one query each; reads starts on the host."""
-    return values.problems(_decodes_checks(starts, decodes))
+    return values.problems_on_host(_decodes_checks(starts, decodes))
 
 
 def _decodes_checks(starts: Tensor, decodes: int) -> list[Check]:

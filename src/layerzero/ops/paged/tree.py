@@ -67,9 +67,8 @@ def _told(place: tuple[int, ...], columns: tuple[int, ...]) -> str:
 
 
 def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
-    """What is wrong with the rows of a mask on the host: :func:`checks`, and no more where nothing is."""
-    found = checks(mask, starts)
-    return values.problems(found) if found and bool(found[0].wrong.any()) else []
+    """What is wrong with the rows of a mask on the host: :func:`checks`."""
+    return values.problems_on_host(checks(mask, starts))
 
 
 class _Seen(NamedTuple):

@@ -60,7 +60,7 @@ def pattern_problems(block_indptr: object, block_indices: object) -> list[str]:
 
 def entry_problems(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> list[str]:
     """What is wrong with the values: rows that do not follow each other, blocks beyond the keys or named twice."""
-    return values.problems(checks(block_indptr, block_indices, columns))
+    return values.problems_on_host(checks(block_indptr, block_indices, columns))
 
 
 def checks(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> list[Check]:
