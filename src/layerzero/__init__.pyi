@@ -1262,6 +1262,8 @@ def rope_append(
     positions: Tensor,
     slot_mapping: Tensor | None = None,
     *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     interleaved: bool = False,
     layout: str = "NHD",
 ) -> Tensor:
@@ -1272,14 +1274,15 @@ def rope_append(
     Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
         (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
         positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
-        swapped in HND. cos and sin (P, R/2), R at most D → query's.
-    Dtype: queries, keys, values and caches the same floating dtype; cos, sin and positions as of ``lz.rope``;
-        slot_mapping int64.
+        swapped in HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
+    Dtype: queries, keys, values and caches the same floating dtype, or paged caches of float8_e4m3fn, float8_e5m2 or
+        int8 beside float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
     Args:
         positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
             table has a row for each of L places, and each place of a sequence comes once.
         slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
             once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
+        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv``; None for others.
         interleaved: as of ``lz.rope``.
         layout: of the caches, ``"NHD"`` or ``"HND"``.
     Returns: the rotated query. Rotated keys are in the cache alone.

@@ -400,6 +400,8 @@ def test_a_latent_cache_brings_its_two_planes():
         layer.append(*new, step.slots)
         queries = torch.randn(1, 2, 16, 512, dtype=torch.bfloat16), torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
         output = lz.mla_attention(*queries, layer, step=step, scale=0.07)
+        with lz.scope(debug=True):
+            assert torch.equal(lz.mla_attention(*queries, layer, step=step, scale=0.07), output)
         tables = step.block_tables, step.context_lens
         planes = layer.ckv_cache.contiguous(), layer.kpe_cache.contiguous()
         torch.testing.assert_close(output, lz.mla_attention(*queries, *planes, *tables, 0.07), rtol=2e-2, atol=2e-2)

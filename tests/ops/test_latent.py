@@ -139,7 +139,10 @@ WRONG = [
     (lambda c: {"q_nope": c["q_nope"][:, 0]}, "q_nope: wanted a 4D tensor"),
     (lambda c: {"q_nope": c["q_nope"].double()}, "q_pe: wanted dtype float64"),
     (lambda c: {"block_tables": c["block_tables"].long()}, "block_tables: wanted an int32 tensor"),
-    (lambda c: {"block_tables": torch.full_like(c["block_tables"], 10)}, r"block_tables\[0, 0\]: wanted a page from 0"),
+    (
+        lambda c: {"block_tables": torch.full_like(c["block_tables"], 10)},
+        r"block_tables\[0, 0\]: wanted 0 to 9, got 10",
+    ),
     (lambda c: {"context_lens": c["context_lens"] + 20}, r"context_lens\[1\]: wanted 0 to 48, got 60"),
     (lambda c: {"context_lens": c["context_lens"][:2]}, "context_lens: wanted 3 lengths"),
     (lambda c: {"max_context_len": 16}, r"context_lens\[0\]: wanted 0 to 16, got 17"),

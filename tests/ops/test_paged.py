@@ -253,8 +253,8 @@ def test_what_means_nothing_is_refused_before_anything_is_read(change, text):
     [
         (lambda c: c["context_lens"].fill_(9), r"context_lens\[0\]: wanted 0 to 8, got 9"),
         (lambda c: c["context_lens"].fill_(-1), r"context_lens\[0\]: wanted 0 to 8, got -1"),
-        (lambda c: c["block_tables"].fill_(7), r"block_tables\[0, 0\]: wanted a page from 0 to 6, got 7"),
-        (lambda c: c["block_tables"].fill_(-1), r"block_tables\[0, 0\]: wanted a page from 0 to 6, got -1"),
+        (lambda c: c["block_tables"].fill_(7), r"block_tables\[0, 0\]: wanted 0 to 6, got 7"),
+        (lambda c: c["block_tables"].fill_(-1), r"block_tables\[0, 0\]: wanted 0 to 6, got -1"),
         (lambda c: c.update(max_context_len=7), r"context_lens\[2\]: wanted 0 to 7, got 8"),
     ],
 )
@@ -272,9 +272,9 @@ def test_debug_mode_looks_at_the_values_on_kept_plans_too(break_it, text):
 @pytest.mark.parametrize(
     ("slots", "text"),
     [
-        ([0, 12], r"slot_mapping\[1\]: wanted -1 or a slot below 12, got 12"),
-        ([-2, 0], r"slot_mapping\[0\]: wanted -1"),
-        ([3, 3], "each slot once"),
+        ([0, 12], r"slot_mapping\[1\]: wanted -1 to 11, got 12"),
+        ([-2, 0], r"slot_mapping\[0\]: wanted -1 to 11, got -2"),
+        ([3, 3], "slot_mapping: wanted each place once, got 3 at 0 and 1"),
     ],
 )
 def test_debug_mode_looks_at_slots_before_anything_is_written(slots, text):

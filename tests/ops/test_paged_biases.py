@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
+from launches import Counted
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import tree
 from paged_calls import PAGE, paged, starts
@@ -140,15 +141,51 @@ def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
         lz.paged_attention(**call, tree_mask=change(mask))
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_every_call_looks_at_the_mask_once(monkeypatch, debug):
-    call, mask = drafts()
-    looked, look = [], tree.value_problems
-    monkeypatch.setattr(tree, "value_problems", lambda *given: looked.append(1) or look(*given))
-    with lz.scope(debug=debug):
-        for _ in range(2):
+@pytest.fixture
+def looked(monkeypatch):
+    """Masks that were looked at on the host, in order."""
+    found, look = [], tree.value_problems
+    monkeypatch.setattr(tree, "value_problems", lambda mask, starts: found.append(mask) or look(mask, starts))
+    return found
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_layers_of_a_step_look_at_their_mask_once(looked, inference):
+    with torch.inference_mode(inference):
+        call, mask = drafts()
+        other = {name: each.float() if each.is_floating_point() else each for name, each in call.items()}
+        for _ in range(4):
             lz.paged_attention(**call, tree_mask=mask)
-    assert len(looked) == (4 if debug else 2)  # debug mode looks at all values by itself
+            lz.paged_attention(**other, tree_mask=mask)  # another plan
+        assert len(looked) == 1
+        lz.paged_attention(**call, tree_mask=mask.clone())
+        assert len(looked) == 2
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("change", [
+    lambda mask, starts: mask[3].fill_(False),
+    lambda mask, starts: mask.view(-1)[18:20].fill_(False),  # through a view
+    lambda mask, starts: starts[1:2].add_(1),
+])  # fmt: skip
+def test_a_mask_is_looked_at_again_once_it_or_its_starts_were_written_into(change, inference):
+    with torch.inference_mode(inference):
+        call, mask = drafts()
+        given = "paged_attention", mask, call["cu_seqlens_q"]
+        ran = []
+        for _ in range(2):
+            with Counted() as counted:
+                tree.check(*given)
+            ran.append(counted.calls)
+        assert len(ran[0]) > 20
+        assert ran[1] == (["aten.equal.default"] * 2 if inference else [])
+        change(*given[1:])
+        for _ in range(2):  # what was wrong is not remembered
+            with pytest.raises(lz.InvalidCallError, match=r"tree_mask\[\d\]: wanted the token itself"):
+                tree.check(*given)
+        known = len(tree._TREES)
+        del given, mask
+        assert len(tree._TREES) == known - 1
 
 
 def test_a_mask_is_looked_at_where_it_lies_and_beside_gradients():

@@ -35,7 +35,7 @@ def _copy(c):
     return c["key_cache"], c["value_cache"]
 
 
-def _append_quantized(c):
+def append_quantized(c):
     """The quotients themselves: what rounds them is judged by one step."""
     size, shape = c["key_cache"].shape[1], c["key_cache"].shape[:3]
     for name in ("key", "value"):
@@ -49,7 +49,7 @@ def _append_quantized(c):
 
 
 ORACLES = {
-    "kv.append.quantized": _append_quantized,
+    "kv.append.quantized": append_quantized,
     "kv.append.contiguous": _append,
     "kv.gather.paged": _gather,
     "kv.copy_blocks": _copy,

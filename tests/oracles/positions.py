@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oracles.kv import append_quantized as quantized
 from oracles.norm import rms
 from oracles.rope import turned
 
@@ -57,6 +58,12 @@ def _append_paged(c):
     return query, c["key_cache"], c["value_cache"]
 
 
+def _append_codes(c):
+    tables = _rows(c, 0)
+    query, key = (turned(c[name], *tables, c.get("interleaved", False)) for name in ("query", "key"))
+    return (query, *quantized(c | {"key": key}))
+
+
 def _split_append(c):
     parts = c["qkv"].shape[-1] // c["key_cache"].shape[-1]
     kv_heads = c["key_cache"].shape[-2]
@@ -81,6 +88,7 @@ ORACLES = {
     "posenc.split_qkv_norm_rope": _split,
     "kv.rope_append": _append,
     "kv.rope_append.paged": _append_paged,
+    "kv.rope_append.quantized": _append_codes,
     "kv.split_qkv_norm_rope_append": _split_append,
     "kv.split_qkv_norm_rope_append.paged": _split_append,
     "posenc.alibi": _alibi,

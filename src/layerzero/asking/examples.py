@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -29,9 +29,9 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
 
 
 def awaits_vetting(kernels: Sequence[Kernel], device: Device) -> bool:
-    """Whether `layerzero vet` would find something to do: a plugin's kernel without a verdict on its first cases."""
+    """Whether `layerzero vet` would find something to do: a kernel that waits for a verdict, on its first cases."""
     if not CONFIGURATION.policy.require_vetting:
         return False
-    plugins = [kernel for kernel in kernels if kernel.trust is Trust.PLUGIN]
-    calls = ((kernel, call) for kernel in plugins for call in example_calls(kernel, device))
+    waiting = [kernel for kernel in kernels if kernel.trust.needs_verdict]
+    calls = ((kernel, call) for kernel in waiting for call in example_calls(kernel, device))
     return any(ENGINE.ledger.judgement(*pair) is None for pair in calls)

@@ -1,21 +1,25 @@
 """Whether integers that kernels follow lead anywhere: places in a tensor, counts of what is in one.
 
 On a CPU every plan looks before its kernel runs, unless the kernel does so itself: a place beyond a cache would be
-written to, or end the process. On other devices looking means waiting: debug mode does it.
+written to, or end the process. On other devices looking means waiting: debug mode does it, by expressions there and one
+read of what they found. Never in a capture: its replays read other values, and reading would break it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from layerzero.core import values as looking
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 
-_MAX_TOLD = 8
-"""Wrong values of one tensor that an error lists."""
+if TYPE_CHECKING:
+    from layerzero.core.operation import Operation
 
 
 _FEW = 256
@@ -114,11 +118,11 @@ def _product(sizes: tuple[tuple[str, int], ...]) -> str:
     return " * ".join(f"{tensor}.shape[{axis}]" for tensor, axis in sizes) or "1"
 
 
-def problems(rules: list[Rule], arguments: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the values of a call, with wanted and got; empty if nothing is."""
-    found: list[str] = []
+def checks(rules: list[Rule], arguments: Mapping[str, Any]) -> list[Check]:
+    """The rules as expressions on the tensors' own device."""
+    found: list[Check] = []
     for rule in rules:
-        values = arguments[rule.tensor.name]
+        name, values = rule.tensor.name, arguments[rule.tensor.name]
         most = _size(rule.sizes, arguments) - (1 if rule.tensor.indexes else 0)
         promised = [arguments[each] for each in rule.bounds if arguments.get(each) is not None]
         most = min([most, *promised])
@@ -126,27 +130,45 @@ def problems(rules: list[Rule], arguments: Mapping[str, Any]) -> list[str]:
         if rule.counts:
             starts = torch.arange(values.shape[1], device=values.device) * _size(rule.per, arguments)
             outside &= starts < arguments[rule.counts].unsqueeze(1)
-        for place in outside.nonzero().tolist()[:_MAX_TOLD]:
-            where = ", ".join(map(str, place))
-            wanted = f"{rule.low} to {most}" if most >= rule.low else "none, since there is no place"
-            found.append(f"{rule.tensor.name}[{where}]: wanted {wanted}, got {int(values[tuple(place)])}")
-        if rule.tensor.distinct and not distinct(values):
-            found += _twice(rule.tensor.name, values)
+        wanted = f"{rule.low} to {most}" if most >= rule.low else "none, since there is no place"
+        found.append(Check(outside, values.unsqueeze(-1), functools.partial(_outside, name, wanted)))
+        if rule.tensor.distinct and values.ndim and values.numel():
+            found.append(_named_again(name, values))
     return found
 
 
-def _twice(name: str, values: torch.Tensor) -> list[str]:
-    """The first places that are named again: which of two tokens is written there, nobody could say."""
-    for row in values.reshape(-1, values.shape[-1]).tolist():
-        first: dict[int, int] = {}
-        again = [(place, value) for place, value in enumerate(row) if first.setdefault(value, place) != place]
-        if told := [
-            f"{name}: wanted each place once, got {value} at {first[value]} and {place}"
-            for place, value in again
-            if value >= 0
-        ]:
-            return told[:_MAX_TOLD]
-    return []
+def _outside(name: str, wanted: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
+    where = f"[{', '.join(map(str, place))}]" if place else ""
+    return f"{name}{where}: wanted {wanted}, got {got[0]}"
+
+
+def _named_again(name: str, values: torch.Tensor) -> Check:
+    """The first row's places that are named again: which of two tokens is written there, nobody could say."""
+    rows = values.reshape(-1, values.shape[-1])
+    ordered, places = rows.sort(dim=-1, stable=True)
+    same = torch.zeros_like(ordered, dtype=torch.bool)  # as the one before it
+    same[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    numbers = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    first = places.gather(1, numbers.masked_fill(same, 0).cummax(1).values)  # of those that are the same
+    again = torch.zeros_like(same).scatter_(1, places, same)
+    again &= (again.any(1).cumsum(0) == 1).unsqueeze(1)
+    told = torch.stack((rows, torch.zeros_like(places).scatter_(1, places, first)), -1)
+    return Check(again, told, functools.partial(_again, name))
+
+
+def _again(name: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
+    return f"{name}: wanted each place once, got {got[0]} at {got[1]} and {place[-1]}"
+
+
+def problems(rules: list[Rule], arguments: Mapping[str, Any], operation: Operation | None = None) -> list[str]:
+    """What is wrong with the values of a call, with wanted and got; empty if nothing is.
+
+    With its operation, by what that looks at beside the rules, too. All of it is one read of the tensors' device.
+    """
+    found: list[str | Check] = [*checks(rules, arguments)]
+    if operation is not None and operation.check_values is not None:
+        found += operation.check_values(**arguments)
+    return looking.problems(found)
 
 
 def _size(sizes: tuple[tuple[str, int], ...], arguments: Mapping[str, Any]) -> int:

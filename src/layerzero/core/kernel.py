@@ -49,6 +49,13 @@ class Trust(StrEnum):
     """Built in at a tested version, or registered by the person who wrote it."""
     PLUGIN = "plugin"
     """Came through an entry point: refused where the policy requires vetting, until vetted."""
+    UNTRIED = "untried"
+    """Built in, written after the library's sources where no device for it was: refused like a plugin's."""
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether its kernels are refused until vetted, where the policy requires vetting."""
+        return self is not Trust.DECLARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +190,8 @@ class Kernel:
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
-        trust: why it may run here; leave it, the registry sets it for plugins.
+        trust: why it may run here; ``UNTRIED`` for what was written where it could not run. Leave it in a plugin, for
+            which the registry sets it.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
         tolerance_reason: why it is that far; the conformance report prints it.

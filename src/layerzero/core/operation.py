@@ -21,6 +21,7 @@ from layerzero.core.operator_schema import TorchSchema, torch_schemas
 from layerzero.core.plain import Plain
 from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 
 __all__ = [
     "GENERAL_FACTS",
@@ -158,8 +159,9 @@ class Operation:
         derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
             bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
         adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
-        check_values: lists what is wrong with values that lie on the device (a page beyond the cache); asked in debug
-            mode, because reading them waits for the device.
+        check_values: what its values must be beside places and counts, which the schema tells: words for what is
+            wrong already, and checks (:mod:`layerzero.core.values`), which are read all together; asked in debug mode,
+            because reading waits for the device.
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
             raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. Whoever makes
             that another answer says so (:mod:`layerzero.core.outdated`).
@@ -200,7 +202,7 @@ class Operation:
     derived: tuple[str, ...] = ()
     derived_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    check_values: Callable[..., list[str]] | None = None
+    check_values: Callable[..., Sequence[str | Check]] | None = None
     guard: Callable[[str, str | None], Callable[..., None] | None] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None

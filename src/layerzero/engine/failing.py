@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.core import forking
+from layerzero.core import forking, indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import (
     InvalidCallError,
@@ -115,12 +115,13 @@ def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
     Raises: InvalidCallError.
     """
     facts = plan.report.facts
-    operation = facts.operation
-    if operation.check_values is None or facts["capturing"]:
+    operation, rules = facts.operation, indices.rules_of(facts.operation.schema, facts.layout, facts.tensors)
+    if facts["capturing"] or not (rules or operation.check_values):
         return
     named = {name: arguments[name] for name in (*facts.tensors, *operation.schema.passed) if name in arguments}
     named |= {name: facts[name] for name in operation.looked_at}
-    problems = operation.check_values(**named, layout=facts.layout)
+    named |= {"layout": facts.layout} if facts.layout else {}
+    problems = indices.problems(rules, named, operation)
     if problems:
         raise InvalidCallError(operation.name, problems)
 

@@ -140,11 +140,12 @@ def trust_reasons(
         hint = f"`layerzero vet {facts.operation.name} --kernel {kernel.id} --param ...` proves it, and lz.tune does"
         wanted, got = "proved to be the same", "a form of its own, without a proof"
         reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, wanted, got, hint))
-    elif policy.require_vetting and kernel.trust is Trust.PLUGIN and verdict is not Verdict.PASSED:
+    elif policy.require_vetting and kernel.trust.needs_verdict and verdict is not Verdict.PASSED:
         locked = lock is not None and names_kernel(lock.kernel, kernel)
         if not locked:  # a lock is the operator's word for it
             hint = how_to_vet(kernel, facts)
-            reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", "a plugin without a verdict", hint))
+            got = "a plugin without a verdict" if kernel.trust is Trust.PLUGIN else "never run, without a verdict"
+            reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", got, hint))
     return reasons
 
 
@@ -184,7 +185,7 @@ def workspace_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reas
 
 def changes(kernel: Kernel, policy: Policy) -> bool:
     """Whether trust in a healthy kernel that nothing was recorded about depends on more than the policy."""
-    return (policy.require_vetting and kernel.trust is Trust.PLUGIN) or (kernel.jit and not policy.allow_jit_compile)
+    return (policy.require_vetting and kernel.trust.needs_verdict) or (kernel.jit and not policy.allow_jit_compile)
 
 
 def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verdict | None) -> Reason | None:
@@ -198,9 +199,9 @@ def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verd
 
 
 def untrusted(kernel: Kernel, device: Device) -> bool:
-    """Whether a kernel may not run here before it was vetted: a plugin's, or a library's of an untested version."""
+    """Whether a kernel may not run here before it was vetted: a plugin's, one never run, or of an untested version."""
     state = this_machine().state(kernel.backend, device)
-    return state.untested or (kernel.trust is Trust.PLUGIN and state.reason is None)
+    return state.untested or (kernel.trust.needs_verdict and state.reason is None)
 
 
 def only_unbuilt(candidate: Candidate) -> bool:

@@ -46,13 +46,14 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
     guard = None if facts.operation.guard is None else facts.operation.guard(function.name, facts.layout)
     text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None)
+    rules = _rules(facts)
     namespace: dict[str, Any] = {
         **_NAMES,
         **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
         "kernel": target,
         "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
-        "check_indices": functools.partial(_check_indices, function.name, _rules(facts)),
-        "check_values": functools.partial(_check_values, function.name, facts.operation),
+        "check_indices": functools.partial(_check_values, function.name, rules, None),
+        "check_values": functools.partial(_check_values, function.name, rules, facts.operation),
         "guard": guard,
         "no_autocast": functools.partial(torch.autocast, facts.device.torch_type, enabled=False),
         "on_device": functools.partial(torch.cuda.device, facts.device.index),
@@ -127,15 +128,8 @@ def _never() -> bool:
     return False
 
 
-def _check_indices(function: str, rules: list[indices.Rule], **arguments: Any) -> None:
-    problems = indices.problems(rules, arguments)
-    if problems:
-        raise InvalidCallError(function, problems)
-
-
-def _check_values(function: str, operation: Operation, **arguments: Any) -> None:
-    assert operation.check_values is not None
-    problems = operation.check_values(**arguments)
+def _check_values(function: str, rules: list[indices.Rule], operation: Operation | None, **arguments: Any) -> None:
+    problems = indices.problems(rules, arguments, operation)
     if problems:
         raise InvalidCallError(function, problems)
 
@@ -249,16 +243,15 @@ def _guards(kernel: Kernel, facts: Facts, reads: Reads) -> list[str]:
 def _checks(kernel: Kernel, facts: Facts, policy: Policy) -> list[str]:
     """Look at indices that lie in this process's memory; at all values, wherever, in debug mode.
 
-    Debug mode waits for the device, which a capture does not allow.
+    Debug mode waits for the device once a call; in a capture, which does not allow that, nothing is looked at.
     """
     rules = _rules(facts)
     given = [f"{name}={name}" for name in (*facts.tensors, *facts.operation.schema.passed)]
-    layout = [f"layout={facts.layout!r}"] if facts.layout else []
     if policy.debug and not facts["capturing"]:
         chosen = [f"{name}={facts[name]!r}" for name in facts.operation.looked_at]
-        checks = [f"    check_values({', '.join(given + chosen + layout)})"] if facts.operation.check_values else []
-        checks += [f"    check_indices({', '.join(given)})"] if rules and not checks else []
-        return ["if not capturing():", *checks] if checks else []
+        layout = [f"layout={facts.layout!r}"] if facts.layout else []
+        looks = bool(rules) or facts.operation.check_values is not None
+        return ["if not capturing():", f"    check_values({', '.join(given + chosen + layout)})"] if looks else []
     if facts.device.platform != "cpu" or kernel.checks_indices or not rules:
         return []
     conditions = " and ".join(indices.condition(rule) for rule in rules)

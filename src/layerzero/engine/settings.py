@@ -77,7 +77,12 @@ SETTINGS: dict[str, Setting] = {
         most=1.0,
         scoped=False,
     ),
-    "debug": Setting(bool, False, "synchronise the device after every call, so that errors surface where they arise"),
+    "debug": Setting(
+        bool,
+        False,
+        "look at places, counts and promises on any device before a call, by one read of it, and synchronise it after "
+        "the call, so that errors surface where they arise; nothing of this in a capture",
+    ),
     "layout": Setting(str | None, None, f"layout where a call of {_OF_ASKING} names none", (None, *_LAYOUTS)),
     "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),

@@ -17,7 +17,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.kv.declare import quantized
+from layerzero.ops.paged.codes import quantized
 from layerzero.ops.rope_append.reference import write_rows
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -51,7 +51,8 @@ def _load_copy(facts: Facts) -> Callable[..., None]:
     return copy
 
 
-def _load_quantized(facts: Facts) -> Callable[..., None]:
+def load_quantized(facts: Facts) -> Callable[..., None]:
+    """What writes new tokens as codes into the slots of a cache in NHD."""
     on_cpu = facts.device.platform == "cpu"
 
     def append(
@@ -99,6 +100,6 @@ KERNELS = (
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
     _kernel("copy_pages", "kv.copy_blocks", _load_copy),
     _kernel(
-        "append_codes", "kv.append.quantized", _load_quantized, graph_safe=False
+        "append_codes", "kv.append.quantized", load_quantized, graph_safe=False
     ),  # broke captures (H200, 2026-11-22)
 )

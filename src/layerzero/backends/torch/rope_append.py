@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.kv import load_quantized
 from layerzero.backends.torch.norm import FINITE
 from layerzero.backends.torch.normed_rope import load_split
 from layerzero.backends.torch.paged import load_append
@@ -24,6 +25,8 @@ from layerzero.ops.rope_append.reference import write_rows
 
 def appending(facts: Facts) -> Append:
     """Torch's own way of writing tokens into the cache of a call, in NHD."""
+    if facts["operation"] == "kv.rope_append.quantized":
+        return load_quantized(facts)
     return load_append(facts) if str(facts["operation"]).endswith(".paged") else write_rows
 
 
@@ -40,12 +43,12 @@ def _load(facts: Facts) -> Callable[..., Any]:
         value_cache: Tensor,
         positions: Tensor,
         slot_mapping: Tensor | None = None,
-        *,
+        *scales: Tensor,
         interleaved: bool,
     ) -> Tensor:
         pair = rows(query, cos, sin, positions)
         new = turn(key, *pair, interleaved)
-        append(new, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping)
+        append(new, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping, *scales)
         return turn(query, *pair, interleaved)
 
     return run
@@ -67,6 +70,18 @@ KERNELS = (
         grad=True,
         deterministic=True,
         graph_safe=True,
+        device_guard=True,
+        priority=20,
+    ),
+    Kernel(
+        id="torch.rope_append_codes",
+        operations=("kv.rope_append.quantized",),
+        backend=TORCH,
+        load=_load,
+        layout="NHD",
+        accepts=("interleaved",),
+        limits=(limit.dtype(*FLOATS),),
+        deterministic=True,
         device_guard=True,
         priority=20,
     ),

@@ -25,6 +25,7 @@ from layerzero.backends.vllm.varlen import Keys, Scores, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.reference import with_lse
@@ -87,7 +88,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_append(facts: Facts) -> Callable[..., None]:
+def load_append_codes(facts: Facts) -> Callable[..., None]:
+    """Its write of new tokens into slots, divided by one scale for keys and one for values."""
     operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
     form = {"float8_e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}[str(facts["cache_dtype"])]
 
@@ -114,6 +116,12 @@ def _one_scale(facts: Facts) -> Reason | None:
             return Reason(ReasonCode.CONSTRAINT_FAILED, name, "one number", f"shape {shape}")
     return None
 
+
+OF_CODES: tuple[Limit, ...] = (
+    limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
+    limit.Custom("scales: one number", _one_scale),
+)
+"""What the write demands of cache and scales."""
 
 _ROUNDED = Tolerance(0.125, 0.25)
 _LIMITS = (
@@ -167,14 +175,13 @@ KERNELS = (
         id="vllm.append_codes",
         operations=("kv.append.quantized",),
         backend=VLLM,
-        load=_load_append,
+        load=load_append_codes,
         layout="NHD",
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
-            limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
-            limit.Custom("scales: one number", _one_scale),
+            *OF_CODES,
             limit.equal("value_dim", "head_dim"),
             DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
             limit.contiguous("slot_mapping"),

@@ -1,9 +1,10 @@
 """vLLM's rotation of copies, then its write into the slots of a paged cache; see ``rope.py`` and ``paged.py`` here.
 
 Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
-FlashInfer's ``rope_quantize_fp8_append_paged_kv_cache`` writes float8 alone, and its fused append of Q | K | V wants
-page tables in place of slots, for two pairs of head counts: neither is this operation.
-Conforms on an H200 (torch 2.11, 2026-11-22).
+FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
+has for float8 rounds queries, too (``ops/rope_append/quantized.py``): neither is one of these operations.
+Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22). Into one of float8 it never ran as
+a whole: its two halves did, apart.
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -17,15 +18,33 @@ from layerzero.backends.rotary import HEADS_DIVIDE, TABLE_IN_FLOAT32
 from layerzero.backends.vllm.library import VLLM
 from layerzero.backends.vllm.normed_rope import LIMITS, rotating
 from layerzero.backends.vllm.paged import SCALES, load_append
+from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.limit import Limit
 from layerzero.ops.rope_append.composed import rotate_then_append
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
     return rotate_then_append(rotating(facts), load_append(facts))
 
+
+def _load_codes(facts: Facts) -> Callable[..., Any]:
+    return rotate_then_append(rotating(facts), load_append_codes(facts))
+
+
+_TOKENS: tuple[Limit, ...] = (
+    *LIMITS,
+    limit.dtype("float32", "float16", "bfloat16"),
+    TABLE_IN_FLOAT32,
+    HEADS_DIVIDE,
+    limit.equal("value_dim", "head_dim"),
+    limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
+    limit.last_stride_one("key_cache", "value_cache"),
+    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    limit.aligned(16, "value", "key_cache", "value_cache"),  # a misaligned address otherwise
+)
 
 KERNELS = (
     Kernel(
@@ -35,20 +54,22 @@ KERNELS = (
         load=_load,
         layout="NHD",
         accepts=("interleaved",),
-        limits=(
-            *LIMITS,
-            limit.dtype("float32", "float16", "bfloat16"),
-            TABLE_IN_FLOAT32,
-            HEADS_DIVIDE,
-            limit.equal("value_dim", "head_dim"),
-            limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
-            limit.last_stride_one("key_cache", "value_cache"),
-            limit.Custom("key_cache and value_cache: the same strides", same_strides),
-            SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
-            limit.aligned(16, "value", "key_cache", "value_cache"),  # a misaligned address otherwise
-        ),
+        limits=(*_TOKENS, SCALES.before_capture("its scales", lambda facts: (facts.device.index,))),
         deterministic=True,
         graph_safe=True,
         priority=80,
+    ),
+    Kernel(
+        id="vllm.rope_append_codes",
+        operations=("kv.rope_append.quantized",),
+        backend=VLLM,
+        load=_load_codes,
+        layout="NHD",
+        accepts=("interleaved",),
+        limits=(*_TOKENS, *OF_CODES),
+        deterministic=True,
+        graph_safe=True,
+        priority=80,
+        trust=Trust.UNTRIED,
     ),
 )

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core import values
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import ALIASES, TOLERANCE
 from layerzero.ops.cascade.sweep import sweep
 from layerzero.ops.paged import parts
 from layerzero.ops.paged.declare import (
     DECODE_PAGED,
     GQA_DECODE_PAGED,
-    check_tables,
+    check_lengths,
     paged_attention_reference,
     table_examples,
 )
@@ -70,16 +72,24 @@ def cascade_reference(
 
 def shared_problems(block_tables: Tensor, context_lens: Tensor, shared_blocks: int, page_size: int) -> list[str]:
     """What is wrong with the promise: tables that begin otherwise, sequences that end in the prefix."""
-    problems = []
-    prefix = block_tables[:, :shared_blocks]
-    for row in (prefix != prefix[:1]).any(1).nonzero().flatten().tolist()[:8]:
-        got = prefix[row].tolist()[:8]
-        problems.append(f"block_tables[{row}]: wanted the first {shared_blocks} pages as in row 0, got {got}")
-    tokens = shared_blocks * page_size
-    for row in (context_lens < tokens).nonzero().flatten().tolist()[:8]:
+    return values.problems_on_host(_shared_checks(block_tables, context_lens, shared_blocks, page_size))
+
+
+def _shared_checks(block_tables: Tensor, context_lens: Tensor, shared_blocks: int, page_size: int) -> list[Check]:
+    prefix, tokens = block_tables[:, :shared_blocks], shared_blocks * page_size
+
+    def other_pages(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        wanted = f"the first {shared_blocks} pages as in row 0"
+        return f"block_tables[{place[0]}]: wanted {wanted}, got {list(got)}"
+
+    def too_short(place: tuple[int, ...], got: tuple[int, ...]) -> str:
         wanted = f"at least the {tokens} tokens of {shared_blocks} shared pages"
-        problems.append(f"context_lens[{row}]: wanted {wanted}, got {int(context_lens[row])}")
-    return problems
+        return f"context_lens[{place[0]}]: wanted {wanted}, got {got[0]}"
+
+    return [
+        Check((prefix != prefix[:1]).any(1), prefix[:, :8], other_pages),
+        Check(context_lens < tokens, context_lens.unsqueeze(1), too_short),
+    ]
 
 
 def _check_values(
@@ -87,15 +97,13 @@ def _check_values(
     block_tables: Tensor,
     context_lens: Tensor,
     shared_blocks: int,
-    max_context_len: int | None = None,
     step: StepMetadata | None = None,
     layout: str = "NHD",
     **_: object,
-) -> list[str]:
-    """Values on the device: those of tables and lengths, and what was promised of them."""
-    problems = check_tables(key_cache, block_tables, context_lens, max_context_len, step, layout)
+) -> list[Check]:
+    """Values on the device, beside places and counts: what was promised of tables and lengths."""
     page_size = key_cache.shape[layout.index("N") + 1]
-    return problems + shared_problems(block_tables, context_lens, shared_blocks, page_size)
+    return check_lengths(context_lens, step) + _shared_checks(block_tables, context_lens, shared_blocks, page_size)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
 from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, wide
 from layerzero.ops.linear.examples import deviation
@@ -64,16 +65,18 @@ def grouped_reference(
     return output.to(input.dtype)
 
 
-def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[str]:  # noqa: A002
-    """Groups follow one another."""
-    rows, told = input.shape[0], group_ends.tolist()
-    if told != sorted(told):
-        return [f"group_ends: wanted numbers that do not fall, got {told[:8]}"]
-    return (
-        []
-        if told and told[-1] == rows
-        else [f"group_ends: wanted the last to be the {rows} rows of input, got {told[-1:]}"]
-    )
+def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]:  # noqa: A002
+    """Values on the device, beside counts: groups follow one another, and the last ends with the rows."""
+    rows = input.shape[0]
+
+    def falls(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"group_ends: wanted numbers that do not fall, got {list(got)}"
+
+    def ends(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"group_ends: wanted the last to be the {rows} rows of input, got {list(got)}"
+
+    fall, last = (group_ends[1:] < group_ends[:-1]).any(), group_ends[-1:]
+    return [Check(fall, group_ends[:8], falls), Check((last == rows).sum() != 1, last, ends, alone=True)]
 
 
 def _batched_fake(input: Tensor, weight: Tensor, **_: object) -> Tensor:  # noqa: A002

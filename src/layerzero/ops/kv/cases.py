@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +53,6 @@ def pages(case: Case, dtype: torch.dtype, device: torch.device, generator: torch
     count, copies = case.sizes["pages"], case.sizes["copied_pages"]
     order = torch.randperm(count, generator=generator)
     return {"from_pages": order[:copies].to(device), "to_pages": order[-copies:].flip(0).to(device)}
-
-
-def scales(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
-    """One scale a head, so that numbers of a unit normal fill the range of int8, and caches of float8."""
-    shape = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
-    made: dict[str, Any] = {}
-    for name, width in (("key", "head_dim"), ("value", "value_dim")):
-        made[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(shape[2], generator=generator)).to(device)
-        made[f"{name}_cache"] = torch.zeros(*shape, case.sizes[width], device=device).to(torch.float8_e4m3fn)
-    return made
 
 
 def rows_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.errors import InvalidCallError
-from layerzero.core.judge import Elementwise
+from layerzero.core.dtypes import FLOATING, INDEX
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.kv import cases
 from layerzero.ops.paged import written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
+from layerzero.ops.paged.codes import DERIVED, ONE_STEP, append_quantized_reference, check_scales
+from layerzero.ops.paged.codes import derive as derive_codes
+from layerzero.ops.paged.codes import examples as scales
+from layerzero.ops.paged.codes import guard as guard_codes
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.rope_append.reference import write_rows
 
@@ -83,19 +85,6 @@ def append_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache:
     write_rows(key, value, key_cache, value_cache, positions)
 
 
-def _check_rows(positions: Tensor, key_cache: Tensor, layout: str = "NHD", **_: object) -> list[str]:
-    """Values on the device: each place of a row once, and there."""
-    length = key_cache.shape[layout.index("N") + 1]
-    problems = written.problems({"key_cache": key_cache}, layout)
-    for number, row in enumerate((positions if positions.ndim == 2 else positions.unsqueeze(0)).tolist()):
-        if len(set(row)) != len(row):
-            problems.append(f"positions: wanted each place of a sequence once, got one twice in row {number}")
-        outside = [place for place in row if not 0 <= place < length]
-        if outside:
-            problems.append(f"positions: wanted 0 to {length - 1} in row {number}, got {outside[0]}")
-    return problems[:8]
-
-
 APPEND = Operation(
     schema=OperationSchema(
         operation="kv.append.contiguous",
@@ -119,7 +108,6 @@ APPEND = Operation(
     cases=cases.ROWS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_rows,
     guard=written.guard,
     examples=cases.positions,
     work=_moved("batch", "seq"),
@@ -149,16 +137,6 @@ def _gather_fake(key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -
     return keys, values
 
 
-def _check_gathered(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
-    """Values on the device: every slot in the cache."""
-    capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
-    outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
-    return written.problems({"key_cache": key_cache}, layout) + [
-        f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
-        for token in outside
-    ]
-
-
 GATHER = Operation(
     schema=OperationSchema(
         operation="kv.gather.paged",
@@ -176,7 +154,6 @@ GATHER = Operation(
     cases=cases.SLOTS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_gathered,
     guard=written.guard,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,
@@ -193,20 +170,6 @@ def copy_blocks_reference(key_cache: Tensor, value_cache: Tensor, from_pages: Te
     """
     for cache in (key_cache, value_cache):
         cache[to_pages] = cache[from_pages]
-
-
-def _check_pages(
-    key_cache: Tensor, from_pages: Tensor, to_pages: Tensor, layout: str = "NHD", **_: object
-) -> list[str]:
-    """Values on the device: pages of the cache, and none written twice."""
-    problems, pages = written.problems({"key_cache": key_cache}, layout), key_cache.shape[0]
-    for name, tensor in (("from_pages", from_pages), ("to_pages", to_pages)):
-        for place in ((tensor < 0) | (tensor >= pages)).nonzero().flatten().tolist()[:4]:
-            problems.append(f"{name}[{place}]: wanted a page from 0 to {pages - 1}, got {int(tensor[place])}")
-    targets = to_pages.tolist()
-    if len(set(targets)) != len(targets):
-        problems.append("to_pages: wanted each page once, got one twice")
-    return problems
 
 
 COPY_BLOCKS = Operation(
@@ -227,7 +190,6 @@ COPY_BLOCKS = Operation(
     cases=cases.COPIES,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
-    check_values=_check_pages,
     guard=written.guard,
     examples=cases.pages,
     work=_moved("copied_pages", "page_size"),
@@ -235,95 +197,6 @@ COPY_BLOCKS = Operation(
 )
 
 # kv.append.quantized
-
-
-def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even.
-
-    An infinity becomes NaN in float8: not every one of its forms has infinities.
-    """
-    wide = new.to(torch.promote_types(new.dtype, torch.float32)) / scale
-    if not dtype.is_floating_point:
-        return wide.round().clamp(-127, 127).to(dtype)
-    most = torch.finfo(dtype).max
-    return wide.masked_fill(wide.isinf(), float("nan")).clamp(-most, most).to(dtype)
-
-
-def append_quantized_reference(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-) -> None:
-    """Divide each token's key and value by the scales of its slot, and write them there; -1 writes nothing.
-
-    Shapes: key (T, K, D), value (T, K, D_v), caches (P, N, K, D) and (P, N, K, D_v), slot_mapping (T,), scales that
-    broadcast to (P, N, K). Mutates both caches. Dtype: float8_e4m3fn, float8_e5m2 (clamped to its range) or int8
-    (rounded to even, -127 to 127). Source: reshape_and_cache of vLLM 0.20 for float8.
-    """
-    there = slot_mapping >= 0
-    slots, size = slot_mapping[there], key_cache.shape[1]
-    page, offset = slots // max(size, 1), slots % max(size, 1)
-    shape = key_cache.shape[:3]
-    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
-        factor = scale.expand(shape)[page, offset].unsqueeze(-1)
-        cache[page, offset] = quantized(new[there], factor, cache.dtype)
-
-
-def divides(scale: Tensor, slot_mapping: Tensor) -> Tensor:
-    """Whether new tokens can be divided by their scales: one bool, on the scales' device; -1 has none.
-
-    Of scales a token those of the slots alone count, for others may not have been set yet; NaN is that of a NaN token.
-    """
-    if scale.ndim < 3 or not scale.numel():
-        return (scale > 0).all()
-    page_size = scale.shape[1]
-    slots = slot_mapping.clamp(0, scale.shape[0] * page_size - 1)
-    unset = (scale[slots // page_size, slots % page_size] <= 0) & (slot_mapping >= 0).unsqueeze(1)
-    return ~unset.any()
-
-
-def _scale_problems(slot_mapping: Tensor, **scales: Tensor) -> list[str]:
-    hint = "layer.fit_scales(key, value, slots) sets those of a cache with scales='token'"
-    return [
-        f"{name}: wanted numbers above 0 for all new tokens, got one that is not; {hint}"
-        for name, scale in scales.items()
-        if not divides(scale, slot_mapping)
-    ]
-
-
-def _check_quantized(
-    slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, layout: str = "NHD", **arguments: Any
-) -> list[str]:
-    problems = check_slots(slot_mapping=slot_mapping, layout=layout, **arguments)
-    return problems + _scale_problems(slot_mapping, key_scale=key_scale, value_scale=value_scale)
-
-
-def _guard(function: str, layout: str | None) -> Callable[..., None]:
-    """What every call is looked at for: caches that nobody says are written otherwise, on a CPU scales as well."""
-    caches = written.guard(function, layout)
-
-    def look(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **tensors: Tensor) -> None:
-        if caches is not None:
-            caches(**tensors)
-        if key_scale.is_cpu and type(key_scale) is Tensor:
-            problems = _scale_problems(slot_mapping, key_scale=key_scale, value_scale=value_scale)
-            if problems:
-                raise InvalidCallError(function, problems)
-
-    return look
-
-
-def _derive_quantized(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
-    return {"cache_dtype": dtype_name(arguments["key_cache"].dtype), "scale_axes": arguments["key_scale"].ndim}
-
-
-_ONE_STEP = Elementwise(
-    dict.fromkeys(TOLERANCE, Tolerance(0.26, 1.0)), "one step of the cache's dtype, where a quotient lies between two"
-)
 
 APPEND_QUANTIZED = Operation(
     schema=OperationSchema(
@@ -342,13 +215,13 @@ APPEND_QUANTIZED = Operation(
     reference=append_quantized_reference,
     fake=_nothing,
     cases=(*cases.SLOTS, cases.ONE_HEAD),
-    derive=_derive_quantized,
-    derived=("cache_dtype", "scale_axes"),
-    derived_from={"cache_dtype": (), "scale_axes": ()},
-    judge=_ONE_STEP,
-    check_values=_check_quantized,
-    guard=_guard,
-    examples=cases.scales,
+    derive=derive_codes,
+    derived=DERIVED,
+    derived_from=dict.fromkeys(DERIVED, ()),
+    judge=ONE_STEP,
+    check_values=check_scales,
+    guard=guard_codes,
+    examples=scales,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,
 )

@@ -23,9 +23,8 @@ from layerzero.ops.attention.declare import ALIASES, HEAD_DIM, LENGTH, RETURN_LS
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.latent.sweep import latent_case, sweep
 from layerzero.ops.paged import parts
-from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_tables, table_examples
+from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_lengths, table_examples
 from layerzero.ops.paged.gather import gathered
-from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import INT32
 
 NAME = "attention.mla.decode.paged"
@@ -68,18 +67,6 @@ def _fake(q_nope: Tensor, *_: object, return_lse: bool = False, **__: object) ->
     batch, seq_q, heads, _dim = q_nope.shape
     output = q_nope.new_empty(q_nope.shape)
     return (output, q_nope.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
-
-
-def _check_values(
-    ckv_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    max_context_len: int | None = None,
-    step: StepMetadata | None = None,
-    **_: object,
-) -> list[str]:
-    """Values on the device: lengths within the table and the promised bounds, pages within the cache."""
-    return check_tables(ckv_cache.unsqueeze(2), block_tables, context_lens, max_context_len, step)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -164,7 +151,7 @@ MLA_DECODE_PAGED = Operation(
     derived=("context_bound",),
     derived_from={"context_bound": ("max_blocks", "page_size")},
     work=_work,
-    check_values=_check_values,
+    check_values=check_lengths,
     examples=_examples,
     scratch=_scratch,
     parts=parts.parts,

@@ -19,6 +19,7 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import (
     ALIASES,
     HEAD_DIMS,
@@ -119,31 +120,16 @@ def _paged_fake(
     return (output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
 
 
-def check_tables(
-    key_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    max_context_len: int | None = None,
-    step: StepMetadata | None = None,
-    layout: str = "NHD",
-    **_: object,
-) -> list[str]:
-    """Values on the device: lengths within the table and the promised bounds, pages within the cache."""
-    problems = written.problems({"key_cache": key_cache}, layout)
-    page_size = key_cache.shape[layout.index("N") + 1]
-    capacity = block_tables.shape[1] * page_size
-    promised = (max_context_len, step.max_context_len if step is not None else None)
-    bound = min(capacity, *(each for each in promised if each is not None), capacity)
-    for sequence, length in enumerate(context_lens.tolist()):
-        if not 0 <= length <= bound:
-            problems.append(f"context_lens[{sequence}]: wanted 0 to {bound}, got {length}")
-    lengths = context_lens.clamp(0, capacity).unsqueeze(1)
-    used = torch.arange(block_tables.shape[1], device=block_tables.device) * page_size < lengths
-    outside = used & ((block_tables < 0) | (block_tables >= key_cache.shape[0]))
-    for sequence, block in outside.nonzero().tolist()[:8]:
-        page, last = int(block_tables[sequence, block]), key_cache.shape[0] - 1
-        problems.append(f"block_tables[{sequence}, {block}]: wanted a page from 0 to {last}, got {page}")
-    return problems
+def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: object) -> list[Check]:
+    """Values on the device, beside places and counts: lengths within the bound that the step promises."""
+    bound = None if step is None else step.max_context_len
+    if bound is None:
+        return []
+
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"context_lens[{place[0]}]: wanted at most {bound}, as the step promises, got {got[0]}"
+
+    return [Check(context_lens > bound, context_lens.unsqueeze(1), say)]
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -224,7 +210,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
-        check_values=check_tables,
+        check_values=check_lengths,
         guard=written.guard,
         examples=table_examples,
         scratch=parts.scratch,
@@ -278,21 +264,6 @@ def _append_fake(*_: object, **__: object) -> None:
     return None
 
 
-def check_slots(key_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD", **_: object) -> list[str]:
-    """Values on the device: every slot in the cache, and none twice."""
-    capacity = key_cache.shape[0] * key_cache.shape[layout.index("N") + 1]
-    outside = ((slot_mapping < -1) | (slot_mapping >= capacity)).nonzero().flatten().tolist()[:8]
-    problems = [
-        f"slot_mapping[{token}]: wanted -1 or a slot below {capacity}, got {int(slot_mapping[token])}"
-        for token in outside
-    ]
-    problems += written.problems({"key_cache": key_cache}, layout)
-    slots = slot_mapping[slot_mapping >= 0].tolist()
-    if len(set(slots)) != len(slots):
-        problems.append("slot_mapping: wanted each slot once, got one twice")
-    return problems
-
-
 def _append_case(name: str, tokens: int, kv_heads: int, head_dim: int, pages: int, page_size: int = 16) -> Case:
     sizes = {"tokens": tokens, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
     return Case(name, sizes | {"pages": pages, "page_size": page_size})
@@ -341,7 +312,6 @@ APPEND_PAGED = Operation(
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
-    check_values=check_slots,
     guard=written.guard,
     work=_append_work,
     sweep=append_sweep,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import (
     ALIASES,
     CAUSAL,
@@ -36,13 +37,13 @@ from layerzero.ops.attention.declare import (
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import tree, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, READ, STEP, check_tables, table_examples
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, READ, STEP, check_lengths, table_examples
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.mixed_sweep import sweep_of
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import INT32, MAX_SEQLEN_Q
 from layerzero.ops.ragged.reference import without_padding
-from layerzero.ops.ragged.starts import bounds_of, guard, longest_of, spread, to_the_right, value_problems
+from layerzero.ops.ragged.starts import bounds_of, checks, guard, longest_of, spread, to_the_right
 
 
 def paged_tokens_reference(
@@ -108,32 +109,36 @@ def tokens_fake(
 
 def _check_values(
     query: Tensor,
-    key_cache: Tensor,
-    block_tables: Tensor,
     context_lens: Tensor,
     cu_seqlens_q: Tensor,
-    max_context_len: int | None = None,
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
     step: StepMetadata | None = None,
     tree_mask: Tensor | None = None,
-    layout: str = "NHD",
     **_: object,
-) -> list[str]:
-    """Values on the device: those of tables and lengths, starts that follow each other, and what was promised."""
-    problems = check_tables(key_cache, block_tables, context_lens, max_context_len, step, layout)
-    problems += value_problems("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
-    if tree_mask is not None and not problems:
-        problems += tree.value_problems(tree_mask, cu_seqlens_q)
-    return problems + ([] if decodes is None else decodes_problems(cu_seqlens_q, decodes))
+) -> list[Check]:
+    """Values on the device, beside places and counts: starts that follow each other, what was promised, a tree."""
+    found = check_lengths(context_lens, step)
+    found += checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
+    found += [] if decodes is None else _decodes_checks(cu_seqlens_q, decodes)
+    return found if tree_mask is None else found + tree.checks(tree_mask, cu_seqlens_q)
 
 
 def decodes_problems(starts: Tensor, decodes: int) -> list[str]:
     """What is wrong with the promise that the first sequences have one query each; reads starts on the host."""
-    got = starts[: decodes + 1].tolist()
-    if decodes >= len(starts) or got == [*range(decodes + 1)]:
+    return values.problems_on_host(_decodes_checks(starts, decodes))
+
+
+def _decodes_checks(starts: Tensor, decodes: int) -> list[Check]:
+    if decodes >= len(starts):  # the route says so
         return []
-    return [f"cu_seqlens_q: wanted one query in each of the first {decodes} sequences, got starts {got[:9]}"]
+    first = starts[: decodes + 1]
+    unlike = (first != torch.arange(decodes + 1, device=starts.device)).any()
+
+    def say(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"cu_seqlens_q: wanted one query in each of the first {decodes} sequences, got starts {list(got)}"
+
+    return [Check(unlike, first[:9], say)]
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -197,8 +202,8 @@ def _guard(function: str, layout: str | None) -> Callable[..., None]:
     def look(**tensors: Tensor) -> None:
         starts(**tensors)
         mask = tensors.get("tree_mask")
-        if mask is not None and mask.is_cpu and (problems := tree.value_problems(mask, tensors["cu_seqlens_q"])):
-            raise InvalidCallError(function, problems)
+        if mask is not None and mask.is_cpu:
+            tree.check(function, mask, tensors["cu_seqlens_q"])
         if caches is not None:
             caches(**tensors)
 

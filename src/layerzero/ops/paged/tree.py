@@ -7,12 +7,19 @@ Source: SpecInfer, arXiv:2305.09781.
 
 from __future__ import annotations
 
+import weakref
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from layerzero.core import values
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.values import Check
 from layerzero.ops.ragged.starts import lengths_of, to_the_right
 
 _MAX_TOLD = 4
+_COLUMNS_TOLD = 8
 
 
 def shape_problems(mask: object, tokens: int, *, causal: object) -> list[str]:
@@ -25,38 +32,84 @@ def shape_problems(mask: object, tokens: int, *, causal: object) -> list[str]:
     return [] if causal is True else ["causal: wanted True beside tree_mask, whose tokens see nothing newer, got False"]
 
 
-def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
-    """Rows that belong to no tree: each is its parent's row and the token itself; reads the mask on the host.
+def checks(mask: Tensor, starts: Tensor) -> list[Check]:
+    """Rows that belong to no tree: each is its parent's row and the token itself. Nothing is read on the host.
 
-    A parent is the newest earlier token that is seen; who sees none begins a tree of its own. ``starts`` fit the mask.
+    A parent is the newest earlier token that is seen; who sees none begins a tree of its own. Beside starts that do
+    not fit the mask it means nothing, and is not told.
     """
-    mask, starts = mask.cpu(), starts.cpu()
-    counts, here = lengths_of(starts), mask.device
-    counts = counts.masked_fill(counts > mask.shape[1], 0)  # chains
-    longest = int(counts.max()) if len(counts) else 0
-    if longest == 0:
+    tokens, columns = mask.shape
+    if not tokens or not columns or len(starts) < 2:
         return []
-    ends = counts.cumsum(0)
-    place = torch.arange(int(ends[-1]), device=here)
-    sequence = torch.searchsorted(ends, place, right=True)  # of each token that has a row in a tree
-    place -= (ends - counts)[sequence]
-    first, mask = starts[:-1][sequence], mask[:, :longest]
-    below = torch.ones((longest + 1, longest), dtype=torch.bool, device=here).tril(-1)  # row n is True up to n - 1
-    rows, columns = mask[first + place], torch.arange(1, longest + 1, dtype=torch.int32, device=here)
-    parent = ((rows & below[place]) * columns).amax(-1) - 1
-    wanted = mask[first + parent.clamp(min=0)]
-    wanted[parent < 0] = False
-    wanted.scatter_(1, place.unsqueeze(1), True)
-    unlike = (rows != wanted) & below[counts[sequence]]
-    if not unlike.any():
-        return []
-    wrong: list[int] = unlike.any(-1).nonzero().flatten()[:_MAX_TOLD].tolist()
-    return [_told(at, rows, wanted, int(first[at] + place[at]), int(counts[sequence[at]])) for at in wrong]
+    numbers = torch.arange(max(mask.shape) + 1, dtype=torch.int32, device=mask.device)
+    token, column, ends = numbers[:tokens], numbers[:columns], starts[1:].contiguous()
+    sequence = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+    first = starts[sequence]
+    place, count = (token - first).unsqueeze(1), (ends[sequence] - first).unsqueeze(1)
+    parent = ((mask & (column < place)) * numbers[1 : columns + 1]).amax(1)  # counted from 1, 0 is none
+    wanted = mask[(first + parent - 1).clamp_(0, tokens - 1)]
+    wanted &= (parent > 0).unsqueeze(1)
+    wanted |= column == place
+    own = (column < count) & (count <= columns)  # beyond a sequence's own columns, and of a chain, it may be anything
+
+    def newest(rows: Tensor) -> Tensor:
+        """The last columns that rows were to see and that they see, the newest first, counted from 1."""
+        seen = torch.stack((wanted[rows], mask[rows]), 1) & own[rows].unsqueeze(1)
+        return (seen * numbers[1 : columns + 1]).topk(min(_COLUMNS_TOLD, columns)).values.flatten(1)
+
+    return [Check(((mask != wanted) & own).any(1), newest, _told, _MAX_TOLD, alone=True)]
 
 
-def _told(at: int, rows: Tensor, wanted: Tensor, token: int, count: int) -> str:
-    told, got = (each[at, :count].nonzero().flatten().tolist()[-8:] for each in (wanted, rows))
-    return f"tree_mask[{token}]: wanted the token itself and what its parent sees, columns {told}, got {got}"
+def _told(place: tuple[int, ...], columns: tuple[int, ...]) -> str:
+    half = len(columns) // 2
+    told, got = ([each - 1 for each in reversed(of) if each] for of in (columns[:half], columns[half:]))
+    return f"tree_mask[{place[0]}]: wanted the token itself and what its parent sees, columns {told}, got {got}"
+
+
+def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
+    """What is wrong with the rows of a mask on the host: :func:`checks`."""
+    return values.problems_on_host(checks(mask, starts))
+
+
+class _Seen(NamedTuple):
+    """A mask that is one, beside its starts, and what both were then: how often written into, or a copy."""
+
+    mask: weakref.ref[Tensor]
+    starts: weakref.ref[Tensor]
+    kept: tuple[int | Tensor, int | Tensor]
+
+    def holds(self, *tensors: Tensor) -> bool:
+        """Whether both are what they were."""
+        return all(_is_still(each, kept) for each, kept in zip(tensors, self.kept, strict=True))
+
+
+_TREES: dict[int, _Seen] = {}
+"""Masks that were looked at, by identity, while they live: the layers of a step share one."""
+
+
+def check(function: str, mask: Tensor, starts: Tensor) -> None:
+    """Look at a mask on the host, once until somebody writes into it or into its starts.
+
+    Torch counts writes, but not those past it, by numpy say, which are not seen. It counts none of tensors of inference
+    mode: a copy is compared. Raises: InvalidCallError.
+    """
+    seen = _TREES.get(id(mask))
+    if seen is not None and seen.mask() is mask and seen.starts() is starts and seen.holds(mask, starts):
+        return
+    problems = value_problems(mask, starts)
+    if problems:
+        raise InvalidCallError(function, problems)
+    key = id(mask)
+    known = weakref.ref(mask, lambda _: _TREES.pop(key, None))
+    _TREES[key] = _Seen(known, weakref.ref(starts), (_state_of(mask), _state_of(starts)))
+
+
+def _state_of(tensor: Tensor) -> int | Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+def _is_still(tensor: Tensor, kept: int | Tensor) -> bool:
+    return torch.equal(tensor, kept) if isinstance(kept, Tensor) else tensor._version == kept
 
 
 def of_keys(mask: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor, rows: int, keys: int) -> Tensor:

@@ -19,6 +19,7 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import (
     ALIASES,
     CAUSAL,
@@ -35,7 +36,7 @@ from layerzero.ops.attention.declare import (
 from layerzero.ops.attention.limits import grouped, torch_alone
 from layerzero.ops.ragged import stock
 from layerzero.ops.ragged.reference import ragged_attention_reference, ragged_fake
-from layerzero.ops.ragged.starts import bounds_of, guard, spread, value_problems
+from layerzero.ops.ragged.starts import bounds_of, checks, guard, spread
 from layerzero.ops.ragged.step import RaggedMetadata
 from layerzero.ops.ragged.sweep import sweep_of
 
@@ -59,11 +60,11 @@ def _check_starts(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **_: object,
-) -> list[str]:
+) -> list[Check]:
     """Values on the device: sequences that follow each other, end with the tokens, and are as short as promised."""
     return [
-        *value_problems("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q),
-        *value_problems("cu_seqlens_k", cu_seqlens_k, len(key), max_seqlen_k),
+        *checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q),
+        *checks("cu_seqlens_k", cu_seqlens_k, len(key), max_seqlen_k),
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.values import Check
 
 _MAX_TOLD = 8
 
@@ -50,6 +51,34 @@ def value_problems(name: str, starts: Tensor, tokens: int, longest: int | None =
     if longest is not None and most > longest:
         problems.append(f"{name}: wanted sequences of at most {longest} tokens as was promised, got one of {most}")
     return problems
+
+
+def checks(name: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[Check]:
+    """The same where the numbers lie, nothing read on the host; there :func:`value_problems` is quicker."""
+    numbers, last = starts.long(), len(starts) - 1
+    left, right = numbers[:-1], numbers[1:]
+
+    def begins(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"{name}[0]: wanted 0, got {got[0]}"
+
+    def falls(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"{name}[{place[0] + 1}]: wanted at least {got[0]}, the number before it, got {got[1]}"
+
+    def ends(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"{name}[{last}]: wanted {tokens}, the number of tokens, got {got[0]}"
+
+    def is_long(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"{name}: wanted sequences of at most {longest} tokens as was promised, got one of {got[0]}"
+
+    found = [
+        Check(numbers[0] != 0, numbers[:1], begins),
+        Check(right < left, torch.stack((left, right), 1), falls),
+        Check(numbers[last] != tokens, numbers[last:], ends),
+    ]
+    if longest is not None and last:
+        most = (right - left).amax(0, keepdim=True)
+        found.append(Check(most[0] > longest, most, is_long))
+    return found
 
 
 def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None], Callable[..., None]]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
@@ -76,15 +75,6 @@ DERIVED_FROM: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def check_positions(cos: Tensor, positions: Tensor | None = None, **_: object) -> list[str]:
-    """Values on the device: every position is a row of the table."""
-    if positions is None:
-        return []
-    outside = ((positions < 0) | (positions >= cos.shape[0])).nonzero().tolist()[:8]
-    wanted = f"wanted a row of the table, 0 to {cos.shape[0] - 1}"
-    return [f"positions{place}: {wanted}, got {int(positions[tuple(place)])}" for place in outside]
-
-
 def work(facts: Mapping[str, Any]) -> Work:
     """Six operations a pair; queries and keys read and written, two rows of the table for each token."""
     tokens, heads = facts["batch"] * facts["seq"], facts["heads"] + facts["kv_heads"]
@@ -105,7 +95,6 @@ _COMMON: dict[str, Any] = {
     "derive": derive_call,
     "derived": DERIVED,
     "derived_from": DERIVED_FROM,
-    "check_values": check_positions,
     "examples": examples,
     "complete": complete,
     "work": work,

@@ -27,7 +27,6 @@ from layerzero.ops.rope.declare import (
     QUERY,
     TOLERANCE,
     TOLERANCE_REASON,
-    check_positions,
 )
 from layerzero.ops.rope.reference import rotated, rows_of, wide_dtype
 
@@ -123,7 +122,6 @@ ROPE_ONE = Operation(
     derive=_derive,
     derived=DERIVED,
     derived_from=DERIVED_FROM,
-    check_values=check_positions,
     examples=_examples,
     complete=_complete,
     work=_work,

@@ -16,7 +16,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.rope import stock
 from layerzero.ops.rope.cases import cos_sin
-from layerzero.ops.rope.declare import COS_SIN, DERIVED, DERIVED_FROM, INTERLEAVED, POSITIONS, check_positions
+from layerzero.ops.rope.declare import COS_SIN, DERIVED, DERIVED_FROM, INTERLEAVED, POSITIONS
 from layerzero.ops.rope.normed import (
     EPS,
     PLUS_ONE,
@@ -178,7 +178,6 @@ SPLIT_QKV_NORM_ROPE = Operation(
     derive=_derive,
     derived=(*DERIVED, "head_dim"),
     derived_from={**DERIVED_FROM, "head_dim": ("features",)},
-    check_values=check_positions,
     examples=_examples,
     work=_work,
     sweep=_sweep,

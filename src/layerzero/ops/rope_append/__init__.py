@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from layerzero.ops.rope_append import split
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
+from layerzero.ops.rope_append.quantized import ROPE_APPEND_QUANTIZED
 from layerzero.ops.rope_append.route import ROPE_APPEND_FUNCTION
 from layerzero.ops.rope_append.split_route import SPLIT_FUNCTION
 
-OPERATIONS = (ROPE_APPEND, ROPE_APPEND_PAGED, *split.OPERATIONS)
+OPERATIONS = (ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED, *split.OPERATIONS)
 FUNCTIONS = (ROPE_APPEND_FUNCTION, SPLIT_FUNCTION)
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

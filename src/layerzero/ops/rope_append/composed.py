@@ -10,12 +10,12 @@ from torch import Tensor
 
 from layerzero.ops.rope.composed import Rotate
 
-Append = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Of key, value, both caches, and the slots of a paged cache or the positions of a contiguous one."""
+Append = Callable[..., None]
+"""Of key, value, both caches, the slots of a paged cache or the positions of a contiguous one, and any scales."""
 
 
 def rotate_then_append(rotate: Rotate, append: Append) -> Callable[..., Tensor]:
-    """What a kernel of kv.rope_append and kv.rope_append.paged calls."""
+    """What a kernel of kv.rope_append, kv.rope_append.paged and kv.rope_append.quantized calls."""
     dense = torch.contiguous_format
 
     def run(
@@ -28,12 +28,12 @@ def rotate_then_append(rotate: Rotate, append: Append) -> Callable[..., Tensor]:
         value_cache: Tensor,
         positions: Tensor,
         slot_mapping: Tensor | None = None,
-        *,
+        *scales: Tensor,
         interleaved: bool = False,
     ) -> Tensor:
         copies = query.clone(memory_format=dense), key.clone(memory_format=dense)
         query, key = rotate(*copies, cos, sin, positions, interleaved)
-        append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping)
+        append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping, *scales)
         return query
 
     return run

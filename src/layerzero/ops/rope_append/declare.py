@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
@@ -19,8 +18,8 @@ from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.paged import written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, check_slots
-from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, check_positions
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.rope_append import cases, stock
 from layerzero.ops.rope_append.reference import fake, rope_append_paged_reference, rope_append_reference
 
@@ -70,21 +69,6 @@ def _work(*tokens: str) -> Any:
     return work
 
 
-def check_rows(positions: Tensor, **_: object) -> list[str]:
-    """Values on the device: each place of a sequence once; whether it exists is asked elsewhere."""
-    rows = (positions if positions.ndim == 2 else positions.unsqueeze(0)).tolist()
-    return [
-        f"positions: wanted each place of a sequence once, got one twice in row {number}"
-        for number, row in enumerate(rows)
-        if len(set(row)) != len(row)
-    ][:8]
-
-
-def check_places(layout: str = "NHD", **arguments: Any) -> list[str]:
-    """Values on the device: positions are rows of the table, slots are of the cache, each once."""
-    return check_positions(**arguments) + check_slots(**arguments, layout=layout)
-
-
 def _inputs(token: tuple[str, ...], cache: tuple[str, ...], *places: TensorSchema) -> tuple[TensorSchema, ...]:
     kept: dict[str, Any] = {"mutated": True, "has_layout": True, "resident": True}
     return (
@@ -129,7 +113,6 @@ ROPE_APPEND = Operation(
     summary="Rotary positions of queries and keys, keys and values written into a contiguous cache",
     reference=rope_append_reference,
     cases=cases.CONTIGUOUS,
-    check_values=check_rows,
     guard=written.guard,
     examples=cases.contiguous_examples,
     work=_work("batch", "seq"),
@@ -158,7 +141,6 @@ ROPE_APPEND_PAGED = Operation(
     summary="Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
     reference=rope_append_paged_reference,
     cases=cases.PAGED,
-    check_values=check_places,
     guard=written.guard,
     examples=cases.paged_examples,
     work=_work("tokens"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.draw import quantize
 from layerzero.ops.rope.draw import draw_table, norm_weights
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
@@ -86,6 +87,8 @@ def rope_append(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
     }
     if draw.chance(0.4):
         arguments["interleaved"] = True
+    if paged and not joined and not transposed and draw.chance(0.25):
+        return quantize(draw, arguments)
     draw.poison(arguments, ("query", "key", "value"))
     return arguments
 

@@ -13,13 +13,16 @@ from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.paged import written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
 from layerzero.ops.rope.route import apart
 from layerzero.ops.rope_append import draw
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
+from layerzero.ops.rope_append.quantized import ROPE_APPEND_QUANTIZED
 
 _NAME = "rope_append"
 CACHES = ("key_cache", "value_cache")
-_READ = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping")
+_SCALES = ("key_scale", "value_scale")
+_READ = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping", *_SCALES)
 
 
 def rope_append(
@@ -33,6 +36,8 @@ def rope_append(
     positions: Tensor,
     slot_mapping: Tensor | None = None,
     *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     interleaved: bool = False,
     layout: str = "NHD",
 ) -> Tensor:
@@ -43,14 +48,15 @@ def rope_append(
     Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
         (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
         positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
-        swapped in HND. cos and sin (P, R/2), R at most D → query's.
-    Dtype: queries, keys, values and caches the same floating dtype; cos, sin and positions as of ``lz.rope``;
-        slot_mapping int64.
+        swapped in HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
+    Dtype: queries, keys, values and caches the same floating dtype, or paged caches of float8_e4m3fn, float8_e5m2 or
+        int8 beside float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
     Args:
         positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
             table has a row for each of L places, and each place of a sequence comes once.
         slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
             once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
+        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv``; None for others.
         interleaved: as of ``lz.rope``.
         layout: of the caches, ``"NHD"`` or ``"HND"``.
     Returns: the rotated query. Rotated keys are in the cache alone.
@@ -64,24 +70,35 @@ def rope_append(
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
-    paged = arguments["slot_mapping"] is not None
-    operation = ROPE_APPEND_PAGED if paged else ROPE_APPEND
-    problems = _rank_problems(arguments, 3 if paged else 4)
+    paged, narrow = arguments["slot_mapping"] is not None, _is_quantized(arguments)
+    operation = ROPE_APPEND_QUANTIZED if narrow else ROPE_APPEND_PAGED if paged else ROPE_APPEND
+    problems = _rank_problems(arguments, 3 if paged or narrow else 4)
     layout = arguments["layout"]
     if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
+    if narrow and not problems:
+        problems = scale_problems(arguments, layout)
+        problems += [] if paged else ["slot_mapping: wanted a tensor beside a cache of float8 or int8, got None"]
     if problems:
         raise InvalidCallError(_NAME, problems)
     written.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
-    canonical = {
-        name: value for name, value in arguments.items() if name != "layout" and (paged or name != "slot_mapping")
-    }
+    left_out = ("layout", *(() if paged else ("slot_mapping",)), *(() if narrow else _SCALES))
+    canonical = {name: value for name, value in arguments.items() if name not in left_out}
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
     problems = problems or memory_problems(arguments, _READ)
     if problems:
         raise InvalidCallError(_NAME, problems)
-    return Routed(operation, canonical, layout, varies=varying(arguments, layout))
+    # scales may be one a place of the cache, whose number of pages stays
+    varies = tuple(each for each in varying(arguments, layout) if not narrow or each != "pages")
+    return Routed(operation, canonical, layout, varies=varies)
+
+
+def _is_quantized(arguments: dict[str, Any]) -> bool:
+    """Whether a call has a cache of codes, or scales as for one."""
+    cache = arguments["key_cache"]
+    of_codes = isinstance(cache, Tensor) and cache.dtype in QUANTIZED
+    return of_codes or any(arguments[name] is not None for name in _SCALES)
 
 
 def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
@@ -150,7 +167,7 @@ ROPE_APPEND_FUNCTION = Function(
     name=_NAME,
     signature=rope_append,
     route=_route,
-    operations=(ROPE_APPEND, ROPE_APPEND_PAGED),
+    operations=(ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED),
     draw=draw.rope_append,
     brought=("value_cache", "positions"),
     may_share_storage=frozenset({frozenset(CACHES)}),

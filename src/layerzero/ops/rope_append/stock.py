@@ -22,10 +22,17 @@ def rope_append(
     positions: Tensor,
     slot_mapping: Tensor | None = None,
     *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     interleaved: bool = False,
     layout: str = "NHD",
-) -> Callable[[], Tensor]:
-    """The rotation of Transformers' models, then the new keys and values by index; a slot of -1 is looked for."""
+) -> Callable[[], Tensor] | None:
+    """The rotation of Transformers' models, then the new keys and values by index; a slot of -1 is looked for.
+
+    None of a quantized cache: torch has no append into one.
+    """
+    if key_scale is not None or value_scale is not None:
+        return None
     turn = rope_stock.rope(query, key, cos, sin, positions, interleaved=interleaved, layout="BSHD")
     caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
 

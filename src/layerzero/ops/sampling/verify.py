@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
@@ -20,12 +21,16 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.sampling import stock
-from layerzero.ops.sampling.checks import check_drawable, undrawable
+from layerzero.ops.sampling.checks import bits_of, check_drawable, drawable, number_of
 from layerzero.ops.sampling.declare import COUNTS, IDS, SEED, generator_for, kind_of_generator
 from layerzero.ops.sampling.formulas import generator_of, probabilities
 from layerzero.ops.sampling.judging import NEAR
 from layerzero.ops.sampling.verify_formulas import chain_of, chances, walked, walked_greedily
+
+_MAX_TOLD = 4
+"""Numbers of a draft that an error lists."""
 
 AXES = (
     Axis("batch", scales=True, live=True, apart=True),
@@ -106,15 +111,22 @@ def check_draft(drafted: Tensor | None, name: str) -> None:
 
 
 def _draft_problems(drafted: Tensor) -> list[str]:
-    bad = ~(drafted.isfinite() & (drafted >= 0))
-    wanted = "draft_probs{}: wanted finite numbers from 0 up, got {:g}"
-    return [wanted.format(place, drafted[tuple(place)].item()) for place in bad.nonzero()[:4].tolist()]
+    return values.problems([_drafted(drafted)])
 
 
-def _check_values(layout: str | None = None, **arguments: Any) -> list[str]:
-    problems = [f"target_{each}" for each in undrawable(arguments["target_probs"], "probs")]
-    drafted = arguments.get("draft_probs")
-    return problems if drafted is None else problems + _draft_problems(drafted)
+def _drafted(drafted: Tensor) -> Check:
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"draft_probs{[*place]}: wanted finite numbers from 0 up, got {number_of(got[0]):g}"
+
+    def numbers(places: Tensor) -> Tensor:
+        return bits_of(drafted.reshape(-1)[places].unsqueeze(1))
+
+    return Check(~(drafted.isfinite() & (drafted >= 0)), numbers, say, _MAX_TOLD)
+
+
+def _check_values(layout: str | None = None, **arguments: Any) -> list[Check]:
+    target, drafted = drawable(arguments["target_probs"], "probs", "target_probs"), arguments.get("draft_probs")
+    return [target] if drafted is None else [target, _drafted(drafted)]
 
 
 def _judge(place: int) -> Distribution:

@@ -18,6 +18,7 @@ from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import (
     ALIASES,
     HEAD_DIMS,
@@ -31,7 +32,7 @@ from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import extent_of
 from layerzero.ops.ragged.declare import INT32
 from layerzero.ops.ragged.starts import spread
-from layerzero.ops.sparse.pattern import BlockPattern, block_mask, entry_problems, guard
+from layerzero.ops.sparse.pattern import BlockPattern, block_mask, checks, guard
 
 NAME = "attention.sparse.block"
 
@@ -70,9 +71,11 @@ def _fake(
     return (output, query.new_empty((heads, tokens), dtype=torch.float32)) if return_lse else output
 
 
-def _check_values(key: Tensor, block_indptr: Tensor, block_indices: Tensor, block_cols: int, **_: object) -> list[str]:
+def _check_values(
+    key: Tensor, block_indptr: Tensor, block_indices: Tensor, block_cols: int, **_: object
+) -> list[Check]:
     """Values on the device: rows that follow each other, columns of blocks that exist, each once in a row."""
-    return entry_problems(block_indptr, block_indices, len(key) // block_cols)
+    return checks(block_indptr, block_indices, len(key) // block_cols)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:

@@ -11,9 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from layerzero.core import values
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
-from layerzero.ops.ragged.starts import shape_problems, value_problems
+from layerzero.core.values import Check
+from layerzero.ops.ragged.starts import checks as start_checks
+from layerzero.ops.ragged.starts import shape_problems
 
 
 def owners(block_indptr: Tensor, block_indices: Tensor) -> Tensor:
@@ -57,18 +60,27 @@ def pattern_problems(block_indptr: object, block_indices: object) -> list[str]:
 
 def entry_problems(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> list[str]:
     """What is wrong with the values: rows that do not follow each other, blocks beyond the keys or named twice."""
-    problems = value_problems("block_indptr", block_indptr, len(block_indices))
-    if problems:
-        return problems
+    return values.problems_on_host(checks(block_indptr, block_indices, columns))
+
+
+def checks(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> list[Check]:
+    """The same where they lie; nothing is read on the host."""
     beyond = block_indices < 0 if columns is None else (block_indices < 0) | (block_indices >= columns)
-    for place in beyond.nonzero().flatten().tolist()[:8]:
-        wanted = "a column of blocks" + ("" if columns is None else f" from 0 to {columns - 1}")
-        problems.append(f"block_indices[{place}]: wanted {wanted}, got {int(block_indices[place])}")
-    named = torch.stack((owners(block_indptr, block_indices), block_indices.long()))
-    twice = len(block_indices) - (torch.unique(named, dim=1).shape[1] if len(block_indices) else 0)
-    if twice and not problems:
-        problems.append(f"block_indices: wanted each column once in a row, got {twice} named again")
-    return problems
+    bounds = "" if columns is None else f" from 0 to {columns - 1}"
+
+    def outside(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"block_indices[{place[0]}]: wanted a column of blocks{bounds}, got {got[0]}"
+
+    def again(_: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"block_indices: wanted each column once in a row, got {got[0]} named again"
+
+    named = (owners(block_indptr, block_indices) * 2**32 + block_indices).sort().values
+    twice = (named[1:] == named[:-1]).sum().unsqueeze(0)
+    return [
+        *start_checks("block_indptr", block_indptr, len(block_indices)),
+        Check(beyond, block_indices.unsqueeze(1), outside),
+        Check(twice[0] > 0, twice, again, alone=True),
+    ]
 
 
 def guard(function: str, _: str | None) -> Callable[..., None]:

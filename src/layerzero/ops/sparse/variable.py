@@ -18,6 +18,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import (
     ALIASES,
     HEAD_DIMS,
@@ -87,8 +88,17 @@ def size_problems(query: Tensor, key: Tensor, row_sizes: Tensor, col_sizes: Tens
     return problems
 
 
-def _check_values(query: Tensor, key: Tensor, row_sizes: Tensor, col_sizes: Tensor, **_: object) -> list[str]:
-    return size_problems(query, key, row_sizes, col_sizes)
+def _check_values(query: Tensor, key: Tensor, row_sizes: Tensor, col_sizes: Tensor, **_: object) -> list[Check]:
+    return [*_checks("row_sizes", row_sizes, len(query)), *_checks("col_sizes", col_sizes, len(key))]
+
+
+def _checks(name: str, sizes: Tensor, count: int) -> list[Check]:
+    """The same as :func:`size_problems` where they lie."""
+
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"{name}[{place[0]}]: wanted sizes of at least 0 that sum up to {count}, got {list(got)}"
+
+    return [Check((sizes < 0).any(1) | (sizes.sum(1) != count), sizes[:, :8], say)]
 
 
 def _guard(function: str, _: str | None) -> Callable[..., None]:
