@@ -387,7 +387,7 @@ def test_a_missing_compiler_is_named_and_told_once(here, caplog):
 
 def test_what_does_not_fit_beside_what_runs_is_not_built_here_either(here, monkeypatch):
     here.may.set()
-    monkeypatch.setattr(compiling, "too_large", lambda recipe: "its tensors take more than is free")
+    monkeypatch.setattr(compiling, "short_of_memory", lambda recipe: "its tensors take more than is free")
     in_background()
     lz.rms_norm(*CALL)
     assert BUILDS.idle.wait(LIMIT_S)
@@ -399,7 +399,7 @@ def test_a_device_that_does_not_answer_fails_a_build_and_not_its_process(monkeyp
     def lost(recipe):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(build_child, "too_large", lost)
+    monkeypatch.setattr(build_child, "short_of_memory", lost)
     recipe = CallRecipe.of(lz.facts("rms_norm", *CALL))
     outcome = build_child.built(ENGINE.registry.kernel("torch.rms_norm"), recipe)
     assert outcome.log == "RuntimeError: CUDA error: device-side assert triggered"

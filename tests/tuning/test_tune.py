@@ -118,6 +118,20 @@ def test_a_call_that_is_too_large_is_skipped(monkeypatch):
     assert "1 could not be measured" in str(found)
 
 
+def test_what_memory_does_not_hold_is_asked_once_and_neither_rehearsed_nor_measured(monkeypatch):
+    asked = []
+
+    def too_large(facts):
+        asked.append(facts.size("hidden"))
+        return "no room" if facts.size("hidden") == 64 else ""
+
+    monkeypatch.setattr(running, "too_large", too_large)
+    found = tuned("rms_norm", shapes=[(8, 64), (8, 128)])
+    assert sorted(asked) == [64, 128]
+    assert list(found.skipped.values()) == ["no room"]
+    assert len(found.contests) == 1
+
+
 def test_a_call_that_cannot_be_made_does_not_end_the_run(monkeypatch):
     make = Job.make
 

@@ -36,18 +36,18 @@ _NO_SIZE_CODES = SizeCodes()
 _INT64 = 2**63
 
 
-def too_large(value: object, *, floating: bool = False) -> bool:
+def out_of_range(value: object, *, floating: bool = False) -> bool:
     """Whether an integer, or one in a sequence, is none that a kernel can be given: beyond int64, or beyond floats."""
     if isinstance(value, int):
         if floating:
             return not -sys.float_info.max <= value <= sys.float_info.max
         return not -_INT64 <= value < _INT64
-    return isinstance(value, (tuple, list)) and any(too_large(each) for each in value)
+    return isinstance(value, (tuple, list)) and any(out_of_range(each) for each in value)
 
 
 def told(value: object) -> str:
     """A value for an error message; Python refuses to write integers of many digits."""
-    if isinstance(value, int) and too_large(value):
+    if isinstance(value, int) and out_of_range(value):
         return f"an integer of {value.bit_length()} bits"
     try:
         return repr(value)
@@ -252,7 +252,7 @@ class Param:
 
     def _size_problem(self, value: object) -> str:
         floating = float in self.kinds
-        if not too_large(value, floating=floating):
+        if not out_of_range(value, floating=floating):
             return ""
         wanted = "a number that a float can hold" if floating else "integers of 64 bits"
         return f"{self.name}: wanted {wanted}, got {told(value)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.arguments import told, too_large
+from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import InvalidCallError
 
 
@@ -23,7 +23,7 @@ def check_dense(function: str, arguments: Mapping[str, object]) -> None:
         if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
-        elif type(value) is int and too_large(value, floating=True):
+        elif type(value) is int and out_of_range(value, floating=True):
             problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
     if problems:
         raise InvalidCallError(function, problems)

@@ -17,7 +17,7 @@ from layerzero.ops import function_of
 from layerzero.serving.chosen import Chosen
 from layerzero.testing.trial import duplicate
 from layerzero.tuning.measuring.online import let_others_capture
-from layerzero.tuning.proving.build_child import failed, too_large
+from layerzero.tuning.proving.build_child import failed, short_of_memory
 from layerzero.tuning.proving.child import rebuilt
 
 
@@ -56,7 +56,7 @@ def built_here(each: Chosen) -> Outcome:
     """Build in this thread what no other process can build for this one."""
     try:
         recipe = CallRecipe.of(each.facts)
-        short = too_large(recipe)
+        short = short_of_memory(recipe)
         if short:
             return Outcome(short, lasting=False)
         _beside_captures(each)

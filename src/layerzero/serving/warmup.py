@@ -33,7 +33,7 @@ from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
-from layerzero.tuning.proving.build_child import too_large
+from layerzero.tuning.proving.build_child import short_of_memory
 
 log = logging.getLogger("layerzero")
 
@@ -203,7 +203,7 @@ def _bound(job: Job, device: torch.device, params: Mapping[str, Any]) -> tuple[D
 def _that_fit(jobs: Iterable[Job], device: torch.device, warmed: Warmed) -> Iterator[Job]:
     """The calls whose tensors memory holds; the others are skipped."""
     for job in jobs:
-        why = too_large(job.recipe or CallRecipe.of(job.facts(device)))
+        why = short_of_memory(job.recipe or CallRecipe.of(job.facts(device)))
         if why:
             warmed.skipped.append(Skipped("*", job.name, f"too little memory: {why}"))
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from layerzero.core.arguments import told, too_large
+from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.kv.planes import LAYOUTS, Plane, heads_planes, latent_planes, scale_planes
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
@@ -148,7 +148,7 @@ def _size_problems(sizes: dict[str, int | None]) -> list[str]:
     problems = [
         f"{name}: wanted a number of at least 1, got {told(size)}"
         for name, size in sizes.items()
-        if type(size) is not int or size < 1 or too_large(size)
+        if type(size) is not int or size < 1 or out_of_range(size)
     ]
     return problems or [
         f"{name}: wanted at most {MOST[name]}, got {size}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import told, too_large
+from layerzero.core.arguments import out_of_range, told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
@@ -90,7 +90,7 @@ class PagedCache(Bundle):
         problems = [
             f"{name}: wanted a number of at least 0, got {told(size)}"
             for name, size in sizes.items()
-            if type(size) is not int or size < 0 or too_large(size)
+            if type(size) is not int or size < 0 or out_of_range(size)
         ]
         if problems:
             raise InvalidCallError("PagedCache.allocate", problems)

@@ -8,7 +8,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import told, too_large
+from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
@@ -343,7 +343,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 def _number_problems(name: str, number: object) -> list[str]:
-    if number is None or (type(number) is int and number >= 1 and not too_large(number)):
+    if number is None or (type(number) is int and number >= 1 and not out_of_range(number)):
         return []
     return [f"{name}: wanted a number of at least 1 or None, got {told(number)}"]
 

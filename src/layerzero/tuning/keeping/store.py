@@ -6,6 +6,7 @@ Markers, suspects, verdicts and failures stay in files that processes lock; see 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +37,7 @@ from layerzero.tuning.measuring import machine_state
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.nearly import decided
-from layerzero.tuning.predicting.neighbours import scaled
-from layerzero.tuning.predicting.prediction import predict
+from layerzero.tuning.predicting.prediction import MAX_DISTANCE, predict
 from layerzero.tuning.predicting.prior import priors_of, problems
 from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, weighed
 
@@ -140,10 +140,9 @@ class TimeStore:
             if kernel_id not in adapts:
                 adapts[kernel_id] = adapted(by_id[kernel_id], facts)
             if adapts[kernel_id] == adapted_then:
-                learnt = learning.decode(model)
-                estimate = predict(learnt, work.sizes)
-                if estimate is None and facts.operation.plain is not None:
-                    estimate = scaled(learnt, work.sizes)
+                # any kernel of an operation without tensors takes any size, and who is quickest hardly changes
+                farthest = MAX_DISTANCE if facts.operation.plain is None else math.inf
+                estimate = predict(learning.decode(model), work.sizes, farthest)
                 time_us = None if estimate is None else estimate.device_us if of_device else estimate.time_us
                 if estimate is not None and time_us is not None:
                     confidence = worth * estimate.confidence

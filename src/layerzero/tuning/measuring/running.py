@@ -77,6 +77,7 @@ class _Run:
     contests: dict[int, Contest] = field(default_factory=dict)
     before: dict[int, str | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    too_large: dict[int, str] = field(default_factory=dict)
     known: int = 0
     spared: set[tuple[int, str]] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
@@ -196,7 +197,7 @@ class _Run:
                 self.not_built[kernel.id] = "it compiles in this process, for an unknown time; lz.warmup builds it"
         if not new:
             return "" if before is not None else "known"
-        if why := too_large(report.facts):
+        if why := self.too_large.get(number):
             return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s:
             return "" if before is not None else NO_TIME
@@ -317,7 +318,8 @@ def run_jobs(
         for batch in _batches(jobs):
             if deadline.passed():
                 break
-            here = [job for _, job in batch if not too_large(job.facts(device))]
+            run.too_large |= {number: why for number, job in batch if (why := too_large(job.facts(device)))}
+            here = [job for number, job in batch if number not in run.too_large]
             beside.ask(here)
             run.rehearse(here)
             for number, job in batch:

@@ -20,7 +20,7 @@ from layerzero.tuning.keeping.rows import Row, Work
 from layerzero.tuning.predicting import fitting
 from layerzero.tuning.predicting.prediction import Model, Point, meaning_of
 
-MODEL_FORMAT = 5
+MODEL_FORMAT = 6
 """Changes with the meaning of a stored model; older ones are learnt anew, newer ones are as if there were none."""
 
 MAX_READ = 512

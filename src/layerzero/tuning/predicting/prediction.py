@@ -1,13 +1,12 @@
 """Times of calls that nobody measured, from measured ones that differ in sizes only: a sum and its residuals.
 
 A call takes a part that is always there, parts that grow with one size, and a part that grows with all the work: a sum
-of shares of products of sizes, no share below zero. What that leaves over is smooth, so the nearest residuals are added
-where that helps. What it is worth is asked of the data: every point is predicted from all others, and their error,
-scaled by the distance to the nearest point, is the error that a prediction claims. Calls smaller than all that were
-measured take the floor, if the data shows one, or the host's time: that is the one estimate that no distance limits.
+of shares of products of sizes, no share below zero. What that leaves over is smooth: the nearest residuals are added.
+What it is worth is asked of the data: every point is bent to by all others, and their error, larger by the distance to
+the nearest point, is the error that a prediction claims. A single point has a sum, too: half of it grows.
 
 Predictions are for choosing: kernels of one family err alike, so their order is known better than their times. What
-more structure gave, and what less, on the times of an H200 that ship, is in docs/decisions/0057.
+more structure gave, and what less, on the times that ship, is in docs/decisions/0057 and 0062.
 
 Some sizes are worked through in tiles, as attention's queries and keys: where that explains the data better, lengths
 between their multiples count as the next multiple. Which sizes those are, and which run side by side, the operation
@@ -23,22 +22,24 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nsmallest
-from operator import le, mul, sub
+from operator import mul
 from typing import NamedTuple
 
 import msgspec
 
 from layerzero.core.arguments import Axis
 
-MAX_DISTANCE = 4.0
+MAX_DISTANCE = 6.0
 """Doublings of all sizes together from the nearest measured point, beyond which there is no evidence.
 
-A kernel without a time beside others with one is passed over, which costs more than a rough time: a half of an H200's
-times, predicted from the other half, chose at 1.072 of the best within 2 doublings, at 1.035 within 4 (2026-11-22).
+A kernel without a time beside others with one is passed over, which costs more than a rough time. Choices made for the
+third of each family's calls with the least work, from the other two thirds, took 1.22 of the best within 4, 1.15
+within 6 and 1.13 within 8; from one call each, the worst took 11 times the best within 6 and 127 within 8
+(docs/decisions/0062, 2026-11-23).
 """
 
-MAX_OUTSIDE = 2.0
-"""Doublings of one size beyond all measured ones."""
+NEIGHBOURS = 4
+"""So many of the nearest residuals bend the sum."""
 
 ERROR_FLOOR = 0.02
 """log2: 1.4 %, what clocks and neighbours move a median by; no prediction claims less."""
@@ -59,10 +60,6 @@ Choices recomputed from an H200's stored times took 1.009 to 1.010 times the bes
 
 WAITS = 1.1
 """A burst that takes so many times the device's time waits for the host; gaps between two calls are less."""
-
-CARRIED_MAY_DIFFER = 1.0
-"""How many are carried by one may differ from all measured ones, by so many doublings: then all kernels are off alike.
-"""
 
 MIN_CONFIDENCE = 0.1
 
@@ -120,22 +117,13 @@ class Model(msgspec.Struct, frozen=True):
     """What was learnt about one kernel and one family of works: ``time = sum of share * term``, bent by residuals.
 
     Attributes:
-        axes: extents (see :func:`extents`) that vary on their own, in the order of the coordinates.
-        ties: extents that follow another one: (extent, the other, difference in log2).
-        fixed: extents that never varied; a call that differs in one gets no prediction,
-            :data:`CARRIED_MAY_DIFFER` apart.
-        low, high: bounds of all points, axis by axis.
+        axes: extents (see :func:`extents`), in the order of the coordinates.
+        high: the largest of all points, axis by axis.
         powers: of each term, the power of each axis.
         shares: of the terms, in microseconds; each term is 1 at the largest sizes of all.
         points, residuals: coordinates of all points, and what the sum leaves over there, log2.
-        bent: whether the nearest residuals are added.
         error: root mean square of the errors when each point was left out, log2.
         reach: mean distance of a left-out point to its nearest neighbour, in doublings.
-        within: how far from the nearest point there is evidence, in doublings.
-        floor_us: what the smallest calls take, however small they are; 0 where the data shows none. The device's,
-            where that was told apart.
-        floor_error: how far the times that hardly exceed it are from it, root mean square, log2.
-        at_floor: coordinates of the points that take hardly longer, or less than the host.
         tile: lengths count as the next multiple of it.
         host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
         host_error: by how much half of the points that waited for it exceed that, log2.
@@ -144,25 +132,17 @@ class Model(msgspec.Struct, frozen=True):
     """
 
     axes: tuple[str, ...]
-    low: tuple[float, ...]
     high: tuple[float, ...]
     powers: tuple[tuple[int, ...], ...]
     shares: tuple[float, ...]
     points: tuple[tuple[float, ...], ...]
     residuals: tuple[float, ...]
-    bent: bool
     error: float
     reach: float
-    within: float
+    tile: int
     host_us: float
     host_error: float
     meaning: Meaning
-    ties: tuple[tuple[str, str, float], ...] = ()
-    fixed: dict[str, float] = {}
-    floor_us: float = 0.0
-    floor_error: float = 0.0
-    at_floor: tuple[tuple[float, ...], ...] = ()
-    tile: int = 1
     told: bool = False
 
 
@@ -196,33 +176,29 @@ def extents(sizes: Mapping[str, int], meaning: Meaning, tile: int = 1) -> dict[s
     found: dict[str, float] = {name: size for name, size in sizes.items() if name not in gone}
     if beside:
         found["*".join(beside)] = math.prod(sizes[name] for name in beside)
-    found |= {_share(*pair): sizes[pair[0]] / sizes[pair[1]] for pair in carried}
+    found |= {f"{one}/{other}": sizes[one] / sizes[other] for one, other in carried}
     if tile > 1:
         found |= {name: -(-sizes[name] // tile) * tile for name in meaning.tiled if name in sizes}
     return found
 
 
-def _share(carried: str, carrier: str) -> str:
-    """The name of how many go with each."""
-    return f"{carried}/{carrier}"
-
-
-def predict(model: Model, sizes: Mapping[str, int]) -> Prediction | None:
-    """Estimate a time; None too far from what was measured, or in a direction that never was."""
-    found = _place(model, sizes)
-    if found is None:
+def predict(model: Model, sizes: Mapping[str, int], farthest: float = MAX_DISTANCE) -> Prediction | None:
+    """Estimate a time; None where the nearest measured call is too many doublings away."""
+    if not sizes or min(sizes.values()) <= 0:
         return None
-    x, away = found
-    outside = max(map(max, map(sub, model.low, x), map(sub, x, model.high)))
-    best = _from_sum(model, x, away) if outside <= MAX_OUTSIDE else None
-    if best is not None:
-        best = _waited_for(model, best)
-        return best if best.confidence >= MIN_CONFIDENCE else None
-    if any(all(map(le, x, point)) for point in model.at_floor):
-        # Something larger takes no longer, or waits for the host all the same: how far away that is does not matter.
-        nearest = min(apart(x, point) for point in model.at_floor)
-        return _waited_for(model, Prediction(model.floor_us, max(model.floor_error, ERROR_FLOOR), nearest + away))
-    return None
+    asked = extents(sizes, model.meaning, model.tile)
+    if asked.keys() != {*model.axes}:
+        return None
+    x = [math.log2(asked[name]) for name in model.axes]
+    distances = doublings(model.points, x)
+    distance = min(distances)
+    if distance > farthest:
+        return None
+    middle, differ = nearby(zip(distances, model.residuals, strict=True))
+    time_us = sumprod(terms(model.powers, model.high, x), model.shares) * 2.0**middle
+    error = max(model.error * max(1.0, distance / model.reach), differ, ERROR_FLOOR)
+    found = _waited_for(model, Prediction(time_us, error, distance))
+    return found if found.confidence >= MIN_CONFIDENCE else None
 
 
 def _waited_for(model: Model, device: Prediction) -> Prediction:
@@ -232,46 +208,9 @@ def _waited_for(model: Model, device: Prediction) -> Prediction:
         return device._replace(device_us=device.time_us) if model.told else device
     if device.time_us >= host_us:
         return device._replace(device_us=device.time_us)
-    covered = math.log2(host_us / device.time_us) if device.time_us else math.inf
+    covered = math.log2(host_us / device.time_us)
     error = max(model.host_error, device.error - covered, ERROR_FLOOR)
     return Prediction(host_us, error, device.distance, device.time_us)
-
-
-def _place(model: Model, sizes: Mapping[str, int]) -> tuple[list[float], float] | None:
-    """The coordinates of a call, and the doublings by which its fixed extents differ; None where nothing is known."""
-    if not sizes or min(sizes.values()) <= 0:
-        return None
-    asked, away = extents(sizes, model.meaning, model.tile), 0.0
-    if asked.keys() != {*model.axes, *model.fixed, *(tie[0] for tie in model.ties)}:
-        return None
-    for name, extent in model.fixed.items():
-        if asked[name] != extent:
-            differs = abs(math.log2(asked[name] / extent))
-            if differs > CARRIED_MAY_DIFFER or name not in [_share(*pair) for pair in model.meaning.carried]:
-                return None
-            away += differs
-    if any(abs(math.log2(asked[one] / asked[other]) - between) > 1e-6 for one, other, between in model.ties):
-        return None
-    return [math.log2(asked[name]) for name in model.axes], away
-
-
-def _from_sum(model: Model, x: Sequence[float], away: float) -> Prediction | None:
-    if len(x) == 2:  # most families; a third of the time
-        one, two = x
-        distances = [abs(one - first) + abs(two - second) for first, second in model.points]
-    else:
-        distances = [apart(x, point) for point in model.points]
-    distance = min(distances) + away
-    if distance > model.within:
-        return None
-    log = math.log2(sumprod(terms(model.powers, model.high, x), model.shares))
-    near = nsmallest(2 * len(x), zip(distances, model.residuals, strict=True))
-    middle = nearby(near)
-    differ = math.sqrt(
-        nearby([(away, (residual - middle) ** 2) for away, residual in near])
-    )  # a kernel may switch there
-    error = model.error * distance / model.reach if distance > model.reach or model.bent else model.error
-    return Prediction(2.0 ** (log + model.bent * middle), max(error, differ, ERROR_FLOOR), distance)
 
 
 def terms(powers: Sequence[Sequence[int]], high: Sequence[float], x: Sequence[float]) -> list[float]:
@@ -280,15 +219,22 @@ def terms(powers: Sequence[Sequence[int]], high: Sequence[float], x: Sequence[fl
     return [2.0 ** sumprod(power, below) for power in powers]
 
 
-def nearby(found: Sequence[tuple[float, float]]) -> float:
-    """Mean of the nearest residuals, by inverse squared distance."""
-    shares = [1 / max(distance, 1e-6) ** 2 for distance, _ in found]
-    return sumprod(shares, [residual for _, residual in found]) / sum(shares)
+def nearby(found: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Mean of the nearest residuals by inverse squared distance, and what they differ by where a kernel switches."""
+    near = nsmallest(NEIGHBOURS, found)
+    shares = [1 / (away * away + 1e-12) for away, _ in near]
+    total = math.fsum(shares)
+    middle = sumprod(shares, [residual for _, residual in near]) / total
+    differ = sumprod(shares, [(residual - middle) ** 2 for _, residual in near]) / total
+    return middle, math.sqrt(differ)
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """Doublings between two points, along all axes together."""
-    return math.fsum(map(abs, map(sub, one, other)))
+def doublings(points: Sequence[Sequence[float]], x: Sequence[float]) -> list[float]:
+    """How far each point is, along all axes together."""
+    found = [0.0] * len(points)
+    for place, column in zip(x, zip(*points, strict=True), strict=True):
+        found = [away + abs(other - place) for away, other in zip(found, column, strict=True)]
+    return found
 
 
 def sumprod(one: Iterable[float], other: Iterable[float]) -> float:

@@ -74,7 +74,7 @@ def _step_back() -> None:
 def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
     """Run a kernel on a call like the one that is waited for; the first time compiles, the second shows it is done."""
     try:
-        short = too_large(recipe)
+        short = short_of_memory(recipe)
         if short:
             return Outcome(short, lasting=False)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad(), jit.opened_files() as opened:
@@ -112,7 +112,7 @@ def last_lines(error: BaseException) -> str:
     return "\n".join(text.splitlines()[-LINES:])
 
 
-def too_large(recipe: CallRecipe) -> str:
+def short_of_memory(recipe: CallRecipe) -> str:
     """Why a call cannot be made beside what runs on its device; empty where it can.
 
     On a CPU the system gives out more than there is, and then ends a process, perhaps the one that asked.
