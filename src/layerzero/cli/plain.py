@@ -14,6 +14,7 @@ from layerzero.asking.answers import explain
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import Flags, pair_of, settings_of, value_of
 from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.sizes import deadline_of
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
@@ -23,7 +24,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measuring.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
-from layerzero.tuning.proving.plain import pairs
+from layerzero.tuning.proving.plain import pairs, plain_operations
 from layerzero.tuning.proving.vetting import vet_calls
 
 
@@ -135,19 +136,31 @@ def bench(
     params: Sequence[str],
     *,
     samples: int | None,
+    budget_s: float,
     only: Sequence[str],
     leave_out: Sequence[str],
     quiet: bool,
 ) -> Answer:
     """Measure and compare; exits with 1 if a kernel is wrong."""
+    deadline = deadline_of(budget_s)
     given = _named(params_of(params, operation), operation)
     found = []
-    for each in bench_plain(operation, given, samples=samples, only=only, leave_out=leave_out):
+    for each in bench_plain(operation, given, samples=samples, only=only, leave_out=leave_out, passed=deadline.passed):
         found.append(each)
         if not quiet:
             say(f"measured {each.operation} {each.case}")
-    bad = any(each.wrong for each in found)
-    return Answer([each.to_dict() for each in found], lambda: _shown(found, refused=True), NO if bad else FINE)
+    left = sum(len(each.cases) for each in plain_operations(operation)) - len(found)
+
+    def show() -> Iterator[RenderableType]:
+        yield from _shown(found, refused=True)
+        if left:
+            yield Text(
+                f"{left} cases were left when {budget_s:g} s were over: --budget-s inf measures all", style="yellow"
+            )
+
+    bad = not found or any(each.wrong for each in found)
+    data = {"calls": [each.to_dict() for each in found], "cut": left > 0, "left": left}
+    return Answer(data, show, NO if bad else FINE)
 
 
 def _shown(found: Sequence[PlainBenched], *, refused: bool = False) -> Iterator[RenderableType]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,7 @@ def bench(
     leave_out: Sequence[str] = (),
     only: Sequence[str] = (),
     timed: Timed = Timed.CALL,
+    passed: Callable[[], bool] = lambda: False,
 ) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
 
@@ -139,13 +140,17 @@ def bench(
 
     A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it
     passes again. Failures are remembered, too.
+
+    Raises: TimeOverError where ``passed`` says that the time is over before all kernels were compared.
     """
     call = job.make(device)
     with torch.no_grad():
         before = explain(call.function, **call.arguments)
         default = torch_default(call.function, call.arguments)
     beside = {TORCH: default} if default is not None else {}
-    found = contest(call, effort=effort, clock=clock, leave_out=leave_out, only=only, beside=beside, origin="bench")
+    found = contest(
+        call, effort=effort, clock=clock, leave_out=leave_out, only=only, beside=beside, origin="bench", passed=passed
+    )
     operation = found.facts.operation
     work = operation.work(found.facts) if operation.work else None
     dtype: Any = found.facts["dtype"]

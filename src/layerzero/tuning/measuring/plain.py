@@ -184,10 +184,13 @@ def bench_plain(
     samples: int | None = None,
     only: Sequence[str] = (),
     leave_out: Sequence[str] = (),
+    passed: Callable[[], bool] = lambda: False,
 ) -> Iterator[PlainBenched]:
-    """Measure the operations' cases; times are not remembered."""
+    """Measure the operations' cases until ``passed`` says that the time is over; times are not remembered."""
     for operation in plain_operations(pattern):
         for case in operation.cases:
+            if passed():
+                return
             found = _contest(operation, case, params, only, leave_out)
             times = _times(found, samples or current_policy()["tune_samples"], "bench") if found.runs else {}
             yield _told(case, found, times)

@@ -86,20 +86,22 @@ class CpuClock:
 
     Attributes:
         bursts: of so many the quickest is a sample.
+        one_above_us: a longer call gets a single one, which interrupts change little.
     """
 
     BURST_US = 200.0
     """What a burst lasts at least: a reading of the clock costs 0.1 us, an interrupt 5 (Intel Xeon, 2026-11-21)."""
 
-    def __init__(self, bursts: int = 3) -> None:
-        self.bursts = bursts
+    def __init__(self, bursts: int = 3, one_above_us: float = math.inf) -> None:
+        self.bursts, self.one_above_us = bursts, one_above_us
 
     def sample(self, run: Run, about_us: float) -> Sample:
         """Mean of the quickest burst; short calls run once before it, since another candidate had the caches."""
         count = max(1, round(self.BURST_US / max(about_us, 0.2)))
         if about_us < 1000.0:
             run()
-        return Sample(min(self._burst(run, count) for _ in range(self.bursts)))
+        bursts = 1 if about_us > self.one_above_us else self.bursts
+        return Sample(min(self._burst(run, count) for _ in range(bursts)))
 
     def _burst(self, run: Run, count: int) -> float:
         started = time.perf_counter_ns()
@@ -109,7 +111,7 @@ class CpuClock:
 
     def calmer(self) -> Clock:
         """The quickest of three times as many bursts."""
-        return CpuClock(self.bursts * CALMER)
+        return CpuClock(self.bursts * CALMER, self.one_above_us)
 
     def once(self, run: Run) -> float:
         """One call."""
@@ -264,6 +266,8 @@ class Effort:
             counted :data:`HOST_DRIFT` times less; 0 lets all go on.
         steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
         steady_s: unless that would take longer, by what their samples took so far.
+        most_s: where the fewest samples of all would take longer, by one call of each, each is warmed up once, and who
+            was hopelessly slower in that call gets no other one, the slowest first.
     """
 
     samples: int = 20
@@ -272,6 +276,7 @@ class Effort:
     hopeless: float = 2.5
     steady: float = 0.05
     steady_s: float = math.inf
+    most_s: float = math.inf
 
 
 CONTENDS = 1.5
@@ -286,8 +291,11 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
     order = random.Random(seed)  # noqa: S311  # an order, no secret
     runners = {name: Runner(run) for name, run in runs.items()}
     for runner in runners.values():
-        for _ in range(WARM_CALLS):
-            runner.about_us = clock.once(runner.run)
+        runner.about_us = clock.once(runner.run)
+    if not _stopped_for_time(runners, effort):
+        for runner in runners.values():
+            for _ in range(WARM_CALLS - 1):
+                runner.about_us = clock.once(runner.run)
     with _undisturbed():
         sample_s = _turns(runners, clock, effort, order)
         calmer = clock.calmer() if effort.steady else None
@@ -302,6 +310,19 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
             sample_s |= _turns(contenders, calmer, effort, order)
             calmer = calmer.calmer()
     return runners
+
+
+def _stopped_for_time(runners: Mapping[str, Runner], effort: Effort) -> bool:
+    """Whether a race would take too long; then whoever one call showed to be hopeless is stopped until it would not."""
+    if (WARM_CALLS + MIN_SAMPLES) * sum(runner.about_us for runner in runners.values()) <= effort.most_s * 1e6:
+        return False
+    ordered = sorted(runners.values(), key=lambda runner: runner.about_us)
+    while MIN_SAMPLES * sum(runner.about_us for runner in ordered) > effort.most_s * 1e6:
+        slowest = ordered.pop()
+        if not ordered or not effort.hopeless or slowest.about_us <= effort.hopeless * ordered[0].about_us:
+            break
+        slowest.taken, slowest.stopped = [Sample(slowest.about_us)], True
+    return True
 
 
 def _turns(runners: Mapping[str, Runner], clock: Clock, effort: Effort, order: random.Random) -> dict[str, float]:
