@@ -296,3 +296,31 @@ def test_where_the_parts_are_not_told_apart_they_are_not_made_up():
     runner = Runner(lambda: None, 0.0, [Sample(5.0), Sample(7.0)])
     assert (runner.samples, runner.device_us, runner.host_us) == ([5.0, 7.0], None, None)
     assert (measurement(runner.samples).device_us, measurement(runner.samples).host_us) == (None, None)
+
+
+def test_a_race_that_would_take_too_long_gives_one_call_to_who_is_hopeless():
+    calls = dict.fromkeys(("best", "near", "slow"), 0)
+
+    def taking(name, time_us):
+        def run():
+            calls[name] += 1
+            return time_us
+
+        return run
+
+    runs = {"best": taking("best", 1e6), "near": taking("near", 2e6), "slow": taking("slow", 10e6)}
+    raced = race(runs, Scripted(), Effort(samples=3, steady=0, most_s=20.0))
+    assert calls == {"best": 4, "near": 4, "slow": 1}
+    assert raced["slow"].stopped
+    assert raced["slow"].samples == [10e6]
+    calls.update(dict.fromkeys(calls, 0))
+    assert not race(runs, Scripted(), Effort(samples=3, steady=0, hopeless=0))["slow"].stopped
+    assert calls["slow"] == timing.WARM_CALLS + timing.MIN_SAMPLES, "where there is time"
+
+
+def test_a_long_call_is_sampled_once_where_that_is_asked_for():
+    calls = []
+    CpuClock(3, one_above_us=10.0).sample(lambda: calls.append(1), 1e4)
+    assert len(calls) == 1
+    CpuClock(3).sample(lambda: calls.append(1), 1e4)
+    assert len(calls) == 4

@@ -20,7 +20,7 @@ from layerzero.tuning.measuring.contest import Status
 SCREEN = 45
 """Lines of a screen."""
 
-AROUND = 15
+AROUND = 19
 """Lines of it that are no rows: the answer, what is left out, what the table has around its rows."""
 
 WINNERS = 4
@@ -128,6 +128,7 @@ def _fastest(timed: Sequence[Benched]) -> str:
     for name in ordered[:WINNERS]:
         count = f"{where[name].total()} of {len(timed)} calls" if not parts else str(where[name].total())
         places = ", ".join(f"{place} {times}" for place, times in where[name].most_common(WINNERS))
+        places += ", ..." if len(where[name]) > WINNERS else ""
         parts.append(f"{name} in {count}{f' ({places})' if several else ''}")
     if others := ordered[WINNERS:]:
         parts.append(f"{len(others)} others in {sum(where[name].total() for name in others)}")
@@ -198,7 +199,8 @@ def left_out(compared: Compared, budget_s: float, *, everything: bool) -> Iterat
     if not compared.found:
         yield Text(f"nothing was measured in {compared.seconds:.0f} s", style="yellow")
     if compared.left:
-        first = f"{len(compared.left)} calls were left when {budget_s:g} s were over"
+        count = len(compared.left)
+        first = f"{count} {'calls were' if count > 1 else 'call was'} left when {budget_s:g} s were over"
         names = ", ".join(compared.left if everything else compared.left[:1])
         named = names if everything or len(compared.left) == 1 else f"{names}, ..."
         yield Text(f"{first} ({named}): --budget-s inf measures all, --shapes what you name", style="yellow")

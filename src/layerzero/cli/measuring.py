@@ -87,6 +87,7 @@ def tune(
     module: Modules = None,
     without: Without = None,
     param: Param = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False,
     json: AsJson = False,
 ) -> Answer:
     """Measure kernels, so that the fastest is chosen.
@@ -122,6 +123,7 @@ def tune(
         isolate=not no_isolation,
         modules=module or [],
         leave_out=without or [],
+        everything=everything,
         quiet=json,
     )
 

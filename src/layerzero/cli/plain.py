@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from layerzero.asking.answers import explain
+from layerzero.cli import vet as vetted
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import Flags, pair_of, settings_of, value_of
 from layerzero.cli.rows import new_row, new_table
@@ -93,15 +93,18 @@ def _named(params: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return params
 
 
-def vet(operation: str, params: Sequence[str], named: Sequence[str], *, again: bool, quiet: bool) -> Answer:
-    """Let what works on a form of its own prove itself; exits with 1 where something is not the same."""
+def vet(
+    operation: str, params: Sequence[str], named: Sequence[str], *, budget_s: float, again: bool, quiet: bool
+) -> Answer:
+    """Let what works on a form of its own prove itself; exits with 1 where something is not the same, or was left."""
+    deadline = deadline_of(budget_s)
     asked = list(pairs(operation, _named(params_of(params, operation), operation), named, again=again))
-    found = vet_calls(asked, progress=say if quiet else typer.echo)
-    counts = Counter(str(each.verdict or "not vetted") for each in found)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "nothing to vet"
-    bad = any(each.verdict not in (None, Verdict.PASSED) for each in found)
-    data = {"classes": [each.to_dict() for each in found], "counts": dict(counts)}
-    return Answer(data, lambda: [told], NO if bad else FINE)
+    found = vet_calls(asked, progress=say if quiet else typer.echo, stop=deadline.passed)
+
+    def show() -> Iterator[RenderableType]:
+        yield from vetted.shown(found, budget_s, again=again) if found else ("nothing to vet",)
+
+    return Answer(vetted.data_of(found), show, vetted.code_of(found))
 
 
 def tune(

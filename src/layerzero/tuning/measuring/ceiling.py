@@ -72,5 +72,5 @@ def _measured(device: str, dtype: str, threads: int) -> Ceiling:  # what was mea
 def _best_us(clock: Clock, run: object) -> float:
     """The lower quartile of a few samples: a ceiling is what a machine can do, not what it did while disturbed."""
     assert callable(run)
-    samples = race({"": run}, clock, Effort(samples=8, budget_s=0.5, steady=0))[""].samples
+    samples = race({"": run}, clock, Effort(samples=8, budget_s=0.5, steady_s=0.5))[""].samples
     return statistics.quantiles(samples, n=4)[0] if len(samples) > 1 else samples[0]

@@ -108,6 +108,7 @@ class Compared:
             "cut": self.cut,
             "left": list(self.left),
             "skipped": dict(self.skipped),
+            "needs_bytes": dict(self.needs_bytes),
             "not_built": dict(self.not_built),
             "seconds": self.seconds,
         }
