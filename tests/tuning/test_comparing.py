@@ -12,11 +12,12 @@ from layerzero.tuning.measuring import beside, comparing
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.ceiling import Ceiling
+from layerzero.tuning.measuring.clocks import CpuClock
 from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, is_long
 from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import jobs_of_cases, operations_named
 from layerzero.tuning.measuring.telling import telling
-from layerzero.tuning.measuring.timing import CpuClock, Effort
+from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
 
 CPU = torch.device("cpu")

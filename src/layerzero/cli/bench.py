@@ -19,12 +19,13 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, is_long
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import operations_named
 from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.telling import telling
-from layerzero.tuning.measuring.timing import Effort, clock_of
+from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.measuring.tune import dtypes_of
 
 

@@ -121,9 +121,11 @@ def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> I
     yield f"{len(found)} classes: {_counted(Counter(map(_state, found)))}"
     left = sum(not each.reached for each in found)
     if left:
-        onward = "--budget-s inf asks about all" if again else "the same command goes on, --budget-s inf asks about all"
-        what = "classes were" if left > 1 else "class was"
-        yield f"no whole vet: {left} {what} left when {budget_s:g} s were over, and nothing is known of {'them' if left > 1 else 'it'}; {onward}"
+        what, them = ("classes were", "them") if left > 1 else ("class was", "it")
+        yield (
+            f"no whole vet: {left} {what} left when {budget_s:g} s were over, and nothing new is known of {them}; "
+            + ("--budget-s inf asks about all" if again else "the same command goes on, --budget-s inf asks about all")
+        )
 
 
 def _state(each: Vetted) -> str:

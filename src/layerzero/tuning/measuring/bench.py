@@ -16,10 +16,11 @@ from layerzero.core.reasons import Reason
 from layerzero.engine.policy import names_kernel
 from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
+from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import Contest, Entry, contest
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.on_device import OnDevice, Timed, on_device
-from layerzero.tuning.measuring.timing import Clock, Effort, measurement
+from layerzero.tuning.measuring.timing import Effort, measurement
 
 TORCH = "torch's own function"
 

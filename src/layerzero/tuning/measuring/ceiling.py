@@ -14,7 +14,8 @@ import torch
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.operation import Work
-from layerzero.tuning.measuring.timing import Clock, Effort, clock_of, race
+from layerzero.tuning.measuring.clocks import Clock, clock_of
+from layerzero.tuning.measuring.timing import Effort, race
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Beyond every cache."""

@@ -23,12 +23,13 @@ from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
 from layerzero.tuning.measuring.bench import Benched, bench
 from layerzero.tuning.measuring.beside import Beside, Pairs
+from layerzero.tuning.measuring.clocks import Clock, CpuClock
 from layerzero.tuning.measuring.contest import taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.room import needed_bytes, too_large
-from layerzero.tuning.measuring.timing import Clock, CpuClock, Effort
+from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.proving.vetting import Vetted
 
 BEFORE_BUILDS = 0.5

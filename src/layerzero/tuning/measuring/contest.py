@@ -34,9 +34,10 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring.clocks import Clock, Run, clock_of
 from layerzero.tuning.measuring.deadline import TimeOverError
 from layerzero.tuning.measuring.floor import copied_bytes, least_us
-from layerzero.tuning.measuring.timing import Clock, Effort, Run, clock_of, measurement, race
+from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.measuring.truth import Truth, truth_of
 
 
@@ -180,7 +181,7 @@ def contest(
         seed: draws the order of the turns.
         passed: whether the time is over, asked before the truth is made and before each kernel is compared with it.
 
-    Raises: TimeOverError where it was over before all kernels were compared. What is compared takes most of a large call:
+    Raises: TimeOverError where it was over before all kernels were compared, which is most of what a large call takes:
         decoding over 268 million elements 56 s on two cores, nearly all of it before the first sample.
     """
     with window():

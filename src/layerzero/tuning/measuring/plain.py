@@ -28,7 +28,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.ops import plain_function_of
-from layerzero.tuning.measuring.timing import CpuClock, Effort, clock_of, measurement, race
+from layerzero.tuning.measuring.clocks import CpuClock, clock_of
+from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.predicting.weighing import DECIDED, FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.plain import facts_of_case, plain_operations

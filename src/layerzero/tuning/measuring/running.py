@@ -32,12 +32,13 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
+from layerzero.tuning.measuring.clocks import Clock, clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.room import needed_bytes, too_large
-from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
+from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
