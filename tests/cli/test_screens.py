@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shlex
@@ -79,6 +80,13 @@ def test_the_answer_says_who_is_fastest_where_what_that_gains_and_what_is_chosen
     assert only == (
         "Fastest for zork.decode one float32: a.quick 50.0 us, 2.00x as quick as torch's own; "
         "LayerZero chooses: the same."
+    )
+
+
+def test_a_busy_machine_is_told_with_the_answer():
+    busy = [dataclasses.replace(each, condition="load=high,power=full") for each in FOUND[:2]]
+    assert list(answer_of([*busy, FOUND[2]], "zork"))[-1] == (
+        "Believe none of this to the percent: load=high for 2 calls."
     )
 
 

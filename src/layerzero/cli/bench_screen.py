@@ -114,6 +114,9 @@ def answer_of(found: Sequence[Benched], operation: str) -> Iterator[str]:
         text += f"; in {len(slower)} it takes longer, at most {slower[worst]:.2f}x ({worst})"
         text += f": `layerzero tune {operation}` lets measured times choose"
     yield f"{text}."
+    rough = Counter(each.rough for each in timed if each.rough)
+    if rough:
+        yield f"Believe none of this to the percent: {', '.join(rough)} for {rough.total()} calls."
 
 
 def _fastest(timed: Sequence[Benched]) -> str:
@@ -151,11 +154,12 @@ def _rows(found: Sequence[Benched]) -> Iterator[RenderableType]:
         kept.pop()
     by_device = any(each.timed == "device" for each in kept)
     time = "device us" if by_device else "us"
-    table = new_table("call", "fastest kernel", time, "vs torch", "LayerZero chooses (time)", right=(time, "vs torch"))
+    right = (time, "vs torch", "its time")
+    table = new_table("call", "fastest kernel", time, "vs torch", "LayerZero chooses", "its time", right=right)
     for column in table.columns[:2]:
         column.no_wrap = True
     for operation in dict.fromkeys(each.operation for each in kept):
-        new_row(table, Text(operation, style="bold"), "", "", "", "")
+        new_row(table, Text(operation, style="bold"), "", "", "", "", "")
         for each in kept:
             if each.operation == operation:
                 new_row(table, *_cells(each))
@@ -167,16 +171,19 @@ def _rows(found: Sequence[Benched]) -> Iterator[RenderableType]:
 def _cells(each: Benched) -> list[str | Text]:
     name, times = f"  {each.name.removeprefix(each.operation).strip()}", _times(each)
     if not times:
-        return [name, "no kernel has a time", "", "", each.chosen or "nothing"]
+        return [name, "no kernel has a time", "", "", each.chosen or "nothing", ""]
     best, time_us = times[0]
     gain = "" if best.against_torch is None else f"{best.against_torch:.2f}x"
     behind = _behind(each)
     style = "green" if behind is not None and behind <= AS_GOOD else "yellow"
-    return [name, best.name, _us(time_us), gain, Text(_chosen(each), style=style)]
+    if best.chosen:
+        return [name, best.name, _us(time_us), gain, Text("the same", style=style), ""]
+    chosen = Text(each.chosen or "nothing", style=style)
+    return [name, best.name, _us(time_us), gain, chosen, "not timed" if behind is None else f"{behind:.2f}x"]
 
 
 def _faults(found: Sequence[Benched]) -> Iterator[Text]:
-    """What the tables of single calls would say of all of them, each in a line: faults, noise, refusals."""
+    """What the tables of single calls would say of all of them, each in a line: faults and refusals."""
     faults: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for each in found:
         for line in each.lines:
@@ -186,9 +193,6 @@ def _faults(found: Sequence[Benched]) -> Iterator[Text]:
         where, detail = calls[0]
         more = f" and {len(calls) - 1} other calls" if len(calls) > 1 else ""
         yield Text(f"{name}: {status} for {where}{more}: {detail}", style="yellow")
-    rough = Counter(each.rough for each in found if each.rough)
-    if rough:
-        yield Text(f"{', '.join(rough)}: times of {rough.total()} calls are rough", style="yellow")
     refused = {name for each in found for name in each.refused}
     if refused:
         yield Text(f"{len(refused)} kernels may not run some of these calls: --all says why", style="dim")

@@ -45,7 +45,7 @@ ONE_BURST_US = 10_000.0
 """Calls that take longer are sampled one by one on a CPU."""
 
 FIRST = 8
-"""Calls whose kernels are built first."""
+"""Calls ahead of which children build: to ask what all of hundreds wait for takes seconds."""
 
 LEAST_S = 0.02
 """Seconds of samples that each kernel gets at least: a hundred bursts of a short call."""
@@ -255,13 +255,23 @@ def compare(
             look(number, job, len(again) - place, again=True)
 
     left: dict[int, Job] = {}
+    asked = 0
+
+    def ask(until: int) -> None:
+        """Have built what calls before this one wait for."""
+        nonlocal asked
+        beside.ask(jobs[asked:until])
+        asked = max(asked, until)
+
     try:
-        for some in (jobs[:FIRST], jobs[FIRST:]):
-            beside.ask(some)
         time_to_build = deadline.part(BEFORE_BUILDS)
         for number, job in enumerate(jobs, 1):
-            if beside.open and (beside.beside or time_to_build()):
-                told(Looked(job, number, len(jobs), deadline.left_s, builds=not beside.beside))
+            if beside.beside and number > asked and not deadline.passed():
+                ask(asked + FIRST)
+                revisit()
+            elif not beside.beside and not asked and time_to_build() and not deadline.passed():
+                ask(number - 1 + FIRST)
+                told(Looked(job, number, len(jobs), deadline.left_s, builds=beside.open))
                 revisit()
             if deadline.passed():
                 left[number] = job
@@ -271,6 +281,8 @@ def compare(
                 left[number] = job
             elif why:
                 run.skipped[job.name] = why
+        if not asked and not deadline.passed():
+            ask(len(jobs))
         while beside.open and not deadline.passed():
             revisit(wait_for=True)
     finally:
