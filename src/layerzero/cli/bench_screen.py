@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ def answer_of(found: Sequence[Benched], operation: str) -> Iterator[str]:
     if slower:
         worst = max(slower, key=lambda name: slower[name])
         text += f"; in {len(slower)} it takes longer, at most {slower[worst]:.2f}x ({worst})"
-        text += f": `layerzero tune {operation}` lets measured times choose"
+        text += f": `layerzero tune {shlex.quote(operation)}` lets measured times choose"
     yield f"{text}."
     rough = Counter(each.rough for each in timed if each.rough)
     if rough:
