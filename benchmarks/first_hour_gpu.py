@@ -42,9 +42,10 @@ from layerzero.ops.attention.sweep import decode_case  # noqa: E402
 from layerzero.serving.building import BUILDS  # noqa: E402
 from layerzero.testing.generate import RandomCall  # noqa: E402
 from layerzero.tuning.measuring.baseline import torch_default  # noqa: E402
+from layerzero.tuning.measuring.clocks import Clock, clock_of  # noqa: E402
 from layerzero.tuning.measuring.contest import bound_plan, taking_part, window  # noqa: E402
 from layerzero.tuning.measuring.jobs import Job  # noqa: E402
-from layerzero.tuning.measuring.timing import Clock, Effort, Runner, clock_of, quantile, race  # noqa: E402
+from layerzero.tuning.measuring.timing import Effort, Runner, quantile, race  # noqa: E402
 
 STATES = ("first", "built", "restarted", "tuned")
 DEVICE = torch.device("cuda")

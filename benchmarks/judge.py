@@ -22,9 +22,10 @@ from layerzero.core.plan import Report
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.tuning.measuring.baseline import torch_default
+from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import Contest, bound_plan, contest
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Clock, Effort, quantile
+from layerzero.tuning.measuring.timing import Effort, quantile
 
 AGAIN, THROUGH, TORCH = "again", "through lz", "torch default"
 

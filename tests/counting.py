@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.tuning.measuring.timing import Sample
+from layerzero.tuning.measuring.clocks import Sample
 
 
 def events(act: Callable[[], Any]) -> list[str]:

@@ -68,7 +68,7 @@ def run(line, code=0):
 
 
 def answer(line):
-    (found,) = json.loads(run(f"{line} --json").stdout)
+    (found,) = json.loads(run(f"{line} --json").stdout)["calls"]
     return found, {line["name"]: line for line in found["kernels"]}
 
 

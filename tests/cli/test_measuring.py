@@ -34,6 +34,10 @@ def answer(line, code=0):
     return json.loads(run(f"{line} --json", code).stdout)
 
 
+def calls(line, code=0):
+    return answer(line, code)["calls"]
+
+
 @pytest.fixture(autouse=True)
 def small_ceiling(monkeypatch):
     lz.configure(deny=OTHERS)  # nor may one be chosen that does not run
@@ -41,7 +45,7 @@ def small_ceiling(monkeypatch):
 
 
 def test_bench_compares_everything_with_everything():
-    (found,) = answer(f"bench rms_norm --shapes 8x64 {QUICK}")
+    (found,) = calls(f"bench rms_norm --shapes 8x64 {QUICK}")
     lines = {line["name"]: line for line in found["kernels"]}
     assert {"torch.rms_norm", TORCH} <= set(lines)
     assert [line["name"] for line in found["kernels"] if line["chosen"]] == [found["chosen"]]
@@ -59,17 +63,20 @@ def test_bench_compares_everything_with_everything():
 
 def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
     asked = f"bench rms_norm --shapes 8x64,9x64 {QUICK}"
-    monkeypatch.setattr("layerzero.cli.bench.too_large", lambda facts: "no room" if facts.size("rows") == 9 else "")
-    found = run(f"{asked} --json")
-    assert [each["call"]["rows"] for each in json.loads(found.stdout)] == [8]
-    told = run(asked).stderr
-    assert "measuring norm.rms 8x64 float32 (1 of 2)" in told
-    assert "not measured: norm.rms 9x64 float32: no room" in told
+    place = "layerzero.tuning.measuring.comparing.too_large"
+    monkeypatch.setattr(place, lambda facts: "no room" if facts.size("rows") == 9 else "")
+    found = answer(asked)
+    assert [each["call"]["rows"] for each in found["calls"]] == [8]
+    assert (found["skipped"], found["cut"]) == ({"norm.rms 9x64 float32": "no room"}, False)
+    told = run(asked)
+    assert "1 of 2: norm.rms 8x64 float32: torch." in told.stderr
+    assert "not measured: norm.rms 9x64 float32: no room" in told.stderr
+    assert "not measured: norm.rms 9x64 float32: no room" in told.stdout
 
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 76 bytes\nmore")
 
-    monkeypatch.setattr("layerzero.cli.bench.bench", full)
+    monkeypatch.setattr("layerzero.tuning.measuring.comparing.bench", full)
     assert "can't allocate memory: you tried to allocate 76 bytes\n" in run(asked, code=1).stderr
 
 
@@ -83,13 +90,13 @@ def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
         return rms_norm(input, weight.shape, weight, eps)
 
     def asked(kernels, *more):
-        found = answer(f"bench rms_norm --shapes 8x64 --samples 3 {' '.join(f'--kernel {each}' for each in kernels)}")
+        found = calls(f"bench rms_norm --shapes 8x64 --samples 3 {' '.join(f'--kernel {each}' for each in kernels)}")
         return {each["call"]["dtype"]: {line["name"] for line in each["kernels"]} - {TORCH} for each in found}
 
     assert asked(["mine.half"]) == {"bfloat16": {"mine.half"}}
     assert asked(["mine.single"]) == {"float32": {"mine.single"}}
     assert asked(["mine.*"]) == {"float32": {"mine.single"}, "bfloat16": {"mine.half"}}
-    (found,) = answer("bench rms_norm --shapes 8x64 --samples 3 --kernel mine.single")
+    (found,) = calls("bench rms_norm --shapes 8x64 --samples 3 --kernel mine.single")
     assert found["refused"] == {}, "others are not spoken of"
     assert "which names none here" in run("bench rms_norm --kernel nobody.*", code=2).output
 
@@ -97,7 +104,7 @@ def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
 @pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])
 def test_bench_tells_noise_and_when_times_are_rough(state, told, monkeypatch):
     monkeypatch.setattr("layerzero.tuning.measuring.machine_state.condition", lambda _: state)
-    (found,) = answer(f"bench rms_norm --shapes 8x64 {QUICK}")
+    (found,) = calls(f"bench rms_norm --shapes 8x64 {QUICK}")
     assert found["condition"] == state
     assert all(line["noise"] is not None for line in found["kernels"] if line["median_us"] is not None)
     text = run(f"bench rms_norm --shapes 8x64 {QUICK}").stdout

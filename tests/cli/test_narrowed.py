@@ -49,6 +49,6 @@ def test_bench_measures_with_the_parameters_that_it_is_given(shapes):
     words = ("bench", "activation.gelu", *shapes, "--param", "approximate=tanh", "--dtype", "float32")
     result = layerzero(*words, "--samples", "3", "--kernel", "torch.*", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(result.stdout)["calls"]
     assert found
     assert {each["call"]["approximate"] for each in found} == {"tanh"}

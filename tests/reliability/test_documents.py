@@ -145,7 +145,7 @@ def test_a_recording_whose_disk_filled_up_lies_elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("option", ["--plot", "--html"])
 def test_bench_looks_at_its_files_before_it_measures(nowhere, monkeypatch, option):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench_command, "bench", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(bench_command, "compare", lambda *_, **__: pytest.fail("it measured"))
     run = CliRunner().invoke(main, ["bench", "rms_norm", "--shapes", "1x64", option, str(nowhere)])
     assert run.exit_code == 2, run.output
     assert f"{nowhere}: wanted a place to write to, got: No such file" in run.output
@@ -163,7 +163,7 @@ def test_bench_tells_what_it_measured_though_its_page_could_not_be_written(tmp_p
     run = CliRunner().invoke(main, [*arguments, "--samples", "3", "--json", "--html", str(path)])
     assert run.exit_code == 1, run.output
     assert "No space left" in run.stderr
-    assert json.loads(run.stdout)[0]["operation"] == "norm.rms"
+    assert json.loads(run.stdout)["calls"][0]["operation"] == "norm.rms"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.tuning.measuring import timing
-from layerzero.tuning.measuring.timing import (
-    CpuClock,
-    Effort,
-    Runner,
-    Sample,
-    clock_of,
-    differing,
-    measurement,
-    quantile,
-    race,
-)
+from layerzero.tuning.measuring import clocks, timing
+from layerzero.tuning.measuring.clocks import CpuClock, Sample, clock_of
+from layerzero.tuning.measuring.timing import Effort, Runner, differing, measurement, quantile, race
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 
@@ -155,7 +146,7 @@ def test_the_cpu_clock_tells_the_slower_of_two(monkeypatch):
     def takes(microseconds):
         return lambda: now.__setitem__(0, now[0] + 1000 * microseconds)
 
-    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now[0])
     raced = race({"short": takes(500), "long": takes(4000)}, CpuClock(), Effort(samples=5, hopeless=0))
     assert {name: set(each.samples) for name, each in raced.items()} == {"short": {500.0}, "long": {4000.0}}
 
@@ -206,8 +197,8 @@ class Flush:
 def simulated(monkeypatch):
     """A CUDA clock over a queue that is simulated, and the queue."""
     queue = Queue()
-    monkeypatch.setattr(timing, "_events", lambda: (Event(queue), Event(queue)))
-    clock = object.__new__(timing.CudaClock)
+    monkeypatch.setattr(clocks, "_events", lambda: (Event(queue), Event(queue)))
+    clock = object.__new__(clocks.CudaClock)
     clock.graph, clock._flush = False, Flush(queue)
     return clock, queue
 
@@ -258,7 +249,7 @@ def raced_on(simulated, monkeypatch, slow_us, effort):
         queue.wait()
         return queue.host - started
 
-    monkeypatch.setattr(timing.CudaClock, "once", once)
+    monkeypatch.setattr(clocks.CudaClock, "once", once)
     return race(runs, clock, effort)
 
 
@@ -289,10 +280,38 @@ def test_what_is_kept_of_the_parts_bounds_what_a_user_waits_for(parts):
     assert kept.median_us >= max(kept.device_us, kept.host_us) or kept.median_us == pytest.approx(
         max(kept.device_us, kept.host_us)
     )
-    assert all(each.time_us / timing.HOST_DRIFT <= each.at_least_us <= each.time_us for each in runner.taken)
+    assert all(each.time_us / clocks.HOST_DRIFT <= each.at_least_us <= each.time_us for each in runner.taken)
 
 
 def test_where_the_parts_are_not_told_apart_they_are_not_made_up():
     runner = Runner(lambda: None, 0.0, [Sample(5.0), Sample(7.0)])
     assert (runner.samples, runner.device_us, runner.host_us) == ([5.0, 7.0], None, None)
     assert (measurement(runner.samples).device_us, measurement(runner.samples).host_us) == (None, None)
+
+
+def test_a_race_that_would_take_too_long_gives_one_call_to_who_is_hopeless():
+    calls = dict.fromkeys(("best", "near", "slow"), 0)
+
+    def taking(name, time_us):
+        def run():
+            calls[name] += 1
+            return time_us
+
+        return run
+
+    runs = {"best": taking("best", 1e6), "near": taking("near", 2e6), "slow": taking("slow", 10e6)}
+    raced = race(runs, Scripted(), Effort(samples=3, steady=0, most_s=20.0))
+    assert calls == {"best": 4, "near": 4, "slow": 1}
+    assert raced["slow"].stopped
+    assert raced["slow"].samples == [10e6]
+    calls.update(dict.fromkeys(calls, 0))
+    assert not race(runs, Scripted(), Effort(samples=3, steady=0, hopeless=0))["slow"].stopped
+    assert calls["slow"] == timing.WARM_CALLS + timing.MIN_SAMPLES, "where there is time"
+
+
+def test_a_long_call_is_sampled_once_where_that_is_asked_for():
+    calls = []
+    CpuClock(3, one_above_us=10.0).sample(lambda: calls.append(1), 1e4)
+    assert len(calls) == 1
+    CpuClock(3).sample(lambda: calls.append(1), 1e4)
+    assert len(calls) == 4

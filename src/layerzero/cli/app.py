@@ -296,6 +296,12 @@ def vet(
     module: Modules = None,
     param: measuring.Param = None,
     again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
+        ),
+    ] = measuring.VET_S,
     operation_: Annotated[
         str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
     ] = None,
@@ -304,15 +310,16 @@ def vet(
     """Let kernels prove themselves on this machine, in a child process.
 
     With neither --kernel nor --backend: those that may not run before. Without --shapes or --manifest: the operations'
-    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Exits
-    with 1 if a kernel is wrong, dies or hangs.
+    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Kernels
+    take turns; a class that time did not suffice for has no verdict. Exits with 1 if a kernel is wrong, dies or hangs,
+    or if a class was left.
     """
     from layerzero.cli import plain
     from layerzero.cli import vet as command
 
     if plain.covers(operation_ or operation):
         named = [*(kernel or []), *(backend or [])]
-        return plain.vet(operation_ or operation, param or [], named, again=again, quiet=json)
+        return plain.vet(operation_ or operation, param or [], named, budget_s=budget_s, again=again, quiet=json)
     if param:
         raise ValueError("--param: wanted an operation without tensors beside it, as `vet tokenize`, got another")
     return command.answer(
@@ -324,6 +331,7 @@ def vet(
         dtype=dtype,
         device=device,
         modules=module or [],
+        budget_s=budget_s,
         again=again,
         quiet=json,
     )

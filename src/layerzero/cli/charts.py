@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.asking.diagnosis import doctor
-from layerzero.cli.bench import cells, columns, described, details, refusals
+from layerzero.cli.bench_tables import cells, columns, described, details, refusals
 from layerzero.core.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched
 

@@ -10,6 +10,9 @@ import typer
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import Answer, examples
 
+BENCH_S, VET_S = 60.0, 100.0
+"""Seconds that `bench` and `vet` take where nobody says how long."""
+
 Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
 Shapes = Annotated[
     list[str] | None,
@@ -84,6 +87,7 @@ def tune(
     module: Modules = None,
     without: Without = None,
     param: Param = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False,
     json: AsJson = False,
 ) -> Answer:
     """Measure kernels, so that the fastest is chosen.
@@ -119,6 +123,7 @@ def tune(
         isolate=not no_isolation,
         modules=module or [],
         leave_out=without or [],
+        everything=everything,
         quiet=json,
     )
 
@@ -132,6 +137,10 @@ def bench(
     device: Where = None,
     threads: Threads = None,
     samples: Samples = None,
+    budget_s: Annotated[
+        float,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long, whatever compiles; inf has no end."),
+    ] = BENCH_S,
     kernel: Annotated[
         list[str] | None,
         typer.Option("--kernel", metavar="KERNEL", help="Run these kernels only: id, glob or library; again for more."),
@@ -154,12 +163,15 @@ def bench(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False,
     json: AsJson = False,
 ) -> Answer:
     """Run every legal kernel side by side, and compare.
 
-    Without --shapes or --manifest: the operations' own cases. With --kernel and without --dtype: the usual dtypes that
-    these kernels take. Each call has a table: median, p95 and noise, GB/s,
+    Without --shapes or --manifest: the operations' own cases, those first that tell most of models. With --kernel and
+    without --dtype: the usual dtypes that these kernels take. Each result is told as it comes. The end says which
+    kernel is fastest where, what that gains over torch's own function, what LayerZero chooses now, and what time did
+    not suffice for. With --all, or where it fits on a screen, each call has a table: median, p95 and noise, GB/s,
     TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
     distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. On a GPU there is
     the device's own time, too: of replays of a CUDA graph that holds many calls, which find their tensors outside of
@@ -176,7 +188,13 @@ def bench(
         if timed not in (None, "call"):
             raise ValueError(f"--timed: wanted call for an operation without tensors, got {timed!r}")
         return plain.bench(
-            operation, param or [], samples=samples, only=kernel or [], leave_out=without or [], quiet=json
+            operation,
+            param or [],
+            samples=samples,
+            budget_s=budget_s,
+            only=kernel or [],
+            leave_out=without or [],
+            quiet=json,
         )
     return command.answer(
         operation,
@@ -187,6 +205,7 @@ def bench(
         device=device,
         threads=threads,
         samples=samples,
+        budget_s=budget_s,
         leave_out=without or [],
         only=kernel or [],
         params=param or [],
@@ -194,6 +213,7 @@ def bench(
         timed=timed,
         plot=plot,
         html=html,
+        everything=everything,
         quiet=json,
     )
 
@@ -210,6 +230,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(
         "bench",
         **examples(
+            "bench attention", "bench attention --budget-s 300 --all",
             "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
             "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
             "bench rms_norm --shapes 64x4096 --timed device",

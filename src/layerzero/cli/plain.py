@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from layerzero.asking.answers import explain
+from layerzero.cli import vet as vetted
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import Flags, pair_of, settings_of, value_of
 from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.sizes import deadline_of
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
@@ -23,7 +24,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measuring.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
-from layerzero.tuning.proving.plain import pairs
+from layerzero.tuning.proving.plain import pairs, plain_operations
 from layerzero.tuning.proving.vetting import vet_calls
 
 
@@ -92,15 +93,18 @@ def _named(params: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return params
 
 
-def vet(operation: str, params: Sequence[str], named: Sequence[str], *, again: bool, quiet: bool) -> Answer:
-    """Let what works on a form of its own prove itself; exits with 1 where something is not the same."""
+def vet(
+    operation: str, params: Sequence[str], named: Sequence[str], *, budget_s: float, again: bool, quiet: bool
+) -> Answer:
+    """Let what works on a form of its own prove itself; exits with 1 where something is not the same, or was left."""
+    deadline = deadline_of(budget_s)
     asked = list(pairs(operation, _named(params_of(params, operation), operation), named, again=again))
-    found = vet_calls(asked, progress=say if quiet else typer.echo)
-    counts = Counter(str(each.verdict or "not vetted") for each in found)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "nothing to vet"
-    bad = any(each.verdict not in (None, Verdict.PASSED) for each in found)
-    data = {"classes": [each.to_dict() for each in found], "counts": dict(counts)}
-    return Answer(data, lambda: [told], NO if bad else FINE)
+    found = vet_calls(asked, progress=say if quiet else typer.echo, stop=deadline.passed)
+
+    def show() -> Iterator[RenderableType]:
+        yield from vetted.shown(found, budget_s, again=again) if found else ("nothing to vet",)
+
+    return Answer(vetted.data_of(found), show, vetted.code_of(found))
 
 
 def tune(
@@ -135,19 +139,31 @@ def bench(
     params: Sequence[str],
     *,
     samples: int | None,
+    budget_s: float,
     only: Sequence[str],
     leave_out: Sequence[str],
     quiet: bool,
 ) -> Answer:
     """Measure and compare; exits with 1 if a kernel is wrong."""
+    deadline = deadline_of(budget_s)
     given = _named(params_of(params, operation), operation)
     found = []
-    for each in bench_plain(operation, given, samples=samples, only=only, leave_out=leave_out):
+    for each in bench_plain(operation, given, samples=samples, only=only, leave_out=leave_out, passed=deadline.passed):
         found.append(each)
         if not quiet:
             say(f"measured {each.operation} {each.case}")
-    bad = any(each.wrong for each in found)
-    return Answer([each.to_dict() for each in found], lambda: _shown(found, refused=True), NO if bad else FINE)
+    left = sum(len(each.cases) for each in plain_operations(operation)) - len(found)
+
+    def show() -> Iterator[RenderableType]:
+        yield from _shown(found, refused=True)
+        if left:
+            yield Text(
+                f"{left} cases were left when {budget_s:g} s were over: --budget-s inf measures all", style="yellow"
+            )
+
+    bad = not found or any(each.wrong for each in found)
+    data = {"calls": [each.to_dict() for each in found], "cut": left > 0, "left": left}
+    return Answer(data, show, NO if bad else FINE)
 
 
 def _shown(found: Sequence[PlainBenched], *, refused: bool = False) -> Iterator[RenderableType]:

@@ -14,7 +14,9 @@ def new_table(*headers: str, right: Collection[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=False)
     for header in headers:
         number = header in right
-        table.add_column(header, no_wrap=number or header == "kernel", justify="right" if number else "left")
+        table.add_column(
+            header, no_wrap=number or header == "kernel", justify="right" if number else "left", overflow="fold"
+        )
     return table
 
 

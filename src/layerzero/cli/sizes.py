@@ -1,13 +1,15 @@
-"""Flags that several measuring commands share: shapes as text, and torch's threads."""
+"""Flags that several measuring commands share: shapes as text, seconds, and torch's threads."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import Shape
 
 _SIZES = re.compile(r"\d+(?:x\d+)*")
@@ -25,6 +27,15 @@ def shapes_of(texts: Sequence[str] | None) -> list[Shape] | None:
         sizes = [tuple(int(size) for size in each.split("x")) for each in several]
         found.append(sizes[0] if len(sizes) == 1 else sizes)
     return found
+
+
+def deadline_of(budget_s: float) -> Deadline:
+    """The end of a command that begins now. Raises: ValueError with wanted, got and the next step."""
+    if not budget_s > 0:  # nor is what is no number
+        raise ValueError(
+            f"--budget-s: wanted more than 0 seconds, got {budget_s:g}; leave it out for the default, inf has no end"
+        )
+    return Deadline(None if budget_s == math.inf else budget_s)
 
 
 @contextlib.contextmanager

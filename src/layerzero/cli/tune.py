@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli.live import Live, live
 from layerzero.cli.modules import import_modules
+from layerzero.cli.not_measured import not_measured
 from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.tune import tune as run
-from layerzero.tuning.measuring.tuned import Step, Tuned
+from layerzero.tuning.measuring.tuned import Choice, Step, Tuned
+
+MOST_ROWS = 15
+"""Calls that have a row each: with what wraps they fit on a screen."""
+
+FEW = 3
+"""Calls that are named where one line stands for many."""
 
 
 def answer(
@@ -39,6 +46,7 @@ def answer(
     isolate: bool,
     modules: Sequence[str],
     leave_out: Sequence[str],
+    everything: bool,
     quiet: bool,
 ) -> Answer:
     """Tune, and show the winners. Raises: ValueError or KeyError for flags that mean nothing."""
@@ -46,7 +54,7 @@ def answer(
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
     import_modules(modules)
     usual = torch.get_num_threads()
-    with with_threads(threads), _bar(quiet=quiet) as told:
+    with with_threads(threads), live(quiet=quiet) as shown:
         tuned = run(
             operation,
             "cases" if cases else shapes_of(shapes),
@@ -62,75 +70,114 @@ def answer(
             isolate=isolate,
             modules=modules,
             leave_out=leave_out,
-            progress=told,
+            progress=lambda step: _told(shown, step),
         )
         used = torch.get_num_threads()
-    return Answer(tuned.to_dict(), lambda: _shown(tuned, used, usual), FINE if tuned.contests or tuned.known else NO)
+
+    def show() -> Iterator[RenderableType]:
+        return _shown(tuned, used, usual, everything=everything)
+
+    return Answer(tuned.to_dict(), show, FINE if tuned.contests or tuned.known else NO)
 
 
-@contextlib.contextmanager
-def _bar(*, quiet: bool) -> Iterator[Callable[[Step], None]]:
-    """A progress bar on stderr; where nobody watches a terminal, nothing."""
-    console = Console(stderr=True)
-    left = TextColumn("{task.fields[left]}")
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), left, TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task("looking for what to measure", total=None, left="")
-
-        def told(step: Step) -> None:
-            if step.contest is not None:
-                text = f"{step.job.name}: {winner(step.contest)}"
-            else:
-                text = f"{step.job.name} {f'({step.skipped})' if step.skipped else '…'}"
-            done = step.number if step.contest is not None or step.skipped else step.number - 1
-            left = "" if step.left_s is None else f"{step.left_s:.0f} s left"
-            progress.update(task, completed=done, total=step.total, description=text, left=left)
-
-        yield told
+def _told(shown: Live, step: Step) -> None:
+    """Show which call is measured, or who won it."""
+    if step.contest is not None:
+        text = f"{step.job.name}: {winner(step.contest)}"
+    else:
+        text = f"{step.job.name} {f'({step.skipped})' if step.skipped else '…'}"
+    done = step.number if step.contest is not None or step.skipped else step.number - 1
+    shown.at(text, done, step.total, step.left_s)
 
 
 def winner(found: Contest) -> str:
     """Who won, and by how much."""
-    timed = [each for each in found.entries if each.measurement is not None]
-    if not timed or timed[0].measurement is None:
-        return "nobody"
-    text = f"{timed[0].kernel.id} {timed[0].measurement.median_us:.1f} us"
-    if len(timed) > 1 and timed[1].measurement is not None:
-        ahead = timed[1].measurement.median_us / timed[0].measurement.median_us
-        text += f", {ahead:.2f} times quicker than {timed[1].kernel.id}"
-    return text
+    text, ahead, second = _first_two(found)
+    return f"{text}, {ahead:.2f} times quicker than {second}" if second else text
 
 
-def _shown(tuned: Tuned, threads: int = 0, usual: int = 0) -> Iterator[RenderableType]:
-    """The winners; ``threads`` are those that were used, and ``usual`` those of a process that names none."""
+def _fastest(found: Contest) -> str:
+    """The same, short enough for a table."""
+    text, ahead, second = _first_two(found)
+    return f"{text} ({ahead:.2f}x)" if second else text
+
+
+def _first_two(found: Contest) -> tuple[str, float, str]:
+    """The winner with its time, how many times as long the next one takes, and who that is."""
+    timed = [(each.kernel.id, each.measurement.median_us) for each in found.entries if each.measurement is not None]
+    if not timed:
+        return "nobody", 1.0, ""
+    text = f"{timed[0][0]} {timed[0][1]:.1f} us"
+    return (text, timed[1][1] / timed[0][1], timed[1][0]) if len(timed) > 1 else (text, 1.0, "")
+
+
+def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = False) -> Iterator[RenderableType]:
+    """A row for each call; of many those that changed, and of the rest a line for each operation.
+
+    ``threads`` are those that were used, and ``usual`` those of a process that names none; ``everything`` has a row for
+    each call, and each reason in full.
+    """
+    fold = len(tuned.contests) > MOST_ROWS and not everything
     for_some = threads != usual and any(found.facts.device.torch_type == "cpu" for found in tuned.contests)
     chosen_now = f"chosen with {threads} thread{'s' * (threads != 1)}" if for_some else "chosen now"
-    table = new_table("call", "fastest", chosen_now, "before")
-    for found, now in zip(tuned.contests, tuned.choices, strict=True):
+    table = new_table("call", "fastest (the next)", chosen_now, "before")
+    pairs = list(zip(tuned.contests, tuned.choices, strict=True))
+    same: dict[str, Counter[str]] = defaultdict(Counter)
+    for found, now in pairs:
         before = now.before or "nothing"
         chosen = now.kernel_id or "nothing"
+        if before == chosen and fold:
+            same[found.report.operation][chosen] += 1
+            continue
         shown = f"{chosen}, once it is built" if now.builds else chosen
-        new_row(table, found.name, winner(found), shown, "the same" if before == chosen else before)
-    if tuned.contests:
+        new_row(table, found.name, _fastest(found), shown, "the same" if before == chosen else before)
+    if table.rows:
         yield table
+    for operation, kept in same.items():
+        names = ", ".join(f"{name} {count}" for name, count in kept.most_common())
+        yield Text(f"{operation}: {kept.total()} call{'s' * (kept.total() != 1)} as before: {names}")
+    if same:
+        yield Text("--all has a row for each of them", style="dim")
     if for_some:
         yield Text(f"torch uses {usual} here unless told otherwise: these times say nothing of that", style="yellow")
-    pairs = list(zip(tuned.contests, tuned.choices, strict=True))
-    noisy = [f"{found.name} (confidence {now.confidence:.2f})" for found, now in pairs if now.too_noisy]
-    if noisy:
-        again = "run again with --again on a calmer machine"
-        yield Text(f"too noisy to decide: {', '.join(noisy)}; {again}", style="yellow")
-    for found, _ in pairs:
-        for entry in found.entries:
-            if entry.measurement is None:
-                yield Text(f"{entry.kernel.id} on {found.name}: {entry.status}: {entry.detail}", style="yellow")
-    for vetted in tuned.vetted:
-        if vetted.verdict is not Verdict.PASSED:
-            yield Text(str(vetted), style="yellow")
+    yield from _noisy([(found, now) for found, now in pairs if now.too_noisy], everything=everything)
+    yield from _untimed(tuned, everything=everything)
+    yield from _not_vetted(tuned, everything=everything)
     for name, reason in tuned.in_process.items():
         yield Text(f"{name} ran in this process for the first time, no child could be asked: {reason}", style="yellow")
     for name, reason in tuned.not_built.items():
         yield Text(f"{name} was not measured: it is not built: {reason}", style="yellow")
-    for name, reason in tuned.skipped.items():
-        yield Text(f"{name}: {reason}", style="yellow")
+    yield from not_measured(tuned.skipped, tuned.needs_bytes, everything=everything)
     yield Text(f"{tuned}; for {tuned.winners_changed} of them the winner changed")
+
+
+def _noisy(noisy: Sequence[tuple[Contest, Choice]], *, everything: bool) -> Iterator[Text]:
+    """Calls whose times are too noisy to decide."""
+    if not noisy:
+        return
+    shown = noisy if everything else noisy[:FEW]
+    names = ", ".join(f"{found.name} (confidence {now.confidence:.2f})" for found, now in shown)
+    more = f" and {len(noisy) - len(shown)} more" if len(shown) < len(noisy) else ""
+    yield Text(f"too noisy to decide: {names}{more}; run again with --again on a calmer machine", style="yellow")
+
+
+def _untimed(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
+    """Kernels without a time, each with its call; of one kernel and one state the first, and how many more."""
+    of: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for found in tuned.contests:
+        for entry in found.entries:
+            if entry.measurement is None:
+                of[entry.kernel.id, entry.status].append(f"{found.name}: {entry.status}: {entry.detail}")
+    for (name, _), texts in of.items():
+        for text in texts if everything else texts[:1]:
+            more = "" if everything or len(texts) == 1 else f"; so, too, on {len(texts) - 1} other calls"
+            yield Text(f"{name} on {text}{more}", style="yellow")
+
+
+def _not_vetted(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
+    """Classes that did not pass; of those that time did not suffice for their number."""
+    bad = [each for each in tuned.vetted if each.verdict is not Verdict.PASSED]
+    yield from (Text(str(each), style="yellow") for each in bad if each.reached or everything)
+    left = sum(not each.reached for each in bad)
+    if left and not everything:
+        yield Text(f"{left} classes were left to vet when the time was over; --all lists them", style="yellow")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import typer
 
 from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
-from layerzero.cli.sizes import shapes_of
+from layerzero.cli.sizes import deadline_of, shapes_of
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -23,12 +24,17 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.jobs import Job, Shape
-from layerzero.tuning.proving.vetting import allows, class_pairs, is_named, vet_calls
+from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]
 
 MANY = 10
 """Classes from which on somebody is told beforehand: each takes seconds."""
+
+MOST_KERNELS = 30
+"""Kernels that have a line each at the end: it fits on a screen."""
+
+NOT_REACHED = "not reached"
 
 
 def answer(
@@ -41,10 +47,15 @@ def answer(
     dtype: str | None,
     device: str | None,
     modules: Sequence[str],
+    budget_s: float,
     again: bool,
     quiet: bool,
 ) -> Answer:
-    """Vet; exit with 1 if a verdict is bad. Raises: ValueError for a name that means nothing, or a bad shape."""
+    """Vet; exit with 1 if a verdict is bad, or time did not suffice for all.
+
+    Raises: ValueError for a name that means nothing, a bad shape or a bad budget.
+    """
+    deadline = deadline_of(budget_s)
     import_modules(modules)
     names = [*(kernels or []), *(backends or [])]
     for name in names:
@@ -59,25 +70,70 @@ def answer(
         asked = list(class_pairs(chosen, operation, here, None, dtypes))
     else:
         asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
-    pairs = [pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None]
+    pairs = in_turn([pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None])
     classes = len({(kernel.id, class_text(facts)) for kernel, facts in pairs})
     if classes > MANY:
-        say(f"{classes} classes, one after the other in a child process; what is found so far is kept by Ctrl-C, too")
+        end = "" if budget_s == math.inf else f" for {budget_s:g} s (--budget-s)"
+        say(f"{classes} classes, one after the other in a child process{end}; what is found is kept by Ctrl-C, too")
     numbers = itertools.count(1)
 
     def told(text: str) -> None:
         (say if quiet else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
 
-    found = vet_calls(pairs, modules=modules, progress=told)
-    counts = Counter(str(each.verdict or "not vetted") for each in found)
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    bad = any(each.verdict not in (None, Verdict.PASSED) for each in found)
-    if found:
-        last = f"{len(found)} classes: {summary}"
-    else:
-        last = f"nothing to vet: {_nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)}"
-    data = {"classes": [each.to_dict() for each in found], "counts": dict(counts)}
-    return Answer(data, lambda: [last], NO if bad else FINE)
+    found = vet_calls(pairs, modules=modules, progress=told, stop=deadline.passed)
+    if not found:
+        why = _nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)
+        return Answer(data_of(found), lambda: [f"nothing to vet: {why}"], FINE)
+    return Answer(data_of(found), lambda: shown(found, budget_s, again=again), code_of(found))
+
+
+def in_turn(pairs: Sequence[Pair]) -> list[Pair]:
+    """One class of each kernel and operation, then another of each: what a cut leaves are further classes of all."""
+    of: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    for kernel, facts in pairs:
+        of[kernel.id, facts.operation.name].append((kernel, facts))
+    return [pair for turn in itertools.zip_longest(*of.values()) for pair in turn if pair is not None]
+
+
+def data_of(found: Sequence[Vetted]) -> dict[str, object]:
+    """Plain values for JSON; ``cut`` says that this was no whole vet."""
+    left = sum(not each.reached for each in found)
+    counts = Counter(map(_state, found))
+    return {"classes": [each.to_dict() for each in found], "counts": dict(counts), "cut": left > 0, "left": left}
+
+
+def code_of(found: Sequence[Vetted]) -> int:
+    """Fine if all that was asked about has been reached, and nothing of it is bad."""
+    bad = any(each.verdict not in (None, Verdict.PASSED) or not each.reached for each in found)
+    return NO if bad else FINE
+
+
+def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> Iterator[str]:
+    """A line for each kernel where there are several, the sum, and what time did not suffice for."""
+    of: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in found:
+        of[each.kernel_id][_state(each)] += 1
+    told = sorted(of.items(), key=lambda item: (set(item[1]) == {str(Verdict.PASSED)}, item[0]))
+    if 1 < len(told) < len(found):
+        yield from (f"{name}: {_counted(counts)}" for name, counts in told[:MOST_KERNELS])
+        if len(told) > MOST_KERNELS:
+            yield f"and {len(told) - MOST_KERNELS} kernels more"
+    yield f"{len(found)} classes: {_counted(Counter(map(_state, found)))}"
+    left = sum(not each.reached for each in found)
+    if left:
+        what, them = ("classes were", "them") if left > 1 else ("class was", "it")
+        yield (
+            f"no whole vet: {left} {what} left when {budget_s:g} s were over, and nothing new is known of {them}; "
+            + ("--budget-s inf asks about all" if again else "the same command goes on, --budget-s inf asks about all")
+        )
+
+
+def _state(each: Vetted) -> str:
+    return str(each.verdict or ("not vetted" if each.reached else NOT_REACHED))
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
 
 def _nothing(chosen: Sequence[Kernel], asked: Sequence[Pair], names: Sequence[str], *, own_cases: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measuring.timing import Run
+from layerzero.tuning.measuring.clocks import Run
 
 
 def torch_default(function: str, arguments: Mapping[str, Any]) -> Run | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from layerzero.core.reasons import Reason
 from layerzero.engine.policy import names_kernel
 from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
+from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import Contest, Entry, contest
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.on_device import OnDevice, Timed, on_device
-from layerzero.tuning.measuring.timing import Clock, Effort, measurement
+from layerzero.tuning.measuring.timing import Effort, measurement
 
 TORCH = "torch's own function"
 
@@ -131,6 +132,7 @@ def bench(
     leave_out: Sequence[str] = (),
     only: Sequence[str] = (),
     timed: Timed = Timed.CALL,
+    passed: Callable[[], bool] = lambda: False,
 ) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
 
@@ -139,13 +141,17 @@ def bench(
 
     A wrong result is remembered as vetting's are: the kernel is banned until its library has another version or it
     passes again. Failures are remembered, too.
+
+    Raises: TimeOverError where ``passed`` says that the time is over before all kernels were compared.
     """
     call = job.make(device)
     with torch.no_grad():
         before = explain(call.function, **call.arguments)
         default = torch_default(call.function, call.arguments)
     beside = {TORCH: default} if default is not None else {}
-    found = contest(call, effort=effort, clock=clock, leave_out=leave_out, only=only, beside=beside, origin="bench")
+    found = contest(
+        call, effort=effort, clock=clock, leave_out=leave_out, only=only, beside=beside, origin="bench", passed=passed
+    )
     operation = found.facts.operation
     work = operation.work(found.facts) if operation.work else None
     dtype: Any = found.facts["dtype"]

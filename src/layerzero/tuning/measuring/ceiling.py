@@ -14,7 +14,8 @@ import torch
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.operation import Work
-from layerzero.tuning.measuring.timing import Clock, Effort, clock_of, race
+from layerzero.tuning.measuring.clocks import Clock, clock_of
+from layerzero.tuning.measuring.timing import Effort, race
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Beyond every cache."""
@@ -72,5 +73,5 @@ def _measured(device: str, dtype: str, threads: int) -> Ceiling:  # what was mea
 def _best_us(clock: Clock, run: object) -> float:
     """The lower quartile of a few samples: a ceiling is what a machine can do, not what it did while disturbed."""
     assert callable(run)
-    samples = race({"": run}, clock, Effort(samples=8, budget_s=2.0))[""].samples
+    samples = race({"": run}, clock, Effort(samples=8, budget_s=0.5, steady_s=0.5))[""].samples
     return statistics.quantiles(samples, n=4)[0] if len(samples) > 1 else samples[0]

@@ -34,9 +34,10 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.measuring.clocks import Clock, Run, clock_of
 from layerzero.tuning.measuring.deadline import TimeOverError
 from layerzero.tuning.measuring.floor import copied_bytes, least_us
-from layerzero.tuning.measuring.timing import Clock, Effort, Run, clock_of, measurement, race
+from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.measuring.truth import Truth, truth_of
 
 

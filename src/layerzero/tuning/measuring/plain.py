@@ -28,7 +28,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.ops import plain_function_of
-from layerzero.tuning.measuring.timing import CpuClock, Effort, clock_of, measurement, race
+from layerzero.tuning.measuring.clocks import CpuClock, clock_of
+from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.predicting.weighing import DECIDED, FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.plain import facts_of_case, plain_operations
@@ -184,10 +185,13 @@ def bench_plain(
     samples: int | None = None,
     only: Sequence[str] = (),
     leave_out: Sequence[str] = (),
+    passed: Callable[[], bool] = lambda: False,
 ) -> Iterator[PlainBenched]:
-    """Measure the operations' cases; times are not remembered."""
+    """Measure the operations' cases until ``passed`` says that the time is over; times are not remembered."""
     for operation in plain_operations(pattern):
         for case in operation.cases:
+            if passed():
+                return
             found = _contest(operation, case, params, only, leave_out)
             times = _times(found, samples or current_policy()["tune_samples"], "bench") if found.runs else {}
             yield _told(case, found, times)

@@ -32,12 +32,13 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
+from layerzero.tuning.measuring.clocks import Clock, clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.floor import hopeless
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.room import too_large
-from layerzero.tuning.measuring.timing import Clock, Effort, clock_of
+from layerzero.tuning.measuring.room import needed_bytes, too_large
+from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
@@ -78,6 +79,7 @@ class _Run:
     before: dict[int, str | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     too_large: dict[int, str] = field(default_factory=dict)
+    needs_bytes: dict[str, int] = field(default_factory=dict)
     known: int = 0
     spared: set[tuple[int, str]] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
@@ -198,6 +200,7 @@ class _Run:
         if not new:
             return "" if before is not None else "known"
         if why := self.too_large.get(number):
+            self.needs_bytes[job.name] = needed_bytes(report.facts)
             return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s:
             return "" if before is not None else NO_TIME
@@ -212,7 +215,10 @@ class _Run:
         except Exception as error:  # one call's trouble is told, and the others are measured
             if lost_context(report.facts.device):
                 raise
-            return f"too little memory: {raised(error)}" if out_of_memory(error) else raised(error)
+            if not out_of_memory(error):
+                return raised(error)
+            self.needs_bytes[job.name] = needed_bytes(report.facts)
+            return f"too little memory: {raised(error)}"
         self.pace.took(report.facts, time.monotonic() - began)
         self.spared |= {(number, name) for name in spared}
         if found.times and record_times(found.facts, found.times):
@@ -354,6 +360,7 @@ def _tuned(run: _Run, left: int) -> Tuned:
         choices=tuple(run.choices()),
         known=run.known,
         skipped=run.skipped,
+        needs_bytes={name: run.needs_bytes[name] for name in run.skipped if name in run.needs_bytes},
         left=left,
         vetted=tuple(run.vetted),
         in_process=run.in_process,

@@ -60,6 +60,7 @@ class Tuned:
         choices: what each of these calls gets now, with as many threads as torch used meanwhile.
         known: calls whose times were known before.
         skipped: calls that could not be measured, with the reason.
+        needs_bytes: what those of them need that memory does not hold.
         left: calls that time did not suffice for.
         vetted: what vetting said about kernels that may not run before; those without a verdict were not measured.
         in_process: kernels that ran here for the first time, since no child process could be asked, and why not.
@@ -73,6 +74,7 @@ class Tuned:
     choices: tuple[Choice, ...]
     known: int
     skipped: Mapping[str, str]
+    needs_bytes: Mapping[str, int]
     left: int
     vetted: tuple[Vetted, ...]
     in_process: Mapping[str, str]
@@ -98,6 +100,7 @@ class Tuned:
             ],
             "known": self.known,
             "skipped": dict(self.skipped),
+            "needs_bytes": dict(self.needs_bytes),
             "left": self.left,
             "vetted": [each.to_dict() for each in self.vetted],
             "in_process": dict(self.in_process),

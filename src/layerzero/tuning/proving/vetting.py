@@ -48,18 +48,25 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Vetted:
-    """What was found about a kernel and a class; ``verdict`` is None where it could not be asked, with the reason."""
+    """What was found about a kernel and a class.
+
+    Attributes:
+        verdict: None where it could not be asked, with the reason.
+        reached: whether there was time to ask; without it there is no verdict, and the class stays as it was.
+    """
 
     kernel_id: str
     call_class: str
     verdict: Verdict | None
     detail: str
+    reached: bool = True
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         verdict = None if self.verdict is None else str(self.verdict)
         return {
             "kernel_id": self.kernel_id, "call_class": self.call_class, "verdict": verdict, "detail": self.detail,
+            "reached": self.reached,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -190,14 +197,14 @@ def vet_calls(
         unique.setdefault((kernel.id, class_text(facts)), (kernel, facts))
     found: dict[tuple[str, str], Vetted] = {}
 
-    def keep(name: tuple[str, str], verdict: Verdict | None, detail: str) -> None:
-        each = found[name] = Vetted(*name, verdict, detail)
+    def keep(name: tuple[str, str], verdict: Verdict | None, detail: str, *, reached: bool = True) -> None:
+        each = found[name] = Vetted(*name, verdict, detail, reached)
         if verdict is not None:
             ENGINE.ledger.record_verdict(*unique[name], verdict, detail)
         if verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
             text = f"{each.kernel_id} is not chosen any more until its library has another version: {each}"
             warnings.warn(text, LayerZeroWarning, stacklevel=2)
-        if progress is not None:
+        if progress is not None and reached:
             progress(str(each))
 
     def answered(task: Task, value: Any) -> None:
@@ -205,10 +212,10 @@ def vet_calls(
         keep(task.about, reply.verdict, reply.detail)
 
     def ended(task: Task, end: End) -> None:
-        if not end.started:
+        if not end.started and end.kind != "stopped":
             left = len(unique) - len(found)
             raise RuntimeError(f"a vetting process did not get to work ({left} classes left): {end.reason}")
-        keep(task.about, end.verdict, str(end))
+        keep(task.about, end.verdict, str(end), reached=end.kind != "stopped")
 
     named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
     tasks = deque(_task(name, *pair, named, timeout_s) for name, pair in unique.items())

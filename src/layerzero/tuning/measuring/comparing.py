@@ -1,0 +1,297 @@
+"""Many calls side by side until the time is over: what :func:`layerzero.tuning.measuring.bench.bench` does of one.
+
+What can run is measured first. What would have to compile is built by children, on a GPU beside the measuring and on a
+CPU after half of the time, and the calls that waited for it are measured again as a whole: times of one table were
+taken in turn. Nothing that takes an unknown time happens in this process while there is a deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from layerzero.asking.answers import explain
+from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Report
+from layerzero.engine.failing import out_of_memory
+from layerzero.engine.jit import BUILT
+from layerzero.tuning.measuring.bench import Benched, bench
+from layerzero.tuning.measuring.beside import Beside, Pairs
+from layerzero.tuning.measuring.clocks import Clock, CpuClock
+from layerzero.tuning.measuring.contest import taking_part, window
+from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
+from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.on_device import Timed
+from layerzero.tuning.measuring.room import needed_bytes, too_large
+from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.proving.vetting import Vetted
+
+BEFORE_BUILDS = 0.5
+"""The share of the time after which a CPU stops measuring to build what compiles."""
+
+LONG = 1 / 20
+"""A call that is likely to take more than this share of the time comes after all others."""
+
+MOST = 1 / 8
+"""The samples of a call may take this share of what time is left."""
+
+ONE_BURST_US = 10_000.0
+"""Calls that take longer are sampled one by one on a CPU."""
+
+FIRST = 8
+"""Calls ahead of which children build: to ask what all of hundreds wait for takes seconds."""
+
+LEAST_S = 0.02
+"""Seconds of samples that each kernel gets at least: a hundred bursts of a short call."""
+
+NO_TIME = "the time was over"
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Told before and after each call.
+
+    Attributes:
+        job: the call.
+        number, total: which of how many.
+        left_s: seconds that are left; infinite without an end.
+        found: what was measured; None before, and where nothing was.
+        why: why nothing was.
+        builds: whether children build now what calls wait for, before this one.
+        again: whether it was measured before, without what was built since.
+    """
+
+    job: Job
+    number: int
+    total: int
+    left_s: float
+    found: Benched | None = None
+    why: str = ""
+    builds: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What became of calls.
+
+    Attributes:
+        found: what was measured, in the order of the calls.
+        left: calls that time did not suffice for.
+        skipped: calls that cannot be measured here, and why.
+        needs_bytes: what those of them need that memory does not hold.
+        not_built: kernels that had to compile and were left out of some call, and why.
+        seconds: how long it took.
+    """
+
+    found: tuple[Benched, ...]
+    left: tuple[str, ...]
+    skipped: Mapping[str, str]
+    needs_bytes: Mapping[str, int]
+    not_built: Mapping[str, str]
+    seconds: float
+
+    @property
+    def cut(self) -> bool:
+        """Whether there was more to measure than time sufficed for."""
+        return bool(self.left or self.not_built)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "calls": [each.to_dict() for each in self.found],
+            "cut": self.cut,
+            "left": list(self.left),
+            "skipped": dict(self.skipped),
+            "needs_bytes": dict(self.needs_bytes),
+            "not_built": dict(self.not_built),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """One comparison as it goes on; children know it as what they work for."""
+
+    jobs: Sequence[Job]
+    device: torch.device
+    clock: Clock
+    effort: Effort
+    deadline: Deadline
+    leave_out: Sequence[str]
+    only: Sequence[str]
+    timed: Timed
+    modules: Sequence[str]
+    pace: Pace = field(default_factory=Pace)
+    found: dict[int, Benched] = field(default_factory=dict)
+    waits: dict[int, set[str]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    needs_bytes: dict[str, int] = field(default_factory=dict)
+    vetted: list[Vetted] = field(default_factory=list)
+    not_built: dict[str, str] = field(default_factory=dict)
+
+    def report(self, job: Job) -> Report:
+        """Who would take part, judged without the call's data."""
+        with window():
+            return explain(job.facts(self.device))
+
+    def parties(self, report: Report) -> list[Kernel]:
+        """The kernels that would be measured if all were built."""
+        return [each.kernel for each in taking_part(report, self.leave_out, self.only)]
+
+    def unbuilt(self, report: Report) -> list[Kernel]:
+        """Those of them that would compile in this process: for children, or for nobody; without an end they may."""
+        if self.deadline.left_s == math.inf:
+            return []
+        return [each for each in self.parties(report) if each.jit and not BUILT.ready(each, report.facts)]
+
+    def to_vet(self, jobs: Sequence[Job]) -> Pairs:  # noqa: ARG002  # what children are asked by
+        """Nothing: what must be vetted before it runs is refused here, and the table says so."""
+        return []
+
+    def to_build(self, jobs: Sequence[Job]) -> Pairs:
+        """What children can build for these calls."""
+        reports = [self.report(job) for job in jobs if not too_large(job.facts(self.device))]
+        return [(kernel, report.facts) for report in reports for kernel in self.unbuilt(report) if kernel.builds_apart]
+
+    def measure(self, number: int, job: Job, todo: int) -> str:
+        """Measure a call, one of so many that are still to do; why not, if not."""
+        report = self.report(job)
+        if why := too_large(report.facts):
+            self.needs_bytes[job.name] = needed_bytes(report.facts)
+            return why
+        if self.pace.seconds(report.facts) > self.deadline.left_s:
+            return NO_TIME
+        unbuilt = {kernel.id for kernel in self.unbuilt(report)}
+        began = time.monotonic()
+        try:
+            found = bench(
+                job,
+                self.device,
+                effort=self._effort(len(self.parties(report)) + 1, todo),
+                clock=self.clock,
+                leave_out=[*self.leave_out, *unbuilt],
+                only=self.only,
+                timed=self.timed,
+                passed=self.deadline.passed,
+            )
+        except TimeOverError:
+            return NO_TIME
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            self.needs_bytes[job.name] = needed_bytes(report.facts)
+            return f"too little memory: {str(error).partition(chr(10))[0]}"
+        self.pace.took(report.facts, time.monotonic() - began)
+        self.found[number], self.waits[number] = found, unbuilt
+        return ""
+
+    def _effort(self, count: int, todo: int) -> Effort:
+        """Of its part of the time a call samples for half; the rest is for making it, its truth and the comparisons."""
+        left = self.deadline.left_s
+        if left == math.inf:
+            return self.effort
+        part_s = max(left, 0.0) / max(todo, 1) / 2
+        each_s = min(self.effort.budget_s, max(part_s / 3 / max(count, 1), LEAST_S))
+        return dataclasses.replace(self.effort, budget_s=each_s, steady_s=part_s, most_s=MOST * left)
+
+    def waited(self, number: int, job: Job) -> bool:
+        """Whether something was built that a call was measured without."""
+        missing = self.waits.get(number, set())
+        return bool(missing) and bool(missing - {kernel.id for kernel in self.unbuilt(self.report(job))})
+
+    def missing(self) -> dict[str, str]:
+        """Kernels that some call was measured without, and why."""
+        names = dict.fromkeys(name for number in sorted(self.waits) for name in sorted(self.waits[number]))
+        return {name: self.not_built.get(name, NO_TIME) for name in names}
+
+
+def compare(
+    jobs: Sequence[Job],
+    device: torch.device,
+    *,
+    effort: Effort,
+    clock: Clock,
+    deadline: Deadline,
+    leave_out: Sequence[str] = (),
+    only: Sequence[str] = (),
+    timed: Timed = Timed.CALL,
+    modules: Sequence[str] = (),
+    told: Callable[[Looked], None] = lambda _: None,
+) -> Compared:
+    """Measure calls in their order until the time is over; the arguments are those of ``bench``.
+
+    Args:
+        deadline: when that is. Without one, whatever compiles does so in this process.
+        modules: modules that register kernels, for the children that build.
+        told: told of each call before and after.
+    """
+    if deadline.left_s < math.inf and type(clock) is CpuClock:
+        clock = CpuClock(clock.bursts, ONE_BURST_US)
+    run = _Comparison(jobs, device, clock, effort, deadline, leave_out, only, timed, modules)
+    beside = Beside(run)
+
+    def look(number: int, job: Job, todo: int, **more: Any) -> str:
+        told(Looked(job, number, len(jobs), deadline.left_s, **more))
+        why = run.measure(number, job, todo)
+        told(Looked(job, number, len(jobs), deadline.left_s, None if why else run.found[number], why, **more))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return why
+
+    def revisit(*, wait_for: bool = False) -> None:
+        if not beside.caught_up(wait_for=wait_for):
+            return
+        again = [(number, job) for number, job in enumerate(jobs, 1) if run.waited(number, job)]
+        for place, (number, job) in enumerate(again):
+            if deadline.passed():
+                return
+            look(number, job, len(again) - place, again=True)
+
+    left: dict[int, Job] = {}
+    asked = 0
+
+    def ask(until: int) -> None:
+        """Have built what calls before this one wait for."""
+        nonlocal asked
+        beside.ask(jobs[asked:until])
+        asked = max(asked, until)
+
+    try:
+        time_to_build = deadline.part(BEFORE_BUILDS)
+        for number, job in enumerate(jobs, 1):
+            if beside.beside and number > asked and not deadline.passed():
+                ask(asked + FIRST)
+                revisit()
+            elif not beside.beside and not asked and time_to_build() and not deadline.passed():
+                ask(number - 1 + FIRST)
+                told(Looked(job, number, len(jobs), deadline.left_s, builds=beside.open))
+                revisit()
+            if deadline.passed():
+                left[number] = job
+                continue
+            why = look(number, job, len(jobs) - number + 1)
+            if why == NO_TIME:
+                left[number] = job
+            elif why:
+                run.skipped[job.name] = why
+        if not asked and not deadline.passed():
+            ask(len(jobs))
+        while beside.open and not deadline.passed():
+            revisit(wait_for=True)
+    finally:
+        beside.end()
+    found = tuple(run.found[number] for number in sorted(run.found))
+    names = tuple(job.name for job in left.values())
+    return Compared(found, names, run.skipped, run.needs_bytes, run.missing(), deadline.spent_s)
+
+
+def is_long(job: Job, device: torch.device, deadline: Deadline) -> bool:
+    """Whether a call is likely to take much of the time by itself."""
+    return Pace().seconds(job.facts(device)) > LONG * deadline.left_s

@@ -1,0 +1,212 @@
+"""A comparison of many calls: what tells most comes first, it ends when its time is over, and says what it left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+import layerzero as lz
+from layerzero.engine.jit import Outcome
+from layerzero.tuning.measuring import beside, comparing
+from layerzero.tuning.measuring import contest as contests
+from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.ceiling import Ceiling
+from layerzero.tuning.measuring.clocks import CpuClock
+from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, is_long
+from layerzero.tuning.measuring.deadline import Deadline
+from layerzero.tuning.measuring.jobs import jobs_of_cases, operations_named
+from layerzero.tuning.measuring.telling import telling
+from layerzero.tuning.measuring.timing import Effort
+from others import OTHERS
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that goes on by what is said."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def small_ceiling(monkeypatch):
+    lz.configure(deny=OTHERS)
+    monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+
+
+def norms(*hiddens):
+    return asked_jobs("rms_norm", [(8, hidden) for hidden in hiddens], ["float32"], "cpu")
+
+
+def run(jobs, deadline, **more):
+    given = {"effort": Effort(3, 0.0), "clock": CpuClock(), "leave_out": OTHERS}
+    return compare(jobs, CPU, deadline=deadline, **{**given, **more})
+
+
+def hiddens(found):
+    return [each.call["hidden"] for each in found]
+
+
+# the order
+
+
+def test_operations_and_dtypes_take_turns_and_sizes_of_models_come_first():
+    _, names = operations_named("attention")
+    jobs = list(jobs_of_cases(names, ["float32", "bfloat16"]))
+    ordered = telling(jobs)
+    assert sorted(job.name for job in ordered) == sorted(job.name for job in jobs)
+    first = ordered[: len(names)]
+    assert {job.operation for job in first} == set(names)
+    assert {job.dtype for job in first} == {"float32", "bfloat16"}
+    assert not [job.name for job in first if job.case.name == "small"], "it serves tests"
+    half = [(job.operation, job.case.name) for job in ordered]
+    assert len(set(half[: len(half) // 4])) == len(half) // 4, "no case twice before others came once"
+
+
+def test_of_cases_with_the_same_weights_the_ends_come_first():
+    ordered = telling(list(jobs_of_cases(["norm.rms"], ["float32"])))
+    assert [job.case.name for job in ordered] == ["decode", "long_prefill", "batch_decode", "prefill", "minilm"]
+
+
+def test_what_would_take_much_of_the_time_comes_last():
+    jobs = list(jobs_of_cases(["attention.standard.prefill"], ["float32"]))
+    deadline = Deadline(60.0, Clock())
+    ordered = telling(jobs, lambda job: is_long(job, CPU, deadline))
+    assert [job.case.name for job in ordered[-2:]] == ["diffusion", "medium"]
+    assert not any(is_long(job, CPU, Deadline(None)) for job in jobs), "there is time for all"
+
+
+# the end
+
+
+def test_no_call_is_begun_after_the_end_and_what_is_left_is_told():
+    clock, told = Clock(), []
+
+    def looked(each):
+        told.append((each.number, each.left_s, each.found is not None))
+        clock.now += 4.0 if each.found is not None else 0.0
+
+    found = run(norms(64, 128, 256, 512), Deadline(10.0, clock), told=looked)
+    assert hiddens(found.found) == [64, 128, 256]
+    assert (found.left, found.cut, found.seconds) == (("norm.rms 8x512 float32",), True, 12.0)
+    assert [each for each in told if each[2]] == [(1, 10.0, True), (2, 6.0, True), (3, 2.0, True)]
+    assert found.to_dict()["cut"] is True
+
+
+def test_a_whole_comparison_is_not_cut():
+    found = run(norms(64, 128), Deadline(100.0, Clock()))
+    assert (hiddens(found.found), found.left, found.cut) == ([64, 128], (), False)
+
+
+def test_a_call_that_takes_longer_than_is_left_is_left():
+    (small,), (large,) = norms(64), asked_jobs("rms_norm", [(4096, 8192)], ["float32"], "cpu")
+    found = run([large, small], Deadline(0.1, Clock()))
+    assert hiddens(found.found) == [64]
+    assert found.left == (large.name,)
+
+
+def test_a_call_is_given_up_between_its_kernels(monkeypatch):
+    clock, real = Clock(), contests.truth_of
+
+    def truth_of(call, facts):
+        clock.now += 20.0
+        return real(call, facts)
+
+    monkeypatch.setattr(contests, "truth_of", truth_of)
+    found = run(norms(64, 128), Deadline(30.0, clock))
+    assert (hiddens(found.found), found.left) == ([64], ("norm.rms 8x128 float32",))
+
+
+def test_what_a_call_may_take_falls_with_what_is_left_and_to_do(monkeypatch):
+    efforts, real = [], comparing.bench
+
+    def bench(job, device, *, effort, **more):
+        efforts.append(effort)
+        return real(job, device, effort=Effort(3, 0.0), **more)
+
+    monkeypatch.setattr(comparing, "bench", bench)
+    run(norms(64, 128), Deadline(32.0, Clock()), effort=Effort(3, 100.0))
+    first, second = efforts
+    assert (first.steady_s, second.steady_s) == (8.0, 16.0)
+    assert first.budget_s == pytest.approx(second.budget_s / 2)
+    assert first.most_s == MOST * 32.0
+    efforts.clear()
+    run(norms(64), Deadline(None), effort=Effort(3, 100.0))
+    assert efforts == [Effort(3, 100.0)], "without an end as was asked for"
+
+
+# what compiles
+
+
+@pytest.fixture
+def compiled():
+    """A kernel that compiles, which a child may build, with the sizes for which it is built."""
+    built = []
+
+    def load(facts):
+        assert facts.size("hidden") in built, "it compiled in this process"
+
+        def norm(input, weight, *, eps):
+            return rms_norm(input, weight.shape, weight, eps)
+
+        return norm
+
+    kernel = lz.Kernel(
+        id="mine.compiled",
+        operations=("norm.rms",),
+        backend=lz.Backend("mine", "compiles", origin="code"),
+        load=load,
+        accepts=("eps",),
+        jit=True,
+        build_key=lambda facts: facts.size("hidden"),
+        prebuilt=lambda facts: facts.size("hidden") in built,
+    )
+    lz.register_backend([kernel])
+    return built
+
+
+def test_what_compiles_is_built_after_half_of_the_time_and_its_calls_are_measured_again(compiled, monkeypatch):
+    clock, order = Clock(), []
+
+    def build_apart(pairs, told, stop, *, modules):
+        order.append("build")
+        for kernel, facts in pairs:
+            compiled.append(facts.size("hidden"))
+            told(kernel, facts, Outcome())
+
+    def looked(each):
+        if each.found is not None:
+            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
+            clock.now += 100.0 * BEFORE_BUILDS if not each.again else 0.0
+
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    found = run(norms(64, 128), Deadline(100.0, clock), told=looked)
+    assert order == [(1, False, False), "build", (1, True, True), (2, False, True)]
+    assert (found.cut, found.not_built) == (False, {})
+
+
+def test_what_was_not_built_in_time_is_told(compiled, monkeypatch):
+    monkeypatch.setattr(beside, "build_apart", lambda *_, **__: None)
+    found = run(norms(64), Deadline(100.0, Clock()))
+    assert (found.cut, found.not_built) == (True, {"mine.compiled": NO_TIME})
+    assert found.found, "the others were measured"
+
+
+def test_what_does_not_build_says_why(compiled, monkeypatch):
+    def build_apart(pairs, told, stop, *, modules):
+        for pair in pairs:
+            told(*pair, Outcome("lines\nninja: failed"))
+
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    assert run(norms(64), Deadline(100.0, Clock())).not_built == {"mine.compiled": "ninja: failed"}
+
+
+def test_without_an_end_whatever_compiles_does_so_here(compiled):
+    compiled.append(64)
+    found = run(norms(64), Deadline(None))
+    assert "mine.compiled" in {line.name for line in found.found[0].lines}
