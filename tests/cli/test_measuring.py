@@ -222,8 +222,8 @@ def test_pairs_are_those_that_the_mask_shows(queries, keys, causal, window):
 
 def test_a_ceiling_is_measured_once():
     found = ceiling(torch.device("cpu"), "float32")
-    assert found.gb_s > 0.1
-    assert found.tflop_s > 0.001
+    assert found.gb_s > 0
+    assert found.tflop_s > 0
     assert ceiling(torch.device("cpu"), "float32") is found
     assert found.least_us(Work(0.0, found.gb_s * 1e3)) == pytest.approx(1.0)
     assert found.least_us(Work(found.tflop_s * 1e6, 0.0)) == pytest.approx(1.0)
