@@ -81,7 +81,7 @@ KERNELS = (
         limits=(*_LIMITS, limit.dtype("float32", "float16", "bfloat16")),
         deterministic=True,
         graph_safe=True,
-        priority=90,
+        priority=50,
     ),
     Kernel(
         id="apex.layer_norm",

@@ -168,7 +168,7 @@ KERNELS = (
         jit=True,
         cache_folder=triton_cache,
         build_key=specialised,
-        priority=100,
+        priority=60,
     ),
     Kernel(
         id="liger.add_rms_norm",

@@ -88,7 +88,7 @@ class Effort:
         budget_s: seconds for each candidate; beyond them nobody gets more than the few samples that all get.
         fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
         hopeless: one that is so many times slower than the best in each of a few turns gets no more, its host's time
-            counted :data:`HOST_DRIFT` times less; 0 lets all go on.
+            counted :data:`~layerzero.tuning.measuring.clocks.HOST_DRIFT` times less; 0 lets all go on.
         steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
         steady_s: unless that would take longer, by what their samples took so far.
         most_s: where the fewest samples of all would take longer, by one call of each, each is warmed up once, and who
