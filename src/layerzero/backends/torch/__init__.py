@@ -26,6 +26,7 @@ MODULES = (
     "paged",
     "paged_tokens",
     "qkv",
+    "quantize",
     "quantized",
     "rope",
     "rope_append",
