@@ -196,6 +196,7 @@ __all__ = [
     "qk_norm_rope",
     "qkv_linear",
     "quantize",
+    "quantized_linear",
     "ragged_attention",
     "record",
     "register_backend",
@@ -1148,6 +1149,34 @@ def quantize(
     Raises: InvalidCallError for an unknown format, for scales whose shape, dtype or device does not fit, and for rows
         that blocks do not divide; in debug mode for scales that are not above 0.
     Source: OCP Microscaling Formats 1.0; arXiv:2209.05433 for float8.
+    """
+
+def quantized_linear(
+    input: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
+
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
+        in float32, or of whole numbers; returns out_dtype or input.dtype.
+    Args:
+        activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
+            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
+            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
     """
 
 @overload

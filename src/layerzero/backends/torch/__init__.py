@@ -28,6 +28,7 @@ MODULES = (
     "qkv",
     "quantize",
     "quantized",
+    "quantized_linear",
     "rope",
     "rope_append",
     "sampling",
