@@ -106,6 +106,19 @@ def test_gradients_reach_the_input_the_scales_and_the_bias(name):
     torch.testing.assert_close(scale.grad.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_gradients_of_quantized_rows_reach_the_scales_and_the_bias_alone(name):
+    narrow, scale = weight(name, 8, 16)
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 16), (8,)))
+    codes, scales = lz.quantize(x, name, per="row")
+    rows = lz.dequantize(codes, scales, dtype=name, out_dtype=torch.float64)
+    lz.quantized_linear(x, narrow, scale.requires_grad_(), bias, activations=name).sum().backward()
+    assert x.grad is None
+    torch.testing.assert_close(bias.grad, torch.full((8,), 3.0, dtype=torch.float64))
+    wanted = (rows.sum(0) * narrow.double()).sum(-1, keepdim=True)
+    torch.testing.assert_close(scale.grad.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_nan_stays_nan_in_rows_of_float8():
     x = torch.randn(3, 96)
     x[1, 5] = torch.nan

@@ -107,7 +107,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None,
     ) -> Tensor:
-        codes, scale = quantized_rows(input.to(wide), of)
+        codes, scale = quantized_rows(input.detach().to(wide), of)  # rounding lets no gradient through
         output = functional.linear(codes.to(narrow), weight.to(narrow))
         return _behind(output, scale, weight_scale, bias, out_dtype or input.dtype)
 
@@ -189,6 +189,7 @@ KERNELS = (
         load=_load_rows,
         accepts=("bias", "out_dtype"),
         limits=(limit.dtype(*_FLOATS), ROWS_APART),
+        grad=True,
         graph_safe=True,
         priority=20,
         **_COMMON,
