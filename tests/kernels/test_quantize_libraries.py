@@ -6,15 +6,20 @@ import types
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from layerzero.backends.torch import quantized_linear
+from layerzero.backends.torch.quantize import e2m1_by_bits
 from layerzero.backends.vllm import quantize
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
 from layerzero.ops.calls import function_for, routed
+from layerzero.ops.quantize.formats import e2m1_codes
 
 LIBRARIES = {"torch": "2.11.0", "vllm": "0.20.0"}
 LINEAR = ("mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3")
@@ -50,6 +55,20 @@ def test_a_kernel_that_nobody_ran_waits_for_a_verdict(kernel):
     arguments = {name: each.to("meta") if hasattr(each, "to") else each for name, each in call(kernel).items()}
     found = lz.explain(function, **arguments, device="H200", libraries=LIBRARIES)
     assert {reason.code for reason in found.reasons(kernel)} == {ReasonCode.NOT_VETTED}
+
+
+@given(st.floats(width=32, allow_nan=False))
+@settings(max_examples=examples(300))
+def test_codes_by_bits_are_those_of_the_formula(number):
+    quotients = torch.tensor([number, -number, number * 1e-38, 0.0])
+    assert torch.equal(e2m1_by_bits(quotients), e2m1_codes(quotients))
+
+
+def test_codes_by_bits_go_to_the_even_number_in_the_middle():
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    beside = torch.cat([torch.nextafter(middles, torch.tensor(each)) for each in (0.0, 9.0)])
+    quotients = torch.cat((middles, beside, -middles, -beside))
+    assert torch.equal(e2m1_by_bits(quotients), e2m1_codes(quotients))
 
 
 class Operators:

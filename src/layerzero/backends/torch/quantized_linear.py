@@ -23,12 +23,12 @@ from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
 from layerzero.backends.torch.linear import ROWS_APART
+from layerzero.backends.torch.quantize import scales
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
 from layerzero.ops.quantize.formats import FORMATS, Format
-from layerzero.ops.quantize.reference import computed_scale
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 _PLAIN, _WHOLE, _FLOAT8 = (QUANTIZED[each].name for each in ACTIVATIONS)
@@ -77,12 +77,11 @@ def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
 
 def quantized_rows(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
     """Rows in float32 as whole numbers, in float32 still, or as float8; and the scale of each, (*, 1)."""
+    scale = scales(rows, of, "row", None)
+    quotients = rows / scale
     if of.is_whole:
-        scale = torch.linalg.vector_norm(rows, torch.inf, -1, True) / of.largest
-        scale = scale.masked_fill_(scale == 0.0, 1.0)
-        return (rows / scale).round_(), scale
-    scale = computed_scale(rows, of, "row", None)
-    return (rows / scale).clamp_(-of.largest, of.largest).to(of.dtype), scale
+        return quotients.round_(), scale
+    return quotients.clamp_(-of.largest, of.largest).to(of.dtype), scale
 
 
 def _behind(

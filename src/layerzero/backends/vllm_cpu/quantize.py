@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.one_thread import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -22,7 +23,8 @@ from layerzero.core.kernel import Kernel
 
 
 def _load_rows(facts: Facts) -> Callable[..., Any]:
-    operator, features = operators(build_for(facts)).dynamic_scaled_int8_quant.default, facts.size("features")
+    operator = small_alone(operators(build_for(facts)).dynamic_scaled_int8_quant.default)
+    features = facts.size("features")
 
     def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:  # noqa: A002  # torch's name
         output = torch.empty_like(input, dtype=torch.int8)
@@ -34,7 +36,8 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_given(facts: Facts) -> Callable[..., Any]:
-    operator, features = operators(build_for(facts)).static_scaled_int8_quant.default, facts.size("features")
+    operator = small_alone(operators(build_for(facts)).static_scaled_int8_quant.default)
+    features = facts.size("features")
 
     def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
         output = torch.empty_like(input, dtype=torch.int8)

@@ -132,21 +132,18 @@ def _scaled_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor,
 
 
 def _mx_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
-    blocks = in_blocks(reference.wide(arguments["input"]), of.block)
-    scale = reference.quantize_mx(arguments["input"], of)[1].to(torch.float64).unsqueeze(-1)
-    return _with_blocks_unsaid(blocks / scale, blocks)
+    return _with_blocks_unsaid(reference.mx_quotients(arguments["input"], of)[0], arguments["input"], of)
 
 
 def _nv_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
-    blocks, whole = in_blocks(reference.wide(arguments["input"]), of.block), arguments.get("tensor_scale")
-    _, scale = reference.quantize_nv(arguments["input"], of, tensor_scale=whole)
-    divisor = scale.to(torch.float64) * (1.0 if whole is None else whole.to(torch.float32).double().reshape(()))
-    return _with_blocks_unsaid(blocks / divisor.masked_fill(divisor == 0.0, torch.inf).unsqueeze(-1), blocks)
+    quotients, _ = reference.nv_quotients(arguments["input"], of, tensor_scale=arguments.get("tensor_scale"))
+    return _with_blocks_unsaid(quotients, arguments["input"], of)
 
 
-def _with_blocks_unsaid(quotients: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _with_blocks_unsaid(quotients: Tensor, numbers: Tensor, of: Format) -> tuple[Tensor, Tensor]:
+    blocks = in_blocks(numbers, of.block)
     strange = (~blocks.isfinite()).any(-1, keepdim=True).expand(blocks.shape)
-    return quotients.nan_to_num(0.0).flatten(-2), strange.flatten(-2)
+    return quotients.nan_to_num(0.0), strange.flatten(-2)
 
 
 def _unsaid_nowhere(arguments: Mapping[str, Any]) -> Tensor:

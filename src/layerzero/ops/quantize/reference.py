@@ -95,14 +95,20 @@ def granularity(shape: torch.Size, scales: torch.Size) -> str:
 
 
 def quantize_mx(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:  # noqa: A002
+    """The numbers of :func:`mx_quotients` rounded, and their scales. Shapes: input (*, W) → (*, W) or (*, W / 2)."""
+    quotients, scale = mx_quotients(input, to)
+    return rounded(quotients, to), scale
+
+
+def mx_quotients(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:  # noqa: A002
     """Numbers over a power of two for each block of 32: ``2^(floor(log2(largest)) - exponent of the format)``.
 
-    Shapes: input (*, W) → (*, W) or (*, W / 2), scales (*, W / 32). A block that is not finite has a scale of NaN.
+    Shapes: input (*, W) → (*, W), scales (*, W / 32). A block that is not finite has a scale of NaN.
     """
     blocks = in_blocks(wide(input), to.block)
     codes = mx_codes(blocks.abs().amax(-1), to)
     scale = codes.view(torch.float8_e8m0fnu)
-    return rounded((blocks / scale.to(blocks.dtype).unsqueeze(-1)).flatten(-2), to), scale
+    return (blocks / scale.to(blocks.dtype).unsqueeze(-1)).flatten(-2), scale
 
 
 def mx_codes(most: Tensor, to: Format) -> Tensor:
@@ -118,9 +124,20 @@ def quantize_nv(
     *,
     tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The numbers of :func:`nv_quotients` rounded, and their scales. Shapes: input (*, W) → (*, W / 2)."""
+    quotients, scale = nv_quotients(input, to, tensor_scale=tensor_scale)
+    return rounded(quotients, to), scale
+
+
+def nv_quotients(
+    input: Tensor,  # noqa: A002
+    to: Format,
+    *,
+    tensor_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Numbers over an e4m3 scale for each block of 16, times that of the tensor: ``largest / 6 / tensor_scale``.
 
-    Shapes: input (*, W), tensor_scale () or (1,) → (*, W / 2), scales (*, W / 16). The block's scale is made in
+    Shapes: input (*, W), tensor_scale () or (1,) → (*, W), scales (*, W / 16). The block's scale is made in
     float32; of one that is 0 all numbers are, and one that is not finite has a scale of NaN.
     """
     blocks = in_blocks(wide(input), to.block)
@@ -130,7 +147,7 @@ def quantize_nv(
     scale = made.clamp(max=E4M3_LARGEST).masked_fill(~most.isfinite(), torch.nan).to(torch.float8_e4m3fn)
     divisor = scale.to(blocks.dtype) * whole
     quotients = blocks / divisor.masked_fill(divisor == 0.0, torch.inf).unsqueeze(-1)
-    return rounded(quotients.flatten(-2), to), scale
+    return quotients.flatten(-2), scale
 
 
 def dequantize(
