@@ -37,6 +37,7 @@ from layerzero.ops.linear.examples import deviation
 from layerzero.ops.linear.packed import packed_param
 from layerzero.ops.linear.parts import linear_scratch
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
+from layerzero.ops.linear.sweep import sweep
 from layerzero.ops.quantize.formats import FORMATS, Format, rounded, widened
 from layerzero.ops.quantize.judge import NEAR
 from layerzero.ops.quantize.reference import computed_scale, divided, quantize_scaled
@@ -237,6 +238,7 @@ def _operation(activations: str | None) -> Operation:
         examples=_examples(weights),
         work=_work,
         scratch=linear_scratch,
+        sweep=sweep,
         stock=stock_linear,
     )
 
