@@ -161,6 +161,7 @@ __all__ = [
     "confirm_suspects",
     "copy_kv_blocks",
     "copy_slice_",
+    "dequantize",
     "descriptor",
     "deterministic",
     "detokenize",
@@ -198,6 +199,8 @@ __all__ = [
     "prefer",
     "qk_norm_rope",
     "qkv_linear",
+    "quantize",
+    "quantized_linear",
     "ragged_attention",
     "readiness_check",
     "record",
@@ -667,6 +670,26 @@ def copy_slice_(destination: Tensor, input: Tensor) -> None:
         leaf, that overlaps itself in memory, or that shares memory with the input.
     """
 
+def dequantize(
+    quantized: Tensor,
+    scale: Tensor,
+    *,
+    dtype: str,
+    out_dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
+) -> Tensor:
+    """Multiply narrow numbers with their scales: what :func:`layerzero.quantize` made, as floating numbers.
+
+    Shapes: quantized (*, W), or (*, W / 2) where two lie in a byte; scale as :func:`layerzero.quantize` takes or
+        returns it → (*, W)
+    Dtype: quantized and scale those of the format; computes in float32, rounds once, to out_dtype.
+    Args:
+        dtype: the format, as of :func:`layerzero.quantize`.
+        out_dtype: a floating dtype; float32 if None.
+        tensor_scale: of nvfp4, that which it was quantized with.
+    Raises: InvalidCallError for an unknown format, and for tensors that are not of it.
+    """
+
 def detokenize(
     tokens: list[int] | list[list[int]],
     tokenizer_id: Any,
@@ -1098,6 +1121,67 @@ def qkv_linear(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
         the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
         or of one that was written into since.
+    """
+
+def quantize(
+    input: Tensor,
+    dtype: str,
+    scale: Tensor | None = None,
+    *,
+    per: str = "tensor",
+    block_size: int | None = None,
+    tensor_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Divide numbers by scales and round them to a narrow format, to even where two are as near.
+
+    Shapes: input (*, W) → (*, W), or (*, W / 2) where two lie in a byte; scales as below
+    Dtype: input floating; int8, float8 or, of four bits, uint8 with the first number in a byte's low bits; scales
+        float32, float8_e8m0fnu of the MX formats, float8_e4m3fn of nvfp4.
+    Args:
+        dtype: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``; ``"mxfp8_e4m3"``, ``"mxfp8_e5m2"`` and ``"mxfp4"`` with a
+            power of two for each 32 numbers; ``"nvfp4"`` with an e4m3 scale for each 16.
+        scale: what to divide by, for int8 and fp8; float32 above 0: () or (1,) for all numbers, (*, 1) for each row,
+            (W,) for each column, (*, W / b) for each block of b. None computes it: the largest absolute value over the
+            format's largest number; in int8 1 where all are 0, in float8 at least 1 / (512 * largest), as vLLM.
+        per: what has a scale of its own that is computed: ``"tensor"``, ``"row"`` or ``"block"``.
+        block_size: how many numbers of a row share a scale, with ``per="block"``.
+        tensor_scale: of nvfp4, () or (1,) in float32: what the blocks' scales are multiples of, such as the largest
+            absolute value / 2688; 1 if None.
+    Returns: the numbers, and their scales: (), (*, 1) or (*, W / block_size); those given as a copy.
+    What lies beyond the range becomes the largest number (int8: -128 to 127). NaN stays NaN in float8; of a scale's
+    numbers in int8 and four bits, where one is not finite, nothing is said, and debug mode refuses them. Nothing flows
+    back: the results need no gradients.
+    Raises: InvalidCallError for an unknown format, for scales whose shape, dtype or device does not fit, and for rows
+        that blocks do not divide; in debug mode for scales that are not above 0.
+    Source: OCP Microscaling Formats 1.0; arXiv:2209.05433 for float8.
+    """
+
+def quantized_linear(
+    input: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
+
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
+        in float32, or of whole numbers; returns out_dtype or input.dtype.
+    Args:
+        activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
+            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
+            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
     """
 
 @overload

@@ -150,6 +150,16 @@ def test_the_code_in_the_readme_runs(capsys):
     assert "mine.rms_norm" in capsys.readouterr().out
 
 
+def test_the_code_about_quantizing_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", page("quantizing.md"), re.DOTALL)
+    found: dict[str, torch.Tensor] = {}
+    exec(compile(block.replace("4096, 4096", "64, 64").replace("(16, 4096", "(16, 64"), "quantizing.md", "exec"), found)
+    assert found["narrow"].shape == (16, 32)
+    assert found["scales"].shape == (16, 2)
+    torch.testing.assert_close(found["exact"], found["quick"], rtol=0.05, atol=0.1)
+    torch.testing.assert_close(found["again"], found["x"], rtol=0.25, atol=1.0)
+
+
 def test_the_backend_in_the_documentation_works():
     text = (ROOT / "docs/backends.md").read_text()
     declared, registered = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -23,6 +23,7 @@ ROOT = Path(layerzero.__file__).parent
 AT_HOME = ("ops", "backends")
 
 GENERAL = {
+    "dtype": "a fact that calls of all operations have",
     "generator": "torch's source of random numbers, wherever some are drawn",
     "input": "every operation, command and stream has one",
     "output": "every operation, command and stream has one",
@@ -39,6 +40,7 @@ WORDS = {
     "alpha": "the chance of a false alarm in statistics",
     "batch": "calls or sentences that are worked on together",
     "bias": "of a module",
+    "block_size": "of an engine's cache: tokens a page",
     "decodes": "what a tokenizer does",
     "features": "of a machine, a library, a project",
     "group": "entry points, processes, calls that belong together",
@@ -54,6 +56,7 @@ WORDS = {
     "n": "a letter: a count, a line break",
     "p": "a letter: a tag of HTML, part of a name",
     "packed": "put together",
+    "per": "a preposition",
     "parents": "of a folder",
     "presence": "being there",
     "rows": "of a table, a database, a tensor",

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import TensorFacts
+from layerzero.ops import OPERATIONS
 
 SCHEMA = lz.OperationSchema(
     operation="test.weighted",
@@ -112,3 +114,11 @@ def test_contiguity_agrees_with_torch_on_random_strides():
         strides = tuple(torch.randint(1, 13, (3,)).tolist())
         real = torch.zeros(128).as_strided(shape, strides)
         assert TensorFacts.of(real).contiguous == real.is_contiguous(), (shape, strides)
+
+
+def test_every_dtype_of_an_operation_has_a_name_that_is_read_back():
+    """Times and recorded calls keep names; one that nobody reads ends the run that meets it."""
+    schemas = [operation.schema for operation in OPERATIONS.values()]
+    tensors = [tensor for schema in schemas for tensor in (*schema.inputs, *schema.outputs)]
+    for dtype in {each for tensor in tensors for each in tensor.dtype_constraint or ()}:
+        assert dtype_named(dtype_name(dtype)) is dtype

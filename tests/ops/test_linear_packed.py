@@ -146,8 +146,8 @@ def test_what_was_packed_goes_with_the_weight(kernel):
 
 
 @pytest.mark.parametrize("wrong", [torch.randn(3), torch.ones(3, 3).int(), [[1.0]], torch.randn(3, 3).to_sparse()])
-def test_only_a_dense_floating_matrix_is_packed(wrong):
-    with pytest.raises(lz.InvalidCallError, match="PackedWeight: weight: wanted a dense floating tensor"):
+def test_only_a_dense_matrix_of_floats_or_int8_is_packed(wrong):
+    with pytest.raises(lz.InvalidCallError, match="PackedWeight: weight: wanted a dense floating or int8 tensor"):
         lz.PackedWeight(wrong)
 
 

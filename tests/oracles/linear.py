@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oracles import quantize
 from oracles.activation import gelu, halves, silu
 
 ACTIVATIONS = {
@@ -50,7 +51,18 @@ def _qkv_joined(c):
     )
 
 
+def _quantized(c, name=None):
+    x, scales = c["input"], np.broadcast_to(c["weight_scale"].reshape(-1), c["weight"].shape[:1])
+    if name is not None:
+        scale = quantize.computed(x, name, "row")
+        x = quantize.nearest(x / scale, name) * np.float64(scale)
+    return (product(x, np.float64(c["weight"]) * scales[:, None], c.get("bias")),)
+
+
 ORACLES = {
+    "mlp.linear.quant": _quantized,
+    "mlp.linear.quant.int8": lambda c: _quantized(c, "int8"),
+    "mlp.linear.quant.fp8_e4m3": lambda c: _quantized(c, "fp8_e4m3"),
     "mlp.qkv": _qkv,
     "mlp.qkv.joined": _qkv_joined,
     "mlp.linear": _linear,

@@ -74,6 +74,7 @@ def _choices(schema: OperationSchema) -> list[str]:
 def declaration(subject: Subject) -> str:
     """The file of a backend."""
     name, names, load = subject.name, ", ".join(each.name for each in subject.operations), _load(subject)
+    told = "\n".join(_wrapped(f"# Operations: {names}.", "# ", 0))
     torch = "import torch\n" if "torch." in load else ""
     torch += "from torch import Tensor\n\n" if "Tensor" in load else "\n" if torch else ""
     return f'''"""{name}: what its limits follow from, what was measured (device, versions, date).
@@ -90,7 +91,7 @@ from typing import Any
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 
-# Operations: {names}.
+{told}
 # What may be relied on, and every field of Kernel: docs/backends.md of LayerZero.
 
 {subject.constant} = Backend(

@@ -11,6 +11,7 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "quantize",
     "quantized",
     "rope",
     "rope_append",

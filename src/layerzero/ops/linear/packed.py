@@ -71,7 +71,8 @@ class PackedWeight(Handle):
     Calls that record gradients of the weight take kernels that do not pack.
 
     Args:
-        weight: (N, K), floating, dense, as for :func:`layerzero.linear`.
+        weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
+            :func:`layerzero.quantized_linear`.
     Raises: InvalidCallError for anything else.
     """
 
@@ -153,12 +154,12 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
 
 
 def _problem(weight: object) -> str:
-    wanted = "weight: wanted a dense floating tensor (out_features, in_features)"
+    wanted = "weight: wanted a dense floating or int8 tensor (out_features, in_features)"
     if not isinstance(weight, Tensor):
         return f"{wanted}, got {type(weight).__name__}"
     if weight.is_nested or weight.layout is not torch.strided:
         return f"{wanted}, got a {'nested' if weight.is_nested else str(weight.layout).removeprefix('torch.')} one"
-    if weight.ndim != 2 or not weight.is_floating_point():
+    if weight.ndim != 2 or not (weight.is_floating_point() or weight.dtype is torch.int8):
         return f"{wanted}, got {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}"
     return ""
 

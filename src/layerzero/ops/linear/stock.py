@@ -29,6 +29,23 @@ def linear(
     return lambda: after(functional.linear(input, weight, bias))
 
 
+def quantized_linear(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: object = None,  # it changes no result
+) -> Callable[[], Tensor] | None:
+    """The weight as floating numbers and ``torch.nn.functional.linear``; None where rows are quantized, too."""
+    if activations is not None or out_dtype not in (None, input.dtype):
+        return None
+    scale = weight_scale.reshape(-1, 1)
+    return lambda: functional.linear(input, (weight.to(torch.float32) * scale).to(input.dtype), bias)
+
+
 def mlp(
     input: Tensor,  # noqa: A002
     up_weight: Tensor,

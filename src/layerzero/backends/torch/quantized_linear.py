@@ -1,0 +1,248 @@
+"""torch's products with weights of int8 and float8: the weight widened, int8 packed products, and int8 by int8.
+
+``aten._weight_int8pack_mm`` is for bfloat16 alone (a float32 input took 1.5 s), and reads over the end of rows that are
+no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with rows or a weight at no multiple
+of 16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. A weight of
+4096 x 4096 and 1, 16, 64 and 256 rows of bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products
+0.53, 1.6, 2.8 and 4.2, the weight widened in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one
+thread, torch 2.13.0, AMD EPYC with AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. Whole
+numbers up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be multiplied in that.
+``_scaled_mm`` with a scale for each row gives bfloat16 alone; it follows torch's documentation and has to be vetted, as
+has ``_int_mm`` on GPUs.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.linear import ROWS_APART
+from layerzero.backends.torch.quantize import scales
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
+from layerzero.ops.quantize.formats import FORMATS, Format
+
+_FLOATS = ("float32", "float64", "float16", "bfloat16")
+_PLAIN, _WHOLE, _FLOAT8 = (QUANTIZED[each].name for each in ACTIVATIONS)
+
+
+def _load_widened(facts: Facts) -> Callable[..., Any]:
+    """The weight in the input's dtype, its scales behind the product; before it in float16, whose sums end at 65504."""
+    before, wide = facts["dtype"] is torch.float16, torch.promote_types(facts["dtype"], torch.float32)  # type: ignore[arg-type]
+
+    def run(
+        input: Tensor,  # noqa: A002  # torch's name
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        dtype = out_dtype or input.dtype
+        rows = input.to(dtype)
+        if before:
+            numbers = weight.to(wide) * weight_scale.reshape(-1, 1)
+            return functional.linear(rows, numbers.to(dtype), None if bias is None else bias.to(dtype))
+        output = functional.linear(rows, weight.to(dtype)) * of_outputs(weight_scale)
+        return (output if bias is None else output + bias).to(dtype)
+
+    return run
+
+
+def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
+    operator, features, ndim = (
+        torch.ops.aten._weight_int8pack_mm.default,
+        facts.size("in_features"),
+        facts["input_ndim"],
+    )
+    outputs = facts.size("out_features")
+
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        scales = weight_scale.to(input.dtype).reshape(-1).expand(outputs).contiguous()
+        output: Tensor = operator(input if ndim == 2 else input.view(-1, features), weight, scales)
+        if bias is not None:
+            output = output.add_(bias)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+def quantized_rows(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
+    """Rows in float32 as whole numbers, in float32 still, or as float8; and the scale of each, (*, 1)."""
+    scale = scales(rows, of, "row", None)
+    quotients = rows / scale
+    if of.is_whole:
+        return quotients.round_(), scale
+    return quotients.clamp_(-of.largest, of.largest).to(of.dtype), scale
+
+
+def _behind(
+    output: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    """What follows a product of narrow numbers: scales of rows and outputs, the bias, one rounding."""
+    output = output.to(torch.promote_types(output.dtype, scale.dtype)).mul_(scale).mul_(of_outputs(weight_scale))
+    return (output if bias is None else output.add_(bias)).to(dtype)
+
+
+def _load_rows(facts: Facts) -> Callable[..., Any]:
+    """Rows and weight as floating numbers that hold them exactly: bfloat16 for a result of that, float32 else."""
+    of = FORMATS[str(facts["operation"]).removeprefix(f"{_PLAIN}.")]
+    wide = torch.float64 if facts["dtype"] is torch.float64 else torch.float32
+    narrow = torch.bfloat16 if facts["dtype"] is torch.bfloat16 and facts["out_dtype"] is None else wide
+
+    def run(
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        codes, scale = quantized_rows(input.detach().to(wide), of)  # rounding lets no gradient through
+        output = functional.linear(codes.to(narrow), weight.to(narrow))
+        return _behind(output, scale, weight_scale, bias, out_dtype or input.dtype)
+
+    return run
+
+
+def _load_int_mm(facts: Facts) -> Callable[..., Any]:
+    operator, features, ndim = torch._int_mm, facts.size("in_features"), facts["input_ndim"]
+
+    def run(
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.reshape(-1, features)
+        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["int8"])
+        output = _behind(
+            operator(codes.to(torch.int8), weight.t()), scale, weight_scale, bias, out_dtype or input.dtype
+        )
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+def _load_scaled_mm(facts: Facts) -> Callable[..., Any]:
+    features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
+
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        rows = input if ndim == 2 else input.reshape(-1, features)
+        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["fp8_e4m3"])
+        of_weight = weight_scale.reshape(1, -1).expand(1, outputs).contiguous()
+        output = torch._scaled_mm(codes, weight.t(), scale, of_weight, bias, out_dtype=torch.bfloat16)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+_LONGEST_SUM = 131072
+"""Products of 127 and 128 whose sum int32 holds."""
+
+_COMMON: dict[str, Any] = {"backend": TORCH, "deterministic": True, "device_guard": True}
+
+KERNELS = (
+    Kernel(
+        id="torch.quantized_linear",
+        operations=(_PLAIN,),
+        load=_load_widened,
+        accepts=("bias", "out_dtype"),
+        limits=(limit.dtype(*_FLOATS), ROWS_APART),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        priority=20,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.int8pack_mm",
+        operations=(_PLAIN,),
+        load=_load_int8_packed,
+        accepts=("bias",),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("bfloat16"),
+            limit.one_of("weight_dtype", "int8"),
+            limit.dim("rows", max=64),  # the widened weight takes half as long from 256 on
+            limit.dim("in_features", multiple=16),
+            limit.contiguous("input", "weight"),
+            limit.aligned(16, "input", "weight"),
+        ),
+        priority=45,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.quantized_linear_rows",
+        operations=(_WHOLE, _FLOAT8),
+        load=_load_rows,
+        accepts=("bias", "out_dtype"),
+        limits=(limit.dtype(*_FLOATS), ROWS_APART),
+        grad=True,
+        graph_safe=True,
+        priority=20,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.int_mm",
+        operations=(_WHOLE,),
+        load=_load_int_mm,
+        accepts=("bias", "out_dtype"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("in_features", min=2, max=_LONGEST_SUM),
+            limit.dim("out_features", min=2),
+            limit.contiguous("weight"),
+        ),
+        priority=45,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.cuda.int_mm",
+        operations=(_WHOLE,),
+        load=_load_int_mm,
+        accepts=("bias", "out_dtype"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(7, 5)),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("rows", min=17),
+            limit.dim("in_features", max=_LONGEST_SUM, multiple=8),
+            limit.dim("out_features", multiple=8),
+            limit.contiguous("weight"),
+        ),
+        graph_safe=True,
+        priority=30,
+        trust=Trust.PLUGIN,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.cuda.scaled_mm",
+        operations=(_FLOAT8,),
+        load=_load_scaled_mm,
+        accepts=("bias",),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(9, 0)),
+            limit.dtype("bfloat16"),
+            limit.dim("in_features", multiple=16),
+            limit.dim("out_features", multiple=16),
+            limit.contiguous("weight"),
+        ),
+        graph_safe=True,
+        priority=30,
+        trust=Trust.PLUGIN,
+        **_COMMON,
+    ),
+)

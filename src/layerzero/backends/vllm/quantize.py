@@ -1,0 +1,128 @@
+"""vLLM's int8 on CUDA: rows by scales of their own, all by one that is given, and CUTLASS' products of what they give.
+
+Argument orders are those of csrc/torch_bindings.cpp. None of these ran on a GPU yet: each has to be vetted where it is
+used. Rows of zeros get a scale of 0, which is made 1 here. Its float8 operators are left out: they clamp by fminf,
+which makes the largest number of NaN (csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so.
+Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.ops.linear.quantized import QUANTIZED
+
+
+def _library() -> Any:
+    return operators("_C.abi3.so", "_C")
+
+
+def _rows() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Rows as int8, and the scale of each, (rows, 1)."""
+    operator = _library().dynamic_scaled_int8_quant.default
+
+    def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+        output = torch.empty_like(rows, dtype=torch.int8)
+        scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
+        operator(output, rows, scale, None)
+        return output, scale.masked_fill_(scale == 0.0, 1.0)
+
+    return quantized
+
+
+def _load_rows(facts: Facts) -> Callable[..., Any]:
+    features = facts.size("features")
+    quantized = _rows()
+
+    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:  # noqa: A002  # torch's name
+        output, scale = quantized(input.view(-1, features))
+        return output.view(input.shape), scale.view(*input.shape[:-1], 1)
+
+    return run
+
+
+def _load_given(facts: Facts) -> Callable[..., Any]:
+    operator, features = _library().static_scaled_int8_quant.default, facts.size("features")
+
+    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+        output = torch.empty_like(input, dtype=torch.int8)
+        operator(output.view(-1, features), input.view(-1, features), scale, None)
+        return output, scale.clone()
+
+    return run
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    operator, features = _library().cutlass_scaled_mm.default, facts.size("in_features")
+    quantized, outputs, ndim = _rows(), facts.size("out_features"), facts["input_ndim"]
+
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        rows = input if ndim == 2 else input.view(-1, features)
+        codes, scale = quantized(rows)
+        output = rows.new_empty((len(rows), outputs))
+        operator(output, codes, weight.t(), scale, weight_scale.reshape(-1), bias)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+_COMMON: dict[str, Any] = {
+    "backend": VLLM,
+    "deterministic": True,
+    "graph_safe": True,
+    "device_guard": True,
+    "trust": Trust.PLUGIN,
+}
+_LIMITS = (
+    limit.platform("cuda"),
+    limit.arch(min=(8, 0)),
+    limit.dtype("float32", "float16", "bfloat16"),
+    limit.contiguous("input"),
+    limit.aligned(16, "input"),
+)
+
+KERNELS = (
+    Kernel(
+        id="vllm.quantize_rows",
+        operations=("quantize.int8",),
+        load=_load_rows,
+        accepts=("per",),
+        limits=(*_LIMITS, limit.one_of("per", "row")),
+        priority=55,
+        **_COMMON,
+    ),
+    Kernel(
+        id="vllm.quantize_by_one",
+        operations=("quantize.int8",),
+        load=_load_given,
+        accepts=("scale",),
+        limits=(*_LIMITS, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
+        priority=55,
+        **_COMMON,
+    ),
+    Kernel(
+        id="vllm.int8_linear",
+        operations=(QUANTIZED["int8"].name,),
+        load=_load_linear,
+        accepts=("bias",),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0), max=(9, 9)),  # its products of int8 end with Hopper
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("in_features", multiple=16),
+            limit.dim("out_features", multiple=16),
+            limit.contiguous("input", "weight", "weight_scale", "bias"),
+            limit.aligned(16, "input", "weight"),
+        ),
+        priority=55,
+        **_COMMON,
+    ),
+)

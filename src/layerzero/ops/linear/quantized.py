@@ -1,0 +1,249 @@
+"""Matrix products with a weight of int8 or float8, whose numbers are multiples of scales.
+
+    mlp.linear.quant            rows as they are: ``input @ (weight * weight_scale)^T + bias``
+    mlp.linear.quant.int8       rows quantized first, each by a scale of its own; sums of whole numbers
+    mlp.linear.quant.fp8_e4m3   the same in float8
+
+Operations of their own, so that no kernel for weights of the input's dtype is ever offered one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.core.arguments import TensorSchema
+from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.judge import Elementwise, Given, apart
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.calls import drawn
+from layerzero.ops.linear.declare import (
+    ALIASES,
+    AXES,
+    DERIVED_FROM,
+    OUT_DTYPE,
+    TOLERANCE,
+    TOLERANCE_REASON,
+    derive,
+    wide,
+)
+from layerzero.ops.linear.examples import deviation
+from layerzero.ops.linear.packed import packed_param
+from layerzero.ops.linear.parts import linear_scratch
+from layerzero.ops.linear.stock import quantized_linear as stock_linear
+from layerzero.ops.linear.sweep import sweep
+from layerzero.ops.quantize.formats import FORMATS, Format, rounded, widened
+from layerzero.ops.quantize.judge import NEAR
+from layerzero.ops.quantize.reference import computed_scale, divided, quantize_scaled
+
+WEIGHTS = frozenset({torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
+"""What a weight may hold in place of floating numbers."""
+
+ACTIVATIONS: dict[str | None, frozenset[torch.dtype]] = {
+    None: WEIGHTS,
+    "int8": frozenset({torch.int8}),
+    "fp8_e4m3": frozenset({torch.float8_e4m3fn}),
+}
+"""What rows are quantized to, and the weights that they are multiplied with then."""
+
+
+def of_outputs(weight_scale: Tensor) -> Tensor:
+    """One number, or one for each output in a row: what products are multiplied with."""
+    return weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1)
+
+
+def _product(rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    output = functional.linear(rows, weight.to(rows.dtype)) * scales
+    return (output if bias is None else output + bias.to(output.dtype)).to(dtype)
+
+
+def weight_only_reference(
+    input: Tensor,  # noqa: A002  # torch's name
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``input @ (weight * weight_scale)^T + bias``.
+
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Dtype: computes in float32 (float64 for float64); rounds once, to out_dtype or input.dtype.
+    """
+    dtype = wide(input.dtype)
+    return _product(input.to(dtype), weight, of_outputs(weight_scale).to(dtype), bias, out_dtype or input.dtype)
+
+
+def _dynamic_reference(of: Format) -> Callable[..., Tensor]:
+    def dynamic_reference(
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The same of rows that were quantized first, each by its scale; no gradient flows through that.
+
+        Shapes, dtype: as of :func:`weight_only_reference`.
+        """
+        codes, scale = quantize_scaled(input, of, per="row")
+        dtype = wide(input.dtype)
+        scales = scale.to(dtype) * of_outputs(weight_scale).to(dtype)
+        return _product(widened(codes, of, dtype), weight, scales, bias, out_dtype or input.dtype)
+
+    return dynamic_reference
+
+
+def _fake(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **_: object,
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
+
+
+def _terms(arguments: Mapping[str, Any]) -> Tensor:
+    """The root of the sum of squares of what is added up: the size of an error whose parts are independent."""
+    squares = {name: arguments[name].double().square() for name in ("input", "weight", "weight_scale")}
+    bias = arguments.get("bias")
+    return weight_only_reference(**squares, bias=None if bias is None else bias.square()).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class OfRoundedRows:
+    """Sums of products of rows that were quantized: as of other sums, and what rows that lie between two numbers add.
+
+    Attributes:
+        format: what rows are quantized to.
+        sums: how exact the sums are.
+        reason: why that far.
+    """
+
+    format: Format
+    sums: Elementwise
+    reason: str = "a number that lies between two of the format may become either, and moves its products by that step"
+
+    def __str__(self) -> str:
+        return f"{self.sums}; a number of a row within {NEAR:g} of the middle between two may become either"
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Those that there is a tolerance for."""
+        return self.sums.dtypes
+
+    def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The size of what is added up, what steps may move, and the rows of which nothing is said."""
+        numbers = arguments["input"].double()
+        scale = computed_scale(numbers, self.format, "row", None).double()
+        quotients = divided(numbers, scale)
+        slack = quotients.abs() * NEAR
+        low, high = (
+            widened(rounded(each, self.format), self.format, torch.float64)
+            for each in (quotients - slack, quotients + slack)
+        )
+        weight = arguments["weight"].double().abs() * arguments["weight_scale"].double().abs().reshape(-1, 1)
+        moved = functional.linear((high - low).abs().nan_to_num(0.0) * scale, weight)
+        strange = ~numbers.isfinite() if self.format.is_whole else torch.zeros_like(numbers, dtype=torch.bool)
+        return _terms({**arguments, "input": numbers.nan_to_num(0.0)}), moved, strange.any(-1, keepdim=True)
+
+    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
+        """Say which element is farthest off."""
+        terms, moved, unsaid = given.basis
+        tolerance = self.sums.allowed(given)
+        return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
+
+
+def _case(name: str, rows: int, in_features: int, out_features: int, *, bias: bool = False, **params: object) -> Case:
+    sizes = {"rows": rows, "in_features": in_features, "out_features": out_features}
+    return Case(name, sizes, params, given=("bias",) if bias else ())
+
+
+def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor]]:
+    """A weight whose products are of order 1, in the narrow dtype that comes first by name, a scale for each output."""
+    name = next(each for each, of in FORMATS.items() if of.dtype in weights)
+
+    def examples(
+        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    ) -> dict[str, Tensor]:
+        shape = case.sizes["out_features"], case.sizes["in_features"]
+        numbers = drawn(TensorSchema("weight"), shape, torch.float32, device, {}, generator) * deviation(shape[1])
+        if not shape[1]:
+            return {"weight": numbers.to(FORMATS[name].dtype), "weight_scale": numbers.new_ones(shape[0])}
+        weight, scale = quantize_scaled(numbers, FORMATS[name], per="row")
+        return {"weight": weight, "weight_scale": scale.reshape(-1)}
+
+    return examples
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    scales = "one" if arguments["weight_scale"].numel() == 1 else "outputs"
+    return {**derive(arguments, values), "weight_dtype": dtype_name(arguments["weight"].dtype), "weight_scales": scales}
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """A multiplication and an addition for each row, input and output; a byte a number of the weight."""
+    rows, inputs, outputs = facts["rows"], facts["in_features"], facts["out_features"]
+    written = rows * outputs * (facts["out_dtype"] or facts["dtype"]).itemsize
+    return Work(
+        2.0 * rows * inputs * outputs, float(rows * inputs * facts["dtype"].itemsize + outputs * inputs + written)
+    )
+
+
+def _operation(activations: str | None) -> Operation:
+    sums = Elementwise(TOLERANCE, TOLERANCE_REASON, _terms)
+    weights = ACTIVATIONS[activations]
+    reference = weight_only_reference if activations is None else _dynamic_reference(FORMATS[activations])
+    rows = "" if activations is None else f" and rows quantized to {activations}"
+    return Operation(
+        schema=OperationSchema(
+            operation="mlp.linear.quant" + ("" if activations is None else f".{activations}"),
+            inputs=(
+                TensorSchema("input", ("...", "in_features"), FLOATING),
+                TensorSchema("weight", ("out_features", "in_features"), weights, same_dtype=False, resident=True),
+                TensorSchema("weight_scale", (), frozenset({torch.float32}), same_dtype=False),
+                TensorSchema("bias", ("out_features",), FLOATING, required=False),
+            ),
+            outputs=(TensorSchema("output", ("...", "out_features"), FLOATING, dtype_from="out_dtype"),),
+            params=(OUT_DTYPE, packed_param()),
+            axes=AXES,
+        ),
+        summary=f"Matrix product with a weight of int8 or float8{rows}",
+        reference=reference,
+        fake=_fake,
+        cases=(
+            _case("small", 33, 96, 64, bias=True),
+            _case("small_wide", 33, 96, 64, out_dtype=torch.float32),
+            _case("decode", 1, 2048, 2048),
+            _case("batch_decode", 16, 2048, 2048),
+            _case("prefill", 512, 1024, 4096),
+        ),
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        judge=sums if activations is None else OfRoundedRows(FORMATS[activations], sums),
+        fixed={"activations": activations},
+        derive=_derive,
+        derived=("rows", "input_ndim", "weight_dtype", "weight_scales"),
+        derived_from={**DERIVED_FROM, "weight_dtype": (), "weight_scales": ()},
+        aliases=ALIASES,
+        examples=_examples(weights),
+        work=_work,
+        scratch=linear_scratch,
+        sweep=sweep,
+        stock=stock_linear,
+    )
+
+
+QUANTIZED: dict[str | None, Operation] = {each: _operation(each) for each in ACTIVATIONS}
+"""By what rows are quantized to."""
+
+OPERATIONS = tuple(QUANTIZED.values())

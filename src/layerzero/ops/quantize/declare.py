@@ -1,0 +1,331 @@
+"""Numbers as narrow ones with scales, and back: an operation for each format, ``quantize.*`` and ``dequantize.*``.
+
+    quantize.int8, quantize.fp8_e4m3, quantize.fp8_e5m2     scales in float32, of a tensor, rows, columns or blocks
+    quantize.mxfp8_e4m3, quantize.mxfp8_e5m2, quantize.mxfp4   a power of two for each 32 numbers
+    quantize.nvfp4                                          an e4m3 scale for each 16, one in float32 for the tensor
+
+Math: see :mod:`layerzero.ops.quantize.reference`. Source: OCP Microscaling Formats 1.0 for MX; vLLM for the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.calls import drawn
+from layerzero.ops.quantize import reference
+from layerzero.ops.quantize.formats import FORMATS, MX, NV, SCALED, Format, in_blocks
+from layerzero.ops.quantize.judge import Rounded, RoundedOnce, Scales
+
+GRANULARITIES = ("tensor", "row", "block")
+"""What may have a scale that is computed."""
+
+_FLOAT32 = frozenset({torch.float32})
+_ROWS = Axis("rows", scales=True, live=True, leading=True)
+_AXES = (
+    _ROWS,
+    Axis("features", scales=True),
+    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
+)
+_SHAPES = {"small": (33, 96), "decode": (1, 4096), "batch_decode": (64, 4096), "prefill": (512, 4096)}
+
+SCALE = TensorSchema("scale", (), _FLOAT32, required=False, same_dtype=False)
+TENSOR_SCALE = TensorSchema("tensor_scale", (), _FLOAT32, required=False, same_dtype=False)
+PER = Param("per", str, "tensor", example="row")
+BLOCK_SIZE = Param("block_size", int, None)
+OUT_DTYPE = Param("out_dtype", torch.dtype, torch.float32, example=torch.bfloat16)
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    shape = arguments["input"].shape
+    return {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
+
+
+def _derive_scaled(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    scale, shape = arguments.get("scale"), arguments["input"].shape
+    granularity = arguments.get("per", "tensor") if scale is None else reference.granularity(shape, scale.shape)
+    return {**_derive(arguments, values), "granularity": granularity}
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """Two operations a number, which is read and written once: as narrow as a byte on one side."""
+    elements = facts["rows"] * facts["features"]
+    return Work(2.0 * elements, float(elements * ((facts.get("out_dtype") or facts["dtype"]).itemsize + 1)))
+
+
+def _fake(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
+    """Shapes are those of the reference, which computes nothing on tensors without memory."""
+
+    def fake(*tensors: Tensor, **params: Any) -> Any:
+        return compute(*tensors, of, **params)
+
+    return fake
+
+
+def _reference(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
+    @functools.wraps(compute)
+    def run(*tensors: Tensor, **params: Any) -> Any:
+        return compute(*tensors, of, **params)
+
+    return run
+
+
+def _check(of: Format) -> Callable[..., list[str]]:
+    """What a value on the device is wrong with."""
+
+    def check(
+        input: Tensor,  # noqa: A002  # torch's name
+        scale: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
+    ) -> list[str]:
+        problems = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
+        holds_nan = of.dtype.is_floating_point
+        if not holds_nan and not bool(input.isfinite().all()):
+            problems.append(f"input: wanted finite numbers, since {of.name} holds no other, got one that is not")
+        return problems
+
+    return check
+
+
+def _scale_values(scales: Mapping[str, Tensor | None]) -> list[str]:
+    return [
+        f"{name}: wanted finite numbers above 0, got one that is not"
+        for name, scale in scales.items()
+        if scale is not None and not bool(((scale > 0.0) & scale.isfinite()).all())
+    ]
+
+
+def _check_dequantize(quantized: Tensor, scale: Tensor, tensor_scale: Tensor | None = None) -> list[str]:
+    scales = {"scale": scale if scale.dtype is torch.float32 else None, "tensor_scale": tensor_scale}
+    return _scale_values(scales)  # those of a format's own may be 0 or NaN
+
+
+# what is judged: quotients by the reference's own scales, in float64
+
+
+def _unsaid_scales(arguments: Mapping[str, Any], of: Format) -> Tensor:
+    """Of whole numbers, where a number that is not finite would make the scale; in float8 it makes none."""
+    numbers = reference.wide(arguments["input"])
+    per, size = arguments.get("per", "tensor"), arguments.get("block_size")
+    if arguments.get("scale") is not None:
+        return torch.zeros(arguments["scale"].shape, dtype=torch.bool, device=numbers.device)
+    strange = ~numbers.isfinite() if of.is_whole else torch.zeros_like(numbers, dtype=torch.bool)
+    return strange.any() if per == "tensor" else in_blocks(strange, size or numbers.shape[-1]).any(-1)
+
+
+def _scaled_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
+    numbers, scale = reference.wide(arguments["input"]), arguments.get("scale")
+    if scale is None:
+        scale = reference.computed_scale(numbers, of, arguments.get("per", "tensor"), arguments.get("block_size"))
+    unsaid = _unsaid_scales(arguments, of)
+    ones = reference.multiplied(torch.ones_like(numbers), unsaid.to(numbers.dtype)) > 0.0
+    return reference.divided(numbers, scale), ones | (numbers.isnan() if of.is_whole else ones)
+
+
+def _mx_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
+    return _with_blocks_unsaid(reference.mx_quotients(arguments["input"], of)[0], arguments["input"], of)
+
+
+def _nv_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
+    quotients, _ = reference.nv_quotients(arguments["input"], of, tensor_scale=arguments.get("tensor_scale"))
+    return _with_blocks_unsaid(quotients, arguments["input"], of)
+
+
+def _with_blocks_unsaid(quotients: Tensor, numbers: Tensor, of: Format) -> tuple[Tensor, Tensor]:
+    blocks = in_blocks(numbers, of.block)
+    strange = (~blocks.isfinite()).any(-1, keepdim=True).expand(blocks.shape)
+    return quotients.nan_to_num(0.0), strange.flatten(-2)
+
+
+def _unsaid_nowhere(arguments: Mapping[str, Any]) -> Tensor:
+    return torch.zeros((), dtype=torch.bool, device=arguments["input"].device)
+
+
+# declarations
+
+
+def _sizes(of: Format, rows: int, features: int) -> dict[str, int]:
+    sizes = {"rows": rows, "features": features}
+    if of.block:
+        sizes["scale_blocks"] = features // of.block
+    if of.is_packed:
+        sizes["packed_features"] = features // 2
+    return sizes
+
+
+def _quantized(of: Format) -> TensorSchema:
+    axes = ("...", "packed_features" if of.is_packed else "features")
+    return TensorSchema("quantized", axes, frozenset({of.dtype}), same_dtype=False)
+
+
+def _scales_of(of: Format) -> TensorSchema:
+    return TensorSchema(
+        "scale", ("...", "scale_blocks") if of.block else (), frozenset({of.scale_dtype}), same_dtype=False
+    )
+
+
+def _static_example(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    """A scale that three deviations of a normal number go with, where a case has one."""
+    return {name: torch.tensor(0.025, device=device) for name in ("scale", "tensor_scale") if name in case.given}
+
+
+def _quantize(
+    of: Format,
+    compute: Callable[..., Any],
+    quotients: Callable[..., tuple[Tensor, Tensor]],
+    unsaid: Callable[[Mapping[str, Any]], Tensor],
+    **more: Any,
+) -> Operation:
+    cases = [Case(name, _sizes(of, *shape)) for name, shape in _SHAPES.items()]
+    given = more.pop("given", ())
+    if of in SCALED:
+        cases += [
+            Case("rows", _sizes(of, 33, 96), {"per": "row"}),
+            Case("decode_rows", _sizes(of, 1, 4096), {"per": "row"}),
+            Case("batch_decode_rows", _sizes(of, 64, 4096), {"per": "row"}),
+            Case("prefill_rows", _sizes(of, 512, 4096), {"per": "row"}),
+            Case("blocks", _sizes(of, 33, 96), {"per": "block", "block_size": 32}),
+        ]
+    cases += [Case(f"given_{name}", _sizes(of, 33, 96), given=(name,)) for name in given]
+    return Operation(
+        schema=OperationSchema(
+            operation=f"quantize.{of.name}",
+            inputs=(TensorSchema("input", ("...", "features"), FLOATING), *more.pop("optional", ())),
+            outputs=(_quantized(of), _scales_of(of)),
+            params=more.pop("params", ()),
+            axes=(*_AXES, *((Axis("granularity"),) if of in SCALED else ())),
+        ),
+        summary=f"Numbers as {of.name} with their scales",
+        reference=_reference(compute, of),
+        fake=_fake(compute, of),
+        cases=tuple(cases),
+        judge={
+            "quantized": Rounded(of, functools.partial(quotients, of=of)),
+            "scale": Scales(unsaid),
+        },
+        fixed={"dtype": of.name},
+        examples=_static_example,
+        check_values=_check(of),
+        work=_work,
+        **more,
+    )
+
+
+_OF_ROWS = {"rows": ("...",), "input_ndim": ()}
+
+QUANTIZE: dict[str, Operation] = {
+    **{
+        of.name: _quantize(
+            of,
+            reference.quantize_scaled,
+            _scaled_quotients,
+            functools.partial(_unsaid_scales, of=of),
+            optional=(SCALE,),
+            given=("scale",),
+            params=(PER, BLOCK_SIZE),
+            derive=_derive_scaled,
+            derived=("rows", "input_ndim", "granularity"),
+            derived_from={**_OF_ROWS, "granularity": ()},
+        )
+        for of in SCALED
+    },
+    **{
+        of.name: _quantize(
+            of,
+            reference.quantize_mx,
+            _mx_quotients,
+            _unsaid_nowhere,
+            derive=_derive,
+            derived=("rows", "input_ndim"),
+            derived_from=_OF_ROWS,
+        )
+        for of in MX
+    },
+    **{
+        of.name: _quantize(
+            of,
+            reference.quantize_nv,
+            _nv_quotients,
+            _unsaid_nowhere,
+            optional=(TENSOR_SCALE,),
+            given=("tensor_scale",),
+            derive=_derive,
+            derived=("rows", "input_ndim"),
+            derived_from=_OF_ROWS,
+        )
+        for of in NV
+    },
+}
+"""By the format's name."""
+
+
+def _derive_back(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    shape, scales = arguments["quantized"].shape, arguments["scale"].shape
+    found = {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
+    if "packed_features" in values:
+        return {**found, "features": 2 * shape[-1]}
+    return {**found, "granularity": reference.granularity(shape, scales)}
+
+
+def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
+    """What normal numbers become, by the reference; where sizes contradict each other what is drawn is no call."""
+
+    def examples(
+        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    ) -> dict[str, Any]:
+        shape = case.sizes["rows"], case.sizes["features"]
+        if _sizes(of, *shape) != dict(case.sizes) or not shape[1] or (of.block and shape[1] % of.block):
+            return {} if of.block else {"scale": torch.ones(shape[0], 1, device=device)}  # no call, or an empty one
+        numbers = drawn(TensorSchema("input"), shape, torch.float32, device, {}, generator)
+        made = _static_example(case, dtype, device, generator)
+        given = {"per": "row"} if of in SCALED else made
+        quantized, scale = QUANTIZE[of.name].reference(numbers, **given)
+        return {"quantized": quantized, "scale": scale, **made}
+
+    return examples
+
+
+def _dequantize(of: Format) -> Operation:
+    whole = (TENSOR_SCALE,) if of in NV else ()
+    derived = ("rows", "input_ndim", "features" if of.is_packed else "granularity")
+    cases = [Case(name, _sizes(of, *shape)) for name, shape in _SHAPES.items()]
+    cases.append(Case("small_half", _sizes(of, 33, 96), {"out_dtype": torch.bfloat16}))
+    cases += [Case("given_tensor_scale", _sizes(of, 33, 96), given=(each.name,)) for each in whole]
+    return Operation(
+        schema=OperationSchema(
+            operation=f"dequantize.{of.name}",
+            inputs=(_quantized(of), _scales_of(of), *whole),
+            outputs=(TensorSchema("output", ("...", "features"), FLOATING, dtype_from="out_dtype"),),
+            params=(OUT_DTYPE,),
+            axes=(*_AXES, *((Axis("packed_features", scales=True),) if of.is_packed else ())),
+        ),
+        summary=f"The numbers that {of.name} and its scales stand for",
+        reference=_reference(reference.dequantize, of),
+        fake=_fake(reference.dequantize, of),
+        cases=tuple(cases),
+        judge=RoundedOnce(),
+        fixed={"dtype": of.name},
+        derive=_derive_back,
+        derived=derived,
+        derived_from={**_OF_ROWS, derived[-1]: ("packed_features",) if of.is_packed else ()},
+        examples=_examples_back(of),
+        check_values=_check_dequantize,
+        work=_work,
+    )
+
+
+DEQUANTIZE: dict[str, Operation] = {name: _dequantize(of) for name, of in FORMATS.items()}
+"""By the format's name."""
+
+OPERATIONS = (*QUANTIZE.values(), *DEQUANTIZE.values())

@@ -1,0 +1,165 @@
+"""Products with weights of int8 and float8: results, packed weights, gradients, bad calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerzero as lz
+from drawing import examples
+from layerzero.testing import compare
+from layerzero.testing.generate import random_call
+from oracles import truth
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+TWO_ROUNDINGS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+WEIGHTS = ("int8", "fp8_e4m3", "fp8_e5m2")
+
+
+def weight(name, outputs=64, inputs=96, per="row"):
+    return lz.quantize(torch.randn(outputs, inputs) / inputs**0.5, name, per=per)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_is_multiplied_with_its_scales(path, name, dtype):
+    x, bias = torch.randn(2, 3, 96).to(dtype), torch.randn(64).to(dtype)
+    narrow, scale = weight(name)
+    wanted = x.double() @ lz.dequantize(narrow, scale, dtype=name, out_dtype=torch.float64).t() + bias.double()
+    got = lz.quantized_linear(x, narrow, scale, bias)
+    assert got.dtype is dtype
+    assert got.shape == (2, 3, 64)
+    torch.testing.assert_close(got.double(), wanted, rtol=TWO_ROUNDINGS[dtype], atol=TWO_ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_rows_are_quantized_as_lz_quantize_does(path, name, dtype):
+    torch.manual_seed(0)  # two kernels may round a number in the middle between two differently
+    x, bias = torch.randn(5, 96).to(dtype), torch.randn(64).to(dtype)
+    narrow, scale = weight(name)
+    codes, scales = lz.quantize(x, name, per="row")
+    rows = lz.dequantize(codes, scales, dtype=name, out_dtype=torch.float64)
+    wanted = rows @ lz.dequantize(narrow, scale, dtype=name, out_dtype=torch.float64).t() + bias.double()
+    got = lz.quantized_linear(x, narrow, scale, bias, activations=name)
+    torch.testing.assert_close(got.double(), wanted, rtol=TWO_ROUNDINGS[dtype], atol=TWO_ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (64,), (64, 1)], ids=str)
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_scales_may_be_one_or_one_an_output(activations, shape):
+    narrow, scale = weight("int8", per="row" if 64 in shape else "tensor")
+    x = torch.randn(3, 96)
+    whole = scale.reshape(-1, 1).expand(64, 1) * narrow
+    wanted = torch.nn.functional.linear(x, whole)
+    got = lz.quantized_linear(x, narrow, scale.reshape(shape), activations=activations)
+    assert (got - wanted).abs().max() < (0.05 if activations else 1e-5)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.floats(0.25, 4.0))
+@settings(max_examples=examples(40))
+def test_a_scale_of_outputs_scales_results(seed, rows, factor):
+    """Twice the scale is twice the result, whatever kernel runs: both are powers of two apart."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 32, generator=generator)
+    narrow, scale = lz.quantize(torch.randn(16, 32, generator=generator), "int8", per="row")
+    one, other = (lz.quantized_linear(x, narrow, each, activations="int8") for each in (scale, scale * factor))
+    torch.testing.assert_close(one * factor, other, rtol=1e-5, atol=1e-5)
+
+
+def test_wider_results_are_not_rounded_to_the_input():
+    x = torch.randn(4, 96).bfloat16()
+    narrow, scale = weight("int8")
+    got = lz.quantized_linear(x, narrow, scale, out_dtype=torch.float32)
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, torch.nn.functional.linear(x.float(), narrow * scale), rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_weight_of_int8_changes_no_result():
+    x = torch.randn(4, 96).bfloat16()
+    narrow, scale = weight("int8")
+    packed = lz.PackedWeight(narrow)
+    plain = lz.quantized_linear(x, narrow, scale, activations="int8")
+    torch.testing.assert_close(
+        lz.quantized_linear(x, narrow, scale, activations="int8", packed=packed), plain, rtol=1e-2, atol=2e-2
+    )
+    narrow.neg_()
+    with pytest.raises(lz.InvalidCallError, match=r"packed: wanted one of weight as it is.*call refresh\(\)"):
+        lz.quantized_linear(x, narrow, scale, activations="int8", packed=packed)
+    packed.refresh()
+    turned = lz.quantized_linear(x, narrow, scale, activations="int8", packed=packed)
+    torch.testing.assert_close(turned, -plain, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_reach_the_input_the_scales_and_the_bias(name):
+    narrow, scale = weight(name, 8, 16)
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 16), (8,)))
+    scale.requires_grad_()
+    lz.quantized_linear(x, narrow, scale, bias).sum().backward()
+    whole = lz.dequantize(narrow, scale.detach(), dtype=name, out_dtype=torch.float64)
+    torch.testing.assert_close(x.grad, whole.sum(0).expand(3, 16), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(bias.grad, torch.full((8,), 3.0, dtype=torch.float64))
+    wanted = (x.detach().sum(0) * narrow.double()).sum(-1, keepdim=True)
+    torch.testing.assert_close(scale.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_gradients_of_quantized_rows_reach_the_scales_and_the_bias_alone(name):
+    narrow, scale = weight(name, 8, 16)
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 16), (8,)))
+    codes, scales = lz.quantize(x, name, per="row")
+    rows = lz.dequantize(codes, scales, dtype=name, out_dtype=torch.float64)
+    lz.quantized_linear(x, narrow, scale.requires_grad_(), bias, activations=name).sum().backward()
+    assert x.grad is None
+    torch.testing.assert_close(bias.grad, torch.full((8,), 3.0, dtype=torch.float64))
+    wanted = (rows.sum(0) * narrow.double()).sum(-1, keepdim=True)
+    torch.testing.assert_close(scale.grad.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_stays_nan_in_rows_of_float8():
+    x = torch.randn(3, 96)
+    x[1, 5] = torch.nan
+    narrow, scale = weight("fp8_e4m3")
+    got = lz.quantized_linear(x, narrow, scale, activations="fp8_e4m3")
+    assert got.isnan().any(-1).tolist() == [False, True, False]
+    assert got[1].isnan().all()
+
+
+def test_a_weight_with_one_input_is_another_one_for_torchs_product():
+    """``torch._int_mm`` gives other numbers there, in silence."""
+    narrow, scale = torch.tensor([[5], [-7], [3]], dtype=torch.int8), torch.ones(1)
+    x = torch.tensor([[2.0], [-1.0]])
+    got = lz.quantized_linear(x, narrow, scale, activations="int8")
+    torch.testing.assert_close(got, torch.tensor([[10.0, -14.0, 6.0], [-5.0, 7.0, -3.0]]), rtol=1e-5, atol=1e-5)
+
+
+X, (W, S) = torch.randn(3, 96), weight("int8")
+WRONG = {
+    "activations: wanted None or 'int8' or 'fp8_e4m3', got 'int4'": (W, S, {"activations": "int4"}),
+    "activations: wanted None or 'int8' or 'fp8_e4m3', got 8": (W, S, {"activations": 8}),
+    "weight: wanted dtype float8_e4m3, got int8": (W, S, {"activations": "fp8_e4m3"}),
+    "weight: wanted dtype float8_e4m3 or float8_e5m2 or int8, got float32": (W.float(), S, {}),
+    "weight: wanted in_features 96 as in input, got 32": (W[:, :32], S, {}),
+    "weight_scale: wanted shape (), (64,) or (64, 1), got (1, 64)": (W, S.t(), {}),
+    "weight_scale: wanted dtype float32, got float16": (W, S.half(), {}),
+    "bias: wanted dtype float32 like the first tensor, got float16": (W, S, {"bias": torch.ones(64).half()}),
+    "out_dtype: wanted float32 for an input of float32, got float16": (W, S, {"out_dtype": torch.float16}),
+    "packed: wanted the PackedWeight of this very weight": (W, S, {"packed": lz.PackedWeight(W.clone())}),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_call_that_means_nothing_says_what_was_wanted(problem):
+    narrow, scale, arguments = WRONG[problem]
+    with pytest.raises(lz.InvalidCallError) as raised:
+        lz.quantized_linear(X, narrow, scale, **arguments)
+    assert problem in str(raised.value)
+
+
+def test_random_calls_are_what_numpy_says():
+    for number in range(60):
+        call = random_call(8, number, function="quantized_linear")
+        assert compare.check(call, truth=truth(call)) == [], call.text
