@@ -21,6 +21,7 @@ from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
 from layerzero.ops.quantize import reference
 from layerzero.ops.quantize.formats import FORMATS, MX, NV, SCALED, Format, in_blocks
@@ -79,32 +80,36 @@ def _reference(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
     return run
 
 
-def _check(of: Format) -> Callable[..., list[str]]:
+def _check(of: Format) -> Callable[..., list[Check]]:
     """What a value on the device is wrong with."""
 
     def check(
         input: Tensor,  # noqa: A002  # torch's name
         scale: Tensor | None = None,
         tensor_scale: Tensor | None = None,
-    ) -> list[str]:
-        problems = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
-        holds_nan = of.dtype.is_floating_point
-        if not holds_nan and not bool(input.isfinite().all()):
-            problems.append(f"input: wanted finite numbers, since {of.name} holds no other, got one that is not")
-        return problems
+    ) -> list[Check]:
+        checks = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
+        if not of.dtype.is_floating_point:
+            text = f"input: wanted finite numbers, since {of.name} holds no other, got one that is not"
+            checks.append(_all(input.isfinite(), text))
+        return checks
 
     return check
 
 
-def _scale_values(scales: Mapping[str, Tensor | None]) -> list[str]:
+def _scale_values(scales: Mapping[str, Tensor | None]) -> list[Check]:
     return [
-        f"{name}: wanted finite numbers above 0, got one that is not"
+        _all((scale > 0.0) & scale.isfinite(), f"{name}: wanted finite numbers above 0, got one that is not")
         for name, scale in scales.items()
-        if scale is not None and not bool(((scale > 0.0) & scale.isfinite()).all())
+        if scale is not None
     ]
 
 
-def _check_dequantize(quantized: Tensor, scale: Tensor, tensor_scale: Tensor | None = None) -> list[str]:
+def _all(right: Tensor, text: str) -> Check:
+    return Check(~right.all(), None, lambda _, __: text)
+
+
+def _check_dequantize(quantized: Tensor, scale: Tensor, tensor_scale: Tensor | None = None) -> list[Check]:
     scales = {"scale": scale if scale.dtype is torch.float32 else None, "tensor_scale": tensor_scale}
     return _scale_values(scales)  # those of a format's own may be 0 or NaN
 
