@@ -15,6 +15,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.sampling import formulas
+from layerzero.ops.sampling.declare import generator_for
 from layerzero.testing import compare, fuzz
 from layerzero.testing.battery import Battery
 from layerzero.testing.generate import RandomCall
@@ -437,3 +438,9 @@ def test_a_temperature_of_a_row_that_is_none_is_named():
 def test_probabilities_that_add_up_to_infinity_are_told_as_that():
     with pytest.raises(lz.InvalidCallError, match=r"got one whose probabilities add up to inf$"):
         lz.sample_probs(torch.full((2, 4), 3e38))
+
+
+def test_a_recorded_call_with_a_generator_is_asked_about_without_tensors():
+    """There are no generators on the meta device; tuning of such a recorded call ended."""
+    made = generator_for(None, "logits")({"logits": torch.empty(2, 8, device="meta")})
+    assert made.device == torch.device("cpu")
