@@ -191,6 +191,7 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mlp",
+    "moe_route",
     "optimize",
     "paged_attention",
     "prefer",
@@ -912,6 +913,36 @@ def mlp(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
         packed weight of another tensor or of one that was written into since.
     Source: arXiv:2002.05202.
+    """
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    expert_groups: int | None = None,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by a router's logits, and weigh them.
+
+    Shapes: logits (T, E), bias (E,) → weights (T, k), experts (T, k), the best first. Of experts whose scores are equal
+        any may come first.
+    Dtype: logits and bias floating; computes in float32; weights float32, experts int32.
+    Args:
+        top_k: experts of a token, 1 to E.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        renormalize: divide the weights of a token by their sum. A softmax over the chosen logits alone, as gpt-oss has
+            it, is the softmax over all, renormalised.
+        bias: added to the scores for the choice; weights are without it (DeepSeek-V3).
+        expert_groups, top_groups: choose within so many of so many groups of neighbours alone, those whose two best
+            experts have the largest sum. Both or neither.
+        scale: what weights are multiplied by, last.
+    Returns: (weights, experts). A row with NaN, with ``inf``, or with ``-inf`` alone may name any experts, each once.
+    Raises: InvalidCallError for what does not fit, with wanted and got.
+    Source: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437; gpt-oss, arXiv:2508.10925.
     """
 
 @overload

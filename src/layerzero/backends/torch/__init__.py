@@ -21,6 +21,7 @@ MODULES = (
     "linear",
     "logits",
     "mlp",
+    "moe",
     "norm",
     "normed_rope",
     "paged",

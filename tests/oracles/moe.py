@@ -1,0 +1,35 @@
+"""Mixtures of experts, a token after another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def _scores(row, scoring):
+    if scoring == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-row))
+    powers = np.exp(row - row.max())
+    return powers / powers.sum()
+
+
+def _route(c):
+    logits, top_k = c["logits"], c["top_k"]
+    groups, top = c.get("expert_groups"), c.get("top_groups")
+    weights, places = np.zeros((len(logits), top_k)), np.zeros((len(logits), top_k), np.int64)
+    for token, row in enumerate(logits):
+        scores = _scores(row, c.get("scoring", "softmax"))
+        choice = scores + (0 if c.get("bias") is None else c["bias"])
+        choice = np.where(np.isnan(choice), np.inf, choice)  # NaN is the largest, as in torch
+        if groups is not None:
+            split = choice.reshape(groups, -1)
+            best = np.argsort(-np.sort(split)[:, -2:].sum(-1), kind="stable")[:top]
+            open_ = np.full(split.shape, -np.inf)
+            open_[best] = split[best]
+            choice = open_.reshape(-1)
+        places[token] = np.argsort(-choice, kind="stable")[:top_k]
+        mine = scores[places[token]]
+        weights[token] = mine / (mine.sum() + 1e-20) if c.get("renormalize", True) else mine
+    return weights * c.get("scale", 1.0), places
+
+
+ORACLES = {"moe.route": _route}
