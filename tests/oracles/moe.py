@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from oracles.activation import gelu, halves, oai, silu, turns
+
 
 def _scores(row, scoring):
     if scoring == "sigmoid":
@@ -32,4 +34,25 @@ def _route(c):
     return weights * c.get("scale", 1.0), places
 
 
-ORACLES = {"moe.route": _route}
+def _gate(c, joined):
+    name = c.get("activation", "silu")
+    if name == "swiglu_oai":
+        return oai(*turns(joined), c.get("alpha", 1.702), c.get("limit", 7.0))
+    gate, up = halves(joined)
+    return (silu(gate) if name == "silu" else gelu(gate, "tanh" if name == "gelu_tanh" else "none")) * up
+
+
+def _experts(c):
+    out = np.zeros_like(c["input"])
+    of_gate, of_down = c.get("gate_up_bias"), c.get("down_bias")
+    for token, row in enumerate(c["input"]):
+        for number, share in zip(c["expert_ids"][token], c["expert_weights"][token], strict=True):
+            if number < 0:
+                continue
+            joined = c["gate_up_weight"][number] @ row + (0 if of_gate is None else of_gate[number])
+            made = c["down_weight"][number] @ _gate(c, joined)
+            out[token] += share * (made + (0 if of_down is None else of_down[number]))
+    return (out,)
+
+
+ORACLES = {"moe.route": _route, "moe.experts": _experts}

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-MODULES = ("activation", "latent", "linear", "norm", "paged", "rope", "rope_append")
+MODULES = ("activation", "latent", "linear", "moe", "norm", "paged", "rope", "rope_append")
 """The files that declare kernels, a family each."""

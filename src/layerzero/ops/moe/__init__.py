@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from layerzero.ops.moe import route
+from layerzero.ops.moe.experts import EXPERTS
+from layerzero.ops.moe.experts_route import MOE_EXPERTS
+from layerzero.ops.moe.route import MOE_ROUTE
 from layerzero.ops.moe.routing import ROUTE
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]
 
-FUNCTIONS = (route.MOE_ROUTE,)
-OPERATIONS = (ROUTE,)
+FUNCTIONS = (MOE_ROUTE, MOE_EXPERTS)
+OPERATIONS = (ROUTE, EXPERTS)
