@@ -194,6 +194,8 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mlp",
+    "moe_experts",
+    "moe_route",
     "optimize",
     "paged_attention",
     "prefer",
@@ -937,6 +939,73 @@ def mlp(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
         packed weight of another tensor or of one that was written into since.
     Source: arXiv:2002.05202.
+    """
+
+def moe_experts(
+    input: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    packed_gate_up: PackedWeight | None = None,
+    packed_down: PackedWeight | None = None,
+) -> Tensor:
+    """Send each token through its experts, and add up what they make of it by their weights.
+
+    ``sum over k of expert_weights[t, k] * down[e](activation(gate[e] x) * up[e] x)``, with x = input[t] and
+    e = expert_ids[t, k].
+
+    Shapes: input (T, D), gate_up_weight (E, 2 F, D), down_weight (E, D, F), expert_ids and expert_weights (T, k) as
+        :func:`layerzero.moe_route` gives them, gate_up_bias (E, 2 F), down_bias (E, D) → (T, D). Rows of gate_up_weight
+        are the gate's, then up's; for ``"swiglu_oai"`` by turns, as gpt-oss has them. Weights that lie the other way
+        round are passed as ``weight.mT``.
+    Dtype: floating, the same for all but expert_weights, which may have another; expert_ids int32 or int64. Sums are in
+        float32, those over the experts, too; returns input.dtype.
+    Args:
+        expert_ids: from 0 to E - 1; -1 is an expert that is elsewhere (on another rank) and adds nothing.
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"swiglu_oai"``.
+        alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
+        packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
+            another order want both. They change no result, and have no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a packed weight of another tensor or of
+        one that was written into since, and on a CPU, and elsewhere in debug mode, for experts that there are not.
+    Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
+    """
+
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    expert_groups: int | None = None,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by a router's logits, and weigh them.
+
+    Shapes: logits (T, E), bias (E,) → weights (T, k), experts (T, k), the best first. Of experts whose scores are equal
+        any may come first.
+    Dtype: logits and bias floating; computes in float32; weights float32, experts int32.
+    Args:
+        top_k: experts of a token, 1 to E.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        renormalize: divide the weights of a token by their sum. A softmax over the chosen logits alone, as gpt-oss has
+            it, is the softmax over all, renormalised.
+        bias: added to the scores for the choice; weights are without it (DeepSeek-V3).
+        expert_groups, top_groups: choose within so many of so many groups of neighbours alone, those whose two best
+            experts have the largest sum. Both or neither.
+        scale: what weights are multiplied by, last.
+    Returns: (weights, experts). A row with NaN, with ``inf``, or with ``-inf`` alone may name any experts, each once.
+    Raises: InvalidCallError for what does not fit, with wanted and got.
+    Source: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437; gpt-oss, arXiv:2508.10925.
     """
 
 @overload

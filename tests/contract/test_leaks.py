@@ -62,6 +62,7 @@ WORDS = {
     "rows": "of a table, a database, a tensor",
     "sample": "a time that was measured",
     "scale": "of a plot",
+    "scoring": "how kernels are ranked",
     "seq": "of a message",
     "step": "what to do next, an advance",
     "table": "of text, of kept choices, of priors",
@@ -150,7 +151,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/optimize/drawing.py": dict.fromkeys(
         (
             *("greedy", "k", "logits", "p", "row_k", "row_p", "row_temperature", "sample_topk", "sample_topk_topp"),
-            "sample_topp",
+            *("sample_topp", "top_k"),
         ),
         _DRAWN,
     ),
@@ -160,7 +161,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
         "step": "a kind of what is replaced: one token of a decoder",
     },
-    "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens"), _DRAWN),
+    "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens", "top_k"), _DRAWN),
     "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
         (

@@ -21,6 +21,8 @@ MODULES = (
     "linear",
     "logits",
     "mlp",
+    "moe_experts",
+    "moe_route",
     "norm",
     "normed_rope",
     "paged",

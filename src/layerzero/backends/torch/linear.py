@@ -170,7 +170,7 @@ def _leaking_rows(facts: Facts) -> Reason | None:
     """
     if facts["dtype"] is not torch.bfloat16 or "amx_bf16" not in facts.device.instruction_sets:
         return None
-    for name in ("in_features", "inner_features"):
+    for name in ("in_features", "hidden", "inner_features"):
         if facts.get(name) is not None and facts.size(name) % 32:
             return Reason(ReasonCode.CONSTRAINT_FAILED, name, "a multiple of 32", facts.size(name))
     return None

@@ -8,6 +8,7 @@ MODULES = (
     "flash_attn",
     "latent",
     "logits",
+    "moe",
     "norm",
     "normed_rope",
     "paged",

@@ -48,7 +48,10 @@ class Packing:
         with torch.no_grad():
             dense = weight.detach().resolve_neg().contiguous()
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
-            self.form, self.bytes = self._pack(dense.as_strided(dense.shape, (dense.shape[1], 1)))
+            rows, columns = dense.shape[-2:]
+            self.form, self.bytes = self._pack(
+                dense.as_strided(dense.shape, (rows * columns, columns, 1)[-dense.ndim :])
+            )
 
 
 class PackedWeight(Handle):
@@ -72,7 +75,8 @@ class PackedWeight(Handle):
 
     Args:
         weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
-            :func:`layerzero.quantized_linear`.
+            :func:`layerzero.quantized_linear`; or (E, N, K), floating, one for each expert, as for
+            :func:`layerzero.moe_experts`.
     Raises: InvalidCallError for anything else.
     """
 
@@ -154,12 +158,13 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
 
 
 def _problem(weight: object) -> str:
-    wanted = "weight: wanted a dense floating or int8 tensor (out_features, in_features)"
+    wanted = "weight: wanted a dense floating or int8 tensor (out_features, in_features), or floating ones of experts"
     if not isinstance(weight, Tensor):
         return f"{wanted}, got {type(weight).__name__}"
     if weight.is_nested or weight.layout is not torch.strided:
         return f"{wanted}, got a {'nested' if weight.is_nested else str(weight.layout).removeprefix('torch.')} one"
-    if weight.ndim != 2 or not (weight.is_floating_point() or weight.dtype is torch.int8):
+    whole = weight.ndim == 2 and weight.dtype is torch.int8
+    if not whole and (weight.ndim not in (2, 3) or not weight.is_floating_point()):
         return f"{wanted}, got {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}"
     return ""
 

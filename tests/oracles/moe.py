@@ -1,0 +1,58 @@
+"""Mixtures of experts, a token after another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oracles.activation import gelu, halves, oai, silu, turns
+
+
+def _scores(row, scoring):
+    if scoring == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-row))
+    powers = np.exp(row - row.max())
+    return powers / powers.sum()
+
+
+def _route(c):
+    logits, top_k = c["logits"], c["top_k"]
+    groups, top = c.get("expert_groups"), c.get("top_groups")
+    weights, places = np.zeros((len(logits), top_k)), np.zeros((len(logits), top_k), np.int64)
+    for token, row in enumerate(logits):
+        scores = _scores(row, c.get("scoring", "softmax"))
+        choice = scores + (0 if c.get("bias") is None else c["bias"])
+        choice = np.where(np.isnan(choice), np.inf, choice)  # NaN is the largest, as in torch
+        if groups is not None:
+            split = choice.reshape(groups, -1)
+            best = np.argsort(-np.sort(split)[:, -2:].sum(-1), kind="stable")[:top]
+            open_ = np.full(split.shape, -np.inf)
+            open_[best] = split[best]
+            choice = open_.reshape(-1)
+        places[token] = np.argsort(-choice, kind="stable")[:top_k]
+        mine = scores[places[token]]
+        weights[token] = mine / (mine.sum() + 1e-20) if c.get("renormalize", True) else mine
+    return weights * c.get("scale", 1.0), places
+
+
+def _gate(c, joined):
+    name = c.get("activation", "silu")
+    if name == "swiglu_oai":
+        return oai(*turns(joined), c.get("alpha", 1.702), c.get("limit", 7.0))
+    gate, up = halves(joined)
+    return (silu(gate) if name == "silu" else gelu(gate, "tanh" if name == "gelu_tanh" else "none")) * up
+
+
+def _experts(c):
+    out = np.zeros_like(c["input"])
+    of_gate, of_down = c.get("gate_up_bias"), c.get("down_bias")
+    for token, row in enumerate(c["input"]):
+        for number, share in zip(c["expert_ids"][token], c["expert_weights"][token], strict=True):
+            if number < 0:
+                continue
+            joined = c["gate_up_weight"][number] @ row + (0 if of_gate is None else of_gate[number])
+            made = c["down_weight"][number] @ _gate(c, joined)
+            out[token] += share * (made + (0 if of_down is None else of_down[number]))
+    return (out,)
+
+
+ORACLES = {"moe.route": _route, "moe.experts": _experts}
