@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 import layerzero as lz
 from drawing import examples
+from layerzero.core.reasons import ReasonCode
 from layerzero.engine.functions import CALLS
 
 
@@ -158,3 +159,10 @@ def test_gradients_reach_the_logits():
 def test_what_means_nothing_is_refused(given, told):
     with pytest.raises(lz.InvalidCallError, match=told):
         lz.moe_route(torch.randn(3, 8), **{"top_k": 2, **given})
+
+
+def test_a_kernel_that_never_ran_on_a_gpu_is_refused_until_it_was_vetted_there():
+    logits = torch.empty(5, 128, dtype=torch.bfloat16, device="meta")
+    libraries = {"torch": "2.11.0+cu130", "vllm": "0.20.0"}
+    report = lz.explain("moe_route", logits, 8, device="H100", libraries=libraries)
+    assert {reason.code for reason in report.reasons("vllm.topk_softmax")} == {ReasonCode.NOT_VETTED}
