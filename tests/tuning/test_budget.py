@@ -77,6 +77,14 @@ def test_a_call_that_takes_longer_than_is_left_is_left_to_the_next_run():
     assert found.left == 1
 
 
+@pytest.mark.parametrize(("others", "measured"), [(0, 1), (3, 3)])
+def test_a_call_that_takes_more_than_a_third_of_the_time_is_left_where_others_wait(monkeypatch, others, measured):
+    monkeypatch.setattr(Pace, "seconds", lambda self, facts: 40.0 if facts.size("hidden") == 64 else 0.1)
+    found = run(norms(64, 128, 256, 512)[: 1 + others], Deadline(100.0, Clock()))
+    assert len(found.contests) == measured
+    assert found.left == (1 if others else 0)
+
+
 def norm_facts(rows, hidden=8192):
     return lz.facts("rms_norm", torch.empty(rows, hidden, device="meta"), torch.empty(hidden, device="meta"))
 
