@@ -160,6 +160,18 @@ def test_the_code_about_quantizing_runs():
     torch.testing.assert_close(found["again"], found["x"], rtol=0.25, atol=1.0)
 
 
+def test_the_code_about_mixtures_runs():
+    found: dict[str, torch.Tensor] = {}
+    (block,) = re.findall(r"```python\n(.*?)```", page("experts.md"), re.DOTALL)
+    exec(compile(block, "experts.md", "exec"), found)
+    x, down, wanted = found["x"], found["down"], torch.zeros_like(found["x"])
+    for token, (ids, shares) in enumerate(zip(found["chosen"], found["weights"], strict=True)):
+        for each, share in zip(ids.tolist(), shares.tolist(), strict=True):
+            gate, up = (found["gate_up"][each] @ x[token]).chunk(2)
+            wanted[token] += share * (down[each] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(found["y"], wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_backend_in_the_documentation_works():
     text = (ROOT / "docs/backends.md").read_text()
     declared, registered = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
