@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends import builtin_kernels
+from layerzero.core.kernel import Trust
 from layerzero.core.reasons import ReasonCode as Code
 
 LIBRARIES = {
@@ -176,3 +178,8 @@ def test_copies_that_masked_sparse_kernels_need_on_a_gpu_are_told(device, width,
         strict = lz.explain("sparse_attention", *call, device=device, libraries=LIBRARIES)
     reasons = [reason.code for reason in strict.reasons("torch.block_sparse_masked")]
     assert reasons == [Code.MISALIGNED] * len(kinds)
+
+
+def test_what_is_built_in_is_no_plugin():
+    """A refusal would say so; what nobody ran yet is UNTRIED."""
+    assert not [kernel.id for kernel in builtin_kernels() if kernel.trust is Trust.PLUGIN]

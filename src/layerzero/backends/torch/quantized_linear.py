@@ -224,7 +224,7 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=30,
-        trust=Trust.PLUGIN,
+        trust=Trust.UNTRIED,
         **_COMMON,
     ),
     Kernel(
@@ -242,7 +242,7 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=30,
-        trust=Trust.PLUGIN,
+        trust=Trust.UNTRIED,
         **_COMMON,
     ),
 )

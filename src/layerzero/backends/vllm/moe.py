@@ -51,7 +51,7 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        trust=Trust.PLUGIN,
+        trust=Trust.UNTRIED,
         priority=30,
     ),
 )

@@ -79,7 +79,7 @@ _COMMON: dict[str, Any] = {
     "deterministic": True,
     "graph_safe": True,
     "device_guard": True,
-    "trust": Trust.PLUGIN,
+    "trust": Trust.UNTRIED,
 }
 _LIMITS = (
     limit.platform("cuda"),
