@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -93,6 +94,20 @@ def test_what_failed_to_build_is_not_waited_for(manifest):
     facts = lz.facts("rms_norm", torch.randn(3, 32), torch.randn(32))
     BUILDS.failures.add(kernel, facts, "no such compiler", lasting=False)
     assert [each.calls for each in lz.readiness_check(manifest, device="cpu").lacking] == [1, 1]
+
+
+def test_what_warmup_could_not_build_is_not_waited_for(manifest):
+    def load(facts):
+        raise RuntimeError("no such compiler")
+
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    broken = dataclasses.replace(kernel, id="mine.broken", load=load, build_key=lambda facts: 0, priority=95)
+    lz.register_backend([broken])
+    assert {each.kernel_id for each in lz.readiness_check(manifest, device="cpu").lacking} == {"mine.broken"}
+    assert [each.kernel_id for each in lz.warmup(manifest=manifest, device="cpu") if each.error]
+    report = lz.readiness_check(manifest, device="cpu")
+    assert report, str(report)
+    assert {each.kernel for each in lz.jit_status().failed} == {"mine.broken"}
 
 
 def test_what_is_no_manifest_of_this_model_and_device_is_an_error(manifest):

@@ -31,8 +31,13 @@ def taken_over(each: Chosen) -> Outcome:
         _beside_captures(each)
         _plan(each)
     except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
-        return failed(error, lasting=not _passes(error))
+        return outcome_of(error)
     return Outcome()
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """What became of a build that raised in this process."""
+    return failed(error, lasting=not _passes(error))
 
 
 def _passes(error: Exception) -> bool:
@@ -68,6 +73,6 @@ def built_here(each: Chosen) -> Outcome:
                 for _ in range(2):
                     plan.run(**given)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
-        return failed(error, lasting=not _passes(error))
+        return outcome_of(error)
     BUILT.add(each.kernel, each.facts)
     return Outcome()

@@ -29,6 +29,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
+from layerzero.serving.compiling import outcome_of
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
@@ -248,6 +249,8 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 BUILDS.failures.forget(kernel, report.facts)
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
+                outcome = outcome_of(failure)
+                BUILDS.failures.add(kernel, report.facts, outcome.log, lasting=outcome.lasting)
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
             warmed.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
 
