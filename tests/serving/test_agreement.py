@@ -86,6 +86,20 @@ def test_choices_that_are_frozen_already_are_refused_on_every_rank(monkeypatch):
         lz.agree()
 
 
+def test_a_rank_that_is_not_in_the_group_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(lz.PolicyError, match="agree: wanted a rank of the group, got one outside"):
+        lz.agree(torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    assert lz.frozen() is None
+
+
+def test_ranks_of_a_group_are_told_by_their_numbers_among_all(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: rank + 4)
+    ranks(monkeypatch, [snapshot()], ["norm.rms: wanted mine.two, this process would choose torch.rms_norm"])
+    with pytest.raises(lz.FrozenChoiceError, match=r"rank 4: norm\.rms: wanted mine\.two"):
+        lz.agree("a group")
+
+
 def test_classes_of_all_ranks_are_held_and_the_lowest_rank_counts():
     name, one = of_rank("mine.one")
     other = msgspec.structs.replace(one.choices[name], kernel="mine.two")

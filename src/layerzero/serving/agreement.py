@@ -36,15 +36,16 @@ def agree(group: ProcessGroup | None = None) -> Frost:
         group: whose ranks agree; the default group if None. Without torch.distributed, or before it was initialised,
             this process is the only rank.
     Returns: the document that all ranks hold; its hash is the same everywhere.
-    Raises: PolicyError if choices are frozen already on any rank; FrozenChoiceError on every rank, naming the ranks,
-        where versions, devices or settings differ or a kernel cannot run on one of them. Nothing is frozen then.
+    Raises: PolicyError if choices are frozen already on any rank, and on a rank that is not in the group;
+        FrozenChoiceError on every rank, naming the ranks by their numbers in the default group, where versions, devices
+        or settings differ or a kernel cannot run on one of them. Nothing is frozen then.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return freeze()
     already = frozen() is not None
     told = _gathered(b"" if already else msgspec.json.encode(snapshot()), group)
     if not all(told):
-        ranks = _ranks(rank for rank, each in enumerate(told) if not each)
+        ranks = "rank " + ", ".join(str(_global(rank, group)) for rank, each in enumerate(told) if not each)
         raise PolicyError(f"agree: choices are frozen already on {ranks}; wanted lz.thaw() there first")
     shared = merged([msgspec.json.decode(each, type=Frost) for each in told])
     problems = adopt(shared)
@@ -52,7 +53,9 @@ def agree(group: ProcessGroup | None = None) -> Frost:
     if any(found):
         if not problems:
             thaw()
-        raise FrozenChoiceError("agree", [f"rank {rank}: {each}" for rank, own in enumerate(found) for each in own])
+        raise FrozenChoiceError(
+            "agree", [f"rank {_global(rank, group)}: {each}" for rank, own in enumerate(found) for each in own]
+        )
     return shared
 
 
@@ -65,10 +68,14 @@ def merged(documents: Sequence[Frost]) -> Frost:
 
 
 def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    size = torch.distributed.get_world_size(group)
+    if size < 0:
+        raise PolicyError("agree: wanted a rank of the group, got one outside; call it on those of the group")
+    found: list[Any] = [None] * size
     torch.distributed.all_gather_object(found, value, group=group)
     return found
 
 
-def _ranks(numbers: Any) -> str:
-    return "rank " + ", ".join(map(str, numbers))
+def _global(rank: int, group: ProcessGroup | None) -> int:
+    """The number in the default group of a rank that a group counts."""
+    return rank if group is None else torch.distributed.get_global_rank(group, rank)
