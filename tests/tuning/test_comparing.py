@@ -190,6 +190,27 @@ def test_what_compiles_is_built_after_half_of_the_time_and_its_calls_are_measure
     assert (found.cut, found.not_built) == (False, {})
 
 
+def test_what_is_left_to_build_when_all_is_measured_is_built_then(compiled, monkeypatch):
+    """Children were asked once, for the next calls: with time left, what came behind these is asked for, too."""
+    clock, order = Clock(), []
+
+    def build_apart(pairs, told, stop, *, modules):
+        for kernel, facts in pairs:
+            compiled.append(facts.size("hidden"))
+            told(kernel, facts, Outcome())
+
+    def looked(each):
+        if each.found is not None:
+            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
+            clock.now = 100.0 * BEFORE_BUILDS
+
+    monkeypatch.setattr(comparing, "FIRST", 1)
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    found = run(norms(64, 128, 256), Deadline(100.0, clock), told=looked)
+    assert order[-2:] == [(3, False, False), (3, True, True)]
+    assert (found.cut, found.not_built) == (False, {})
+
+
 def test_what_was_not_built_in_time_is_told(compiled, monkeypatch):
     monkeypatch.setattr(beside, "build_apart", lambda *_, **__: None)
     found = run(norms(64), Deadline(100.0, Clock()))

@@ -281,7 +281,7 @@ def compare(
                 left[number] = job
             elif why:
                 run.skipped[job.name] = why
-        if not asked and not deadline.passed():
+        if asked < len(jobs) and not deadline.passed():
             ask(len(jobs))
         while beside.open and not deadline.passed():
             revisit(wait_for=True)
