@@ -124,7 +124,8 @@ def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> I
         what, them = ("classes were", "them") if left > 1 else ("class was", "it")
         yield (
             f"no whole vet: {left} {what} left when {budget_s:g} s were over, and nothing new is known of {them}; "
-            + ("--budget-s inf asks about all" if again else "the same command goes on, --budget-s inf asks about all")
+            + ("" if again or left == len(found) else "the same command goes on, ")
+            + "--budget-s inf asks about all"
         )
 
 
