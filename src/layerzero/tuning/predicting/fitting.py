@@ -1,4 +1,4 @@
-"""Learning a model of times from points: a sum of products of sizes, a floor, and what both are worth."""
+"""Learning a model of times from points: a sum of products of sizes, what it leaves over, and what that is worth."""
 
 from __future__ import annotations
 
