@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
+from layerzero.backends.torch.quantized_linear import quantized_rows
+from layerzero.ops.quantize.formats import FORMATS
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
 from oracles import truth
@@ -163,3 +165,12 @@ def test_random_calls_are_what_numpy_says():
     for number in range(60):
         call = random_call(8, number, function="quantized_linear")
         assert compare.check(call, truth=truth(call)) == [], call.text
+
+
+def test_rows_whose_scale_is_rounded_down_stay_within_whole_numbers():
+    """Below about 1e-42 a scale has few bits, and quotients lay beyond 127, which wrapped."""
+    rows = torch.tensor([[5.7e-43, -5.7e-43, 2.8e-43]])
+    whole, _ = quantized_rows(rows, FORMATS["int8"])
+    assert whole.min() >= -128
+    assert whole.max() <= 127
+    assert whole[0, 0] > 0 > whole[0, 1]

@@ -62,6 +62,7 @@ def test_kernels_take_it_as_any_other_step():
         ({"kv_last_page_len": int32(5, 1)}, r"kv_last_page_len\[0\]: wanted 1 to 4, got 5"),
         ({"max_blocks": 1}, "max_blocks: wanted at least 2, the pages of a sequence, got 1"),
         ({"max_blocks": 2**40}, "max_blocks: wanted a number from 1 to"),
+        ({"page_size": 2**31 - 1}, r"kv_indptr: wanted sequences of less than 2\*\*31 tokens, got one of 2147483651"),
         ({"page_size": 0}, "page_size: wanted a number from 1 to .*, got 0"),
         (
             {"kv_indices": torch.empty(3, dtype=torch.int32, device="meta")},

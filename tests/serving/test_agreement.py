@@ -79,6 +79,19 @@ def test_other_versions_are_told_by_rank(monkeypatch):
     assert lz.frozen() is None
 
 
+def test_a_rank_that_fails_is_told_on_every_rank(monkeypatch):
+    """The others wait for what it tells; an error that only one rank raised left them there."""
+    lz.rms_norm(X, WEIGHT)
+    ranks(monkeypatch, [snapshot()])
+
+    def failing(_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(agreement, "adopt", failing)
+    with pytest.raises(lz.FrozenChoiceError, match="rank 1: RuntimeError: planted"):
+        lz.agree()
+
+
 def test_choices_that_are_frozen_already_are_refused_on_every_rank(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(agreement, "_gathered", lambda value, group: [b"", value])

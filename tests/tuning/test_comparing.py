@@ -231,3 +231,18 @@ def test_without_an_end_whatever_compiles_does_so_here(compiled):
     compiled.append(64)
     found = run(norms(64), Deadline(None))
     assert "mine.compiled" in {line.name for line in found.found[0].lines}
+
+
+def test_one_calls_trouble_costs_no_other_its_place(monkeypatch):
+    """What the first call's function raises is told with it; the comparison ended there."""
+    real = comparing.bench
+
+    def failing(job, *given, **named):
+        if job.case.sizes["hidden"] == 64:
+            raise RuntimeError("planted")
+        return real(job, *given, **named)
+
+    monkeypatch.setattr(comparing, "bench", failing)
+    found = run(norms(64, 128), Deadline(None))
+    assert hiddens(found.found) == [128]
+    assert any("planted" in why for why in found.skipped.values())

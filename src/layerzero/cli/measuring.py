@@ -40,9 +40,23 @@ Dtypes = Annotated[
 Layout = Annotated[
     str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
 ]
+
+
+def _device(text: str | None) -> str | None:
+    """A device's name as torch reads it. Raises: BadParameter."""
+    if text is not None:
+        import torch
+
+        try:
+            torch.device(text)
+        except RuntimeError as error:
+            raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}") from error
+    return text
+
+
 Where = Annotated[
     str | None,
-    typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
+    typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.", callback=_device),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)

@@ -8,7 +8,7 @@ that only some ranks enter would never end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,12 +43,15 @@ def agree(group: ProcessGroup | None = None) -> Frost:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return freeze()
     already = frozen() is not None
-    told = _gathered(b"" if already else msgspec.json.encode(snapshot()), group)
+    told = _gathered(b"" if already else _tried(lambda: msgspec.json.encode(snapshot())), group)
+    failed = [f"rank {_global(rank, group)}: {each[0]}" for rank, each in enumerate(told) if isinstance(each, list)]
+    if failed:
+        raise FrozenChoiceError("agree", failed)
     if not all(told):
         ranks = "rank " + ", ".join(str(_global(rank, group)) for rank, each in enumerate(told) if not each)
         raise PolicyError(f"agree: choices are frozen already on {ranks}; wanted lz.thaw() there first")
     shared = merged([msgspec.json.decode(each, type=Frost) for each in told])
-    problems = adopt(shared)
+    problems = _tried(lambda: adopt(shared))
     found = _gathered(problems, group)
     if any(found):
         if not problems:
@@ -65,6 +68,14 @@ def merged(documents: Sequence[Frost]) -> Frost:
         name: choice for each in reversed(documents) for name, choice in each.choices.items() if not choice.scoped
     }
     return msgspec.structs.replace(documents[0], choices=choices).sealed()
+
+
+def _tried(run: Callable[[], Any]) -> Any:
+    """What this rank tells; its error as a problem, since the others wait for what it tells."""
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001  # raised on every rank, with this one's number
+        return [f"{type(error).__name__}: {error}"]
 
 
 def _gathered(value: Any, group: ProcessGroup | None) -> list[Any]:

@@ -79,8 +79,9 @@ def quantized_rows(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
     """Rows in float32 as whole numbers, in float32 still, or as float8; and the scale of each, (*, 1)."""
     scale = scales(rows, of, "row", None)
     quotients = rows / scale
-    if of.is_whole:
-        return quotients.round_(), scale
+    if of.is_whole:  # the scale of numbers below 1e-42 is rounded down, and their quotients lie beyond
+        bounds = torch.iinfo(of.dtype)
+        return quotients.round_().clamp_(bounds.min, bounds.max), scale
     return quotients.clamp_(-of.largest, of.largest).to(of.dtype), scale
 
 

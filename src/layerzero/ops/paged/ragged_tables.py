@@ -59,6 +59,9 @@ def _value_problems(starts: Tensor, last: Tensor, pages: int, page_size: int, ma
     counts = lengths_of(starts)
     if max_blocks is not None and len(counts) and int(counts.max()) > max_blocks:
         problems.append(f"max_blocks: wanted at least {int(counts.max())}, the pages of a sequence, got {max_blocks}")
+    lengths = torch.where(counts > 0, (counts.long() - 1) * page_size + last, 0)
+    if len(lengths) and int(lengths.max()) >= 2**31:
+        problems.append(f"kv_indptr: wanted sequences of less than 2**31 tokens, got one of {int(lengths.max())}")
     wrong = (counts > 0) & ((last < 1) | (last > page_size))
     problems += [
         f"kv_last_page_len[{place}]: wanted 1 to {page_size}, got {int(last[place])}"

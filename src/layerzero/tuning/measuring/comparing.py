@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from layerzero.asking.answers import explain
+from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
+from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.bench import Benched, bench
 from layerzero.tuning.measuring.beside import Beside, Pairs
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
@@ -185,7 +187,9 @@ class _Comparison:
             return NO_TIME
         except Exception as error:
             if not out_of_memory(error):
-                raise
+                if lost_context(report.facts.device) or isinstance(error, LayerZeroError):
+                    raise
+                return raised(error)  # one call's trouble is told, and the others are measured
             self.needs_bytes[job.name] = needed_bytes(report.facts)
             return f"too little memory: {str(error).partition(chr(10))[0]}"
         self.pace.took(report.facts, time.monotonic() - began)
