@@ -74,7 +74,8 @@ class RowsApart(limit.Limit):
         found = []
         for name in ("query", "key", "value"):
             tensor = facts.tensors[name]
-            if tensor.strides[3] != 1 or tensor.strides[2] < tensor.shape[3]:
+            heads = tensor.strides[1] if name == "query" else tensor.shape[3]  # a group's heads become its rows
+            if tensor.strides[3] != 1 or min(tensor.strides[2], heads) < tensor.shape[3]:
                 reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "rows one after another", f"strides {tensor.strides}")
                 found.append(limit.Finding(reason, limit.Repair("copy", name)))
         return tuple(found)
@@ -86,8 +87,10 @@ class RowsApart(limit.Limit):
 @conditions.register
 def _rows_apart(limit: RowsApart, call: SizedCall) -> Iterable[Condition]:
     for name in ("query", "key", "value"):  # that the last stride is 1 is in the coarse key
-        rows, head_dim = call.kernel_axes(name)[2], call.facts.tensors[name].shape[3]
+        (_, heads, rows, _), head_dim = call.kernel_axes(name), call.facts.tensors[name].shape[3]
         yield WITHIN, (call.operand(name, rows, stride=True),), (head_dim, 2**62)
+        if name == "query":
+            yield WITHIN, (call.operand(name, heads, stride=True),), (head_dim, 2**62)
 
 
 def _scale(facts: Facts) -> Reason | None:
