@@ -112,8 +112,10 @@ def _after_fork() -> None:
 # Python's own locks
 
 
-IMPORTS_S = 1.0
-"""How long a fork waits for what other threads import, or begin under a lock that forks hold."""
+IMPORTS_S = 10.0
+"""How long a fork waits for what other threads import, or begin under a lock that forks hold. The first operation on
+meta tensors imports torch._dynamo: 0.9 s on an idle AMD EPYC of two cores; among busy processes it took longer than the
+second that was waited for, and the child hung in its own import of it (2026-11-23)."""
 
 _PAUSE_S = 0.001
 _MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})

@@ -33,6 +33,10 @@ def added_up(made: Tensor, expert_ids: Tensor, shares: Tensor, dtype: torch.dtyp
     return (made.view(*expert_ids.shape, made.shape[-1]) * shares).sum(1, dtype=sums).to(dtype)
 
 
+def _bias(of_all: Tensor | None, number: int) -> Tensor | None:
+    return None if of_all is None else of_all[number]
+
+
 def _load_one(facts: Facts) -> Callable[..., Tensor]:
     """A token's experts, one after the other; their weights are views."""
     linear, cat = functional.linear, torch.cat
@@ -51,27 +55,21 @@ def _load_one(facts: Facts) -> Callable[..., Tensor]:
         limit: float,
     ) -> Tensor:
         (ids,) = expert_ids.tolist()
-        here = [number for number in ids if number >= 0]
+        places = [place for place, number in enumerate(ids) if number >= 0]
+        here = [ids[place] for place in places]
         if not here:
             return torch.zeros_like(input, memory_format=torch.contiguous_format)
-        joined = cat(
-            [
-                linear(input, gate_up_weight[number], None if gate_up_bias is None else gate_up_bias[number])
-                for number in here
-            ]
-        )
+        joined = cat([linear(input, gate_up_weight[number], _bias(gate_up_bias, number)) for number in here])
         through = gated(joined, activation, alpha, limit, FUNCTIONS)
-        made = iter(
+        made = cat(
             [
-                linear(
-                    through[place : place + 1], down_weight[number], None if down_bias is None else down_bias[number]
-                )
-                for place, number in enumerate(here)
+                linear(row, down_weight[number], _bias(down_bias, number))
+                for row, number in zip(torch.split(through, 1), here, strict=True)
             ]
         )
-        nothing = input.new_zeros(input.shape) if len(here) < len(ids) else input
-        whole = cat([next(made) if number >= 0 else nothing for number in ids])
-        return added_up(whole, expert_ids, expert_weights, input.dtype)
+        if len(here) < len(ids):  # what is elsewhere adds nothing
+            expert_ids, expert_weights = expert_ids[:, places], expert_weights[:, places]
+        return added_up(made, expert_ids, expert_weights, input.dtype)
 
     return one
 
@@ -102,10 +100,9 @@ def _load_each(facts: Facts) -> Callable[..., Tensor]:
         for number, count in enumerate(counts[1:]):
             if count:
                 own = rows[end : end + count]
-                bias = None if gate_up_bias is None else gate_up_bias[number]
-                through = gated(linear(own, gate_up_weight[number], bias), activation, alpha, limit, FUNCTIONS)
-                bias = None if down_bias is None else down_bias[number]
-                parts.append(linear(through, down_weight[number], bias))
+                joined = linear(own, gate_up_weight[number], _bias(gate_up_bias, number))
+                through = gated(joined, activation, alpha, limit, FUNCTIONS)
+                parts.append(linear(through, down_weight[number], _bias(down_bias, number)))
                 end += count
         return added_up(cat(parts)[_places(order)], expert_ids, expert_weights, input.dtype)
 

@@ -181,8 +181,7 @@ def contest(
         seed: draws the order of the turns.
         passed: whether the time is over, asked before the truth is made and before each kernel is compared with it.
 
-    Raises: TimeOverError where it was over before all kernels were compared, which is most of what a large call takes:
-        decoding over 268 million elements 56 s on two cores, nearly all of it before the first sample.
+    Raises: TimeOverError where it was over before all kernels were compared.
     """
     with window():
         function = CALLS[call.function]

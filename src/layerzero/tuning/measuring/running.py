@@ -57,7 +57,7 @@ NO_TIME = "no time left for a call of its size"
 
 MOST_SHARE = 3
 """A call that is likely to take more than a third of the time left is left to another run where others wait for theirs:
-decoding over 1.07 GB took 75 of 90 s, and was given up at the end (AMD EPYC, two cores, 2026-11-23)."""
+of three runs of 90 s two ended after 100 and 104, and one after 92 with it (AMD EPYC, two cores, 2026-11-23)."""
 
 
 @dataclass(slots=True)
