@@ -57,6 +57,7 @@ for step in $steps; do
       measured python3 benchmarks/ship_times.py dense paged layer --budget-s "${BUDGET_S:-250}" --out "$out/tables" ;;
     serving) measured python3 benchmarks/serving.py ;;
     cache) measured python3 benchmarks/kv_cache.py ;;
+    tokens) measured python3 benchmarks/same_tokens.py --device cuda ;;
     models) for step in ${MODELS:-llama8b}; do measured python3 benchmarks/optimize_gpu.py "$step"; done ;;
   esac
 done
