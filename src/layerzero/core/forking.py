@@ -51,15 +51,19 @@ def when_torn(method: Callable[[], None]) -> None:
     _add(_WHEN_TORN, method)
 
 
+HELD_S = 1.0
+"""How long a fork waits for what other threads begin under a lock that forks hold."""
+
+
 def held_by_forks() -> threading.RLock:
     """Make a lock that whoever forks holds meanwhile: what is begun under it is whole in a child, or not there.
 
-    A fork waits :data:`IMPORTS_S` for it at most.
+    A fork waits :data:`HELD_S` for it at most.
     """
     made, taken = rlock(), []
 
     def before() -> None:
-        if made.acquire(timeout=IMPORTS_S):
+        if made.acquire(timeout=HELD_S):
             taken.append(True)
 
     def after() -> None:
@@ -113,9 +117,9 @@ def _after_fork() -> None:
 
 
 IMPORTS_S = 10.0
-"""How long a fork waits for what other threads import, or begin under a lock that forks hold. The first operation on
-meta tensors imports torch._dynamo: 0.9 s on an idle AMD EPYC of two cores; among busy processes it took longer than the
-second that was waited for, and the child hung in its own import of it (2026-11-23)."""
+"""How long a fork waits for what other threads import. The first operation on meta tensors imports torch._dynamo: 0.9 s
+on an idle AMD EPYC of two cores; among busy processes it took longer than the second that was waited for, and the child
+hung in its own import of it (2026-11-23)."""
 
 _PAUSE_S = 0.001
 _MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})
