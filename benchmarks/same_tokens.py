@@ -4,10 +4,11 @@
     python benchmarks/same_tokens.py Llama Mixtral --device cuda
 
 Each model (small, random weights, those of the tests) writes 64 tokens greedily in float32 after prompts of three
-lengths, padded on the left where the model can be: stock, with ``attn_implementation="layerzero"``, and after
-``lz.optimize``. Then each runs 20 draws of prompts in bfloat16: how far a token's farthest logit is from the same
-weights' in float64, over stock's own, in the median and for one token of a hundred. At last a model of 400,000 weights
-learns to write this project's pages byte by byte, and is asked for the perplexity of pages that it has not seen.
+lengths, padded on the left where the model can be: stock, with ``attn_implementation="layerzero"``, after
+``lz.optimize``, and after ``lz.optimize(graph=True)``. Then each runs 20 draws of prompts in bfloat16: how far a
+token's farthest logit is from the same weights' in float64, over stock's own, in the median and for one token of a
+hundred. At last a model of 400,000 weights learns to write this project's pages byte by byte, and is asked for the
+perplexity of pages that it has not seen.
 
 A difference in tokens is told with the place where it begins and how far apart stock's two best logits are there: where
 they are as near as rounding, either is right.
@@ -95,14 +96,17 @@ def farther(truths: list[torch.Tensor], stock: list[torch.Tensor], got: list[tor
 
 @torch.no_grad()
 def compared(architecture: architectures.Architecture, device: str) -> tuple[list[str], list[list[float]]]:
-    """What differs in tokens, and the distances in bfloat16: LayerZero's attention alone, then optimized."""
+    """What differs in tokens, and the distances in bfloat16: LayerZero's attention alone, optimized, and in steps."""
     stock, ours = made(architecture, device)
     padded = "none" if architecture.kind == "hybrid" else "left"
     call = drawn(architecture.kind, device, padded, 0)
     wanted, alone = written(stock, call), written(ours, call)
-    optimized = copy.deepcopy(stock)
+    optimized, stepping = copy.deepcopy(stock), copy.deepcopy(stock)
     lz.optimize(optimized)
-    texts = [differing(stock, call, wanted, each) for each in (alone, written(optimized, call))]
+    lz.optimize(stepping, graph=True)
+    texts = [
+        differing(stock, call, wanted, each) for each in (alone, written(optimized, call), written(stepping, call))
+    ]
 
     full = [drawn(architecture.kind, device, "none", number) for number in range(DRAWS)]
 
@@ -188,8 +192,8 @@ def main() -> int:
     asked = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     wrong = 0
-    print("| model | kind | 64 tokens: attention | optimized | bf16 from float64 over stock's: attention | optimized |")
-    print("|---|---|---|---|---|---|")
+    print("| model | kind | 64 tokens: attention | optimized | in steps | bf16 over stock's: attention | optimized |")
+    print("|---|---|---|---|---|---|---|")
     count, worst = 0, [0.0, 0.0]
     for each in WRITERS:
         if asked.names and each.name not in asked.names:

@@ -380,7 +380,7 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     ("arguments", "words"),
     [
         ({"output_attentions": True}, "eager"),
-        ({"indices": torch.zeros(2, 5, 3)}, "eager"),
+        ({"indices": torch.zeros(2, 5, 3, dtype=torch.int32)}, "a mask, and keys of it by query, .* no mask"),
         ({"sinks": torch.zeros(2, 4, 5, 1)}, "s_aux"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "position_ids"),
         ({"cu_seqlens": torch.tensor([0, 2, 5])}, "position_ids"),
@@ -393,6 +393,19 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: st
         integration.attention_forward(Module(), query, key, value, None, **arguments)
     neutral = {"output_attentions": False, "indices": None, "position_ids": torch.arange(5), "use_cache": True}
     integration.attention_forward(Module(), query, key, value, None, **neutral)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_queries_see_the_keys_that_they_select(dtype: torch.dtype) -> None:
+    query, key, value = tensors(5, 7)
+    mask = torch.rand(2, 1, 5, 7) < 0.7
+    indices = torch.rand(2, 5, 7).topk(3).indices.int()
+    mask.scatter_(-1, indices[:, None, :, :1].long(), True)
+    seen = mask & torch.zeros(2, 1, 5, 7, dtype=torch.bool).scatter(-1, indices[:, None].long(), True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+    given = mask if dtype is torch.bool else torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+    got, _ = integration.attention_forward(Module(), query, key, value, given, indices=indices)
+    torch.testing.assert_close(got, wanted.transpose(1, 2))
 
 
 def test_attention_weights_are_refused_through_a_model() -> None:

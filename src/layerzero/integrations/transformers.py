@@ -24,7 +24,7 @@ from layerzero.integrations.transformers_loading import check_at_load, settings_
 
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
-    "indices": "no sparse selection of keys beside the mask; use attn_implementation='eager'",
+    "indices": "a mask, and keys of it by query, (B, S_q, count); use attn_implementation='eager'",
     "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='eager'",
     "sinks": "no sinks for each token, only s_aux for each head; use attn_implementation='eager'",
     "head_mask": "no mask on whole heads; use attn_implementation='eager'",
@@ -111,6 +111,9 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
     compiling = torch.compiler.is_compiling()
     if not compiling and ONE_TOKEN.get() is not None:
+        if not allow_is_causal_skip:
+            problem = "wanted a model that leaves its masks to attention, got one that reads them itself"
+            raise InvalidCallError("lz.optimize(graph=True)", [problem])
         _check_only_causal(call["mask_function"], call.get("config"))
         return None
     config = type(call.get("config"))
@@ -151,6 +154,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend for a Transformers module; the signature is that of its ``AttentionInterface``.
@@ -160,12 +164,15 @@ def attention_forward(
         is_causal: the module's own flag where it is None; no effect beside a mask or with one query.
         sliding_window: keys that a query sees, itself included. A mask says it already and then it is not read.
         position_bias: added to the scores.
+        indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
     if "cache" in kwargs and kwargs["cache"] is not None:
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
+    if indices is not None:
+        attention_mask = _selected(attention_mask, indices, key.shape[2])
     q_length = query.shape[2]
     if not torch.compiler.is_compiling() and (one_token := ONE_TOKEN.get()) is not None:
         if attention_mask is not None or position_bias is not None:
@@ -231,6 +238,18 @@ def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bo
     if not torch.compiler.is_compiling() or query.device.type not in _COMPILED:
         return False
     return query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+
+
+def _selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
+    """The mask that hides what no query selects as well: what models do themselves for ``eager`` and ``sdpa``."""
+    if mask is None or indices.ndim != 3 or mask.ndim != 4 or mask.shape[-1] != kv_length:
+        text = f"shape {tuple(indices.shape)} and " + ("no mask" if mask is None else f"a mask {tuple(mask.shape)}")
+        raise InvalidCallError(
+            "attn_implementation='layerzero'", [f"indices: wanted {_UNSERVED['indices']}; got {text}"]
+        )
+    hidden = torch.ones((*indices.shape[:2], kv_length), dtype=torch.bool, device=indices.device)
+    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    return mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:

@@ -348,7 +348,8 @@ def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
 
 
 def _kinds(cache: Any) -> list[tuple[bool, int | None]]:
-    return [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
+    """Layers with a state in place of tokens know of no window; why_not names them."""
+    return [(getattr(each, "is_sliding", False), getattr(each, "sliding_window", None)) for each in cache.layers]
 
 
 def stepping(model: Module) -> Callable[..., Any]:
