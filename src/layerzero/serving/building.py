@@ -191,7 +191,24 @@ class Builds:
 
     def given_up(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether it is not built for calls like this one: it failed, or this machine lacks what it takes."""
-        return kernel.id in self._lacking or self.failures.of(kernel, facts) is not None
+        return self.failure(kernel, facts) != ""
+
+    def failure(self, kernel: Kernel, facts: Facts) -> str:
+        """Why it is not built for calls like this one; empty where it is not given up."""
+        if kernel.id in self._lacking:
+            return f"{self._lacking[kernel.id]} was not found"
+        failed = self.failures.of(kernel, facts)
+        return "" if failed is None else failed.log or "nobody said why"
+
+    def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        """Remember what became of a build that was made elsewhere in this process, which tells of it itself."""
+        if not outcome.log:
+            self.failures.forget(kernel, facts)
+            self._lacking.pop(kernel.id, None)
+            return
+        self.failures.add(kernel, facts, outcome.log, lasting=outcome.lasting)
+        if outcome.lacks:
+            self._lacking[kernel.id] = outcome.lacks
 
     def _turn(self, chosen: list[Chosen]) -> bool:
         """Wait until no other process of this host builds, or until it has built all this; False at the end."""
