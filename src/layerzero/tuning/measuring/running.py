@@ -139,12 +139,22 @@ class _Run:
             and ((self.isolate and kernel.builds_apart) or self.deadline.left_s < float("inf"))
         ]
 
+    @property
+    def verdicts(self) -> dict[tuple[str, str], Vetted]:
+        """What came of vetting at last, by kernel and class."""
+        return {(each.kernel_id, each.call_class): each for each in self.vetted}
+
+    @property
+    def not_reached(self) -> int:
+        """How many classes children had no time to vet."""
+        return sum(not each.reached for each in self.verdicts.values())
+
     def to_vet(self, jobs: Iterable[Job]) -> Pairs:
-        """What only vetting keeps from these calls, and was not asked before."""
+        """What only vetting keeps from these calls, and no child was asked about before."""
         here = Device.detect(str(self.device))
         if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
             return []
-        asked = {(each.kernel_id, each.call_class) for each in self.vetted}
+        asked = {name for name, each in self.verdicts.items() if each.reached}
         return [
             (kernel, report.facts)
             for report in map(self.report, jobs)
@@ -348,8 +358,15 @@ def run_jobs(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             revisit()
-        while beside.open and not deadline.passed():
+        while not deadline.passed():
+            left = run.not_reached
+            if left and not beside.open:  # a part of the time did not suffice for them
+                beside.ask(list(looked_at.values()))
+            if not beside.open:
+                break
             revisit(wait_for=True)
+            if 0 < left <= run.not_reached:  # nor would another
+                break
     finally:
         beside.end()
     return _tuned(run, len(jobs) - len(looked_at))
@@ -366,7 +383,7 @@ def _tuned(run: _Run, left: int) -> Tuned:
         skipped=run.skipped,
         needs_bytes={name: run.needs_bytes[name] for name in run.skipped if name in run.needs_bytes},
         left=left,
-        vetted=tuple(run.vetted),
+        vetted=tuple(run.verdicts.values()),
         in_process=run.in_process,
         not_built=run.not_built,
         winners_changed=len(run.changed),
