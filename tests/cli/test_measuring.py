@@ -18,7 +18,7 @@ from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.declare import visible_pairs
 from layerzero.tuning.measuring.bench import TORCH
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
-from layerzero.tuning.measuring.jobs import jobs_of_cases
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
 from others import OTHERS
 
 QUICK = "--dtype float32 --samples 3 " + " ".join(f"--without {name}" for name in OTHERS)
@@ -59,6 +59,13 @@ def test_bench_compares_everything_with_everything():
     assert medians == sorted(medians)
     assert found["call"]["rows"] == 8
     assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # no time is remembered
+
+
+def test_bench_looks_at_no_call_when_its_time_is_over(monkeypatch):
+    looked_at, real = [], Job.facts
+    monkeypatch.setattr(Job, "facts", lambda job, device: (looked_at.append(job.name), real(job, device))[1])
+    run("bench rms_norm --budget-s 1e-9", code=1)
+    assert looked_at == []
 
 
 def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):

@@ -13,10 +13,10 @@ from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.ceiling import Ceiling
 from layerzero.tuning.measuring.clocks import CpuClock
-from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, is_long
+from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, long_calls
 from layerzero.tuning.measuring.deadline import Deadline
-from layerzero.tuning.measuring.jobs import jobs_of_cases, operations_named
-from layerzero.tuning.measuring.telling import telling
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, operations_named
+from layerzero.tuning.measuring.telling import long_last, telling
 from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
 
@@ -75,10 +75,30 @@ def test_of_cases_with_the_same_weights_the_ends_come_first():
 
 def test_what_would_take_much_of_the_time_comes_last():
     jobs = list(jobs_of_cases(["attention.standard.prefill"], ["float32"]))
-    deadline = Deadline(60.0, Clock())
-    ordered = telling(jobs, lambda job: is_long(job, CPU, deadline))
+    ordered = list(long_last(telling(jobs), long_calls(CPU, Deadline(60.0, Clock()))))
     assert [job.case.name for job in ordered[-2:]] == ["diffusion", "medium"]
-    assert not any(is_long(job, CPU, Deadline(None)) for job in jobs), "there is time for all"
+    assert not any(map(long_calls(CPU, Deadline(None)), jobs)), "there is time for all"
+
+
+def test_a_call_is_looked_at_when_its_turn_comes_and_none_when_the_time_is_over(monkeypatch):
+    monkeypatch.setattr(comparing, "FIRST", 1)
+    clock, asked = Clock(), []
+    deadline = Deadline(10.0, clock)
+    is_long = long_calls(CPU, deadline)
+
+    def looked(each):
+        clock.now += 4.0 if each.found is not None else 0.0
+
+    class Seen(Job):
+        def facts(self, device):
+            asked.append(self.case.sizes["hidden"])
+            return super().facts(device)
+
+    jobs = [Seen(each.operation, each.case, each.dtype) for each in norms(32, 64, 128, 256, 512)]
+    found = run(jobs, deadline, told=looked, is_long=lambda job: job is jobs[0] or is_long(job))
+    assert hiddens(found.found) == [64, 128, 256]
+    assert len(found.left) == 2
+    assert set(asked) == {64, 128, 256}
 
 
 # the end

@@ -8,6 +8,7 @@ taken in turn. Nothing that takes an unknown time happens in this process while 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.room import needed_bytes, too_large
+from layerzero.tuning.measuring.telling import long_last
 from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.proving.vetting import Vetted
 
@@ -227,6 +229,7 @@ def compare(
     only: Sequence[str] = (),
     timed: Timed = Timed.CALL,
     modules: Sequence[str] = (),
+    is_long: Callable[[Job], bool] = lambda _: False,
     told: Callable[[Looked], None] = lambda _: None,
 ) -> Compared:
     """Measure calls in their order until the time is over; the arguments are those of ``bench``.
@@ -234,12 +237,19 @@ def compare(
     Args:
         deadline: when that is. Without one, whatever compiles does so in this process.
         modules: modules that register kernels, for the children that build.
+        is_long: whether a call comes after all others; asked when its turn comes.
         told: told of each call before and after.
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
     run = _Comparison(jobs, device, clock, effort, deadline, leave_out, only, timed, modules)
     beside = Beside(run)
+    turns, begun = long_last(jobs, is_long), list[Job]()
+
+    def first(count: int) -> list[Job]:
+        """So many calls from the first on."""
+        begun.extend(itertools.islice(turns, max(count - len(begun), 0)))
+        return begun[:count]
 
     def look(number: int, job: Job, todo: int, **more: Any) -> str:
         told(Looked(job, number, len(jobs), deadline.left_s, **more))
@@ -252,7 +262,7 @@ def compare(
     def revisit(*, wait_for: bool = False) -> None:
         if not beside.caught_up(wait_for=wait_for):
             return
-        again = [(number, job) for number, job in enumerate(jobs, 1) if run.waited(number, job)]
+        again = [(number, job) for number, job in enumerate(begun, 1) if run.waited(number, job)]
         for place, (number, job) in enumerate(again):
             if deadline.passed():
                 return
@@ -264,12 +274,13 @@ def compare(
     def ask(until: int) -> None:
         """Have built what calls before this one wait for."""
         nonlocal asked
-        beside.ask(jobs[asked:until])
+        beside.ask(first(until)[asked:])
         asked = max(asked, until)
 
     try:
         time_to_build = deadline.part(BEFORE_BUILDS)
-        for number, job in enumerate(jobs, 1):
+        for number in range(1, len(jobs) + 1):
+            job = first(number)[-1]
             if beside.beside and number > asked and not deadline.passed():
                 ask(asked + FIRST)
                 revisit()
@@ -296,6 +307,7 @@ def compare(
     return Compared(found, names, run.skipped, run.needs_bytes, run.missing(), deadline.spent_s)
 
 
-def is_long(job: Job, device: torch.device, deadline: Deadline) -> bool:
-    """Whether a call is likely to take much of the time by itself."""
-    return Pace().seconds(job.facts(device)) > LONG * deadline.left_s
+def long_calls(device: torch.device, deadline: Deadline) -> Callable[[Job], bool]:
+    """Whether a call is likely to take much of what time is left now; asked later, it may be over."""
+    most_s = LONG * deadline.left_s
+    return lambda job: not deadline.passed() and Pace().seconds(job.facts(device)) > most_s
