@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from clock import Clock
 from layerzero.core.kernel import Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
@@ -31,16 +32,6 @@ from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS
 
 LEFT_OUT = [name for name in OTHERS if name != "inductor"]
-
-
-class Clock:
-    """A clock that goes on by what is said."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def run(jobs, deadline=None, **more):

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from clock import Clock
 from layerzero.engine.jit import Outcome
 from layerzero.tuning.measuring import beside, comparing
 from layerzero.tuning.measuring import contest as contests
@@ -21,16 +22,6 @@ from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """A clock that goes on by what is said."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -266,3 +257,13 @@ def test_one_calls_trouble_costs_no_other_its_place(monkeypatch):
     found = run(norms(64, 128), Deadline(None))
     assert hiddens(found.found) == [128]
     assert any("planted" in why for why in found.skipped.values())
+
+
+def test_what_memory_does_not_hold_is_told_as_a_tuning_run_tells_it(monkeypatch):
+    def hungry(*given, **named):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(comparing, "bench", hungry)
+    found = run(norms(64), Deadline(None))
+    assert found.skipped == {"norm.rms 8x64 float32": "too little memory: raised OutOfMemoryError: no memory left"}
+    assert found.needs_bytes["norm.rms 8x64 float32"] > 0
