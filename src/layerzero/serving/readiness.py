@@ -66,7 +66,7 @@ class LackingBuild:
         }
 
     def __str__(self) -> str:
-        return f"failed: {self.error.splitlines()[-1]}: {self.reason}" if self.error else str(self.reason)
+        return f"failed: {self.error}: {self.reason}" if self.error else str(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
