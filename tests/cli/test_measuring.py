@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.declare import visible_pairs
+from layerzero.tuning.measuring import ceiling as ceilings
 from layerzero.tuning.measuring.bench import TORCH
 from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
-from layerzero.tuning.measuring.jobs import jobs_of_cases
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
 from others import OTHERS
 
 QUICK = "--dtype float32 --samples 3 " + " ".join(f"--without {name}" for name in OTHERS)
@@ -59,6 +61,13 @@ def test_bench_compares_everything_with_everything():
     assert medians == sorted(medians)
     assert found["call"]["rows"] == 8
     assert lz.explain("rms_norm", torch.randn(8, 64), torch.ones(64)).chosen.time_us is None  # no time is remembered
+
+
+def test_bench_looks_at_no_call_when_its_time_is_over(monkeypatch):
+    looked_at, real = [], Job.facts
+    monkeypatch.setattr(Job, "facts", lambda job, device: (looked_at.append(job.name), real(job, device))[1])
+    run("bench rms_norm --budget-s 1e-9", code=1)
+    assert looked_at == []
 
 
 def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
@@ -227,3 +236,16 @@ def test_a_ceiling_is_measured_once():
     assert ceiling(torch.device("cpu"), "float32") is found
     assert found.least_us(Work(0.0, found.gb_s * 1e3)) == pytest.approx(1.0)
     assert found.least_us(Work(found.tflop_s * 1e6, 0.0)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("slowness", "size"), [(1.0, 128), (1e-3, 256), (1e-9, 1024)])
+def test_a_ceiling_multiplies_no_more_than_it_needs(slowness, size, monkeypatch):
+    """Torch multiplies float8 on a CPU number by number."""
+    sizes = []
+    clock = SimpleNamespace(once=lambda run: slowness * run().shape[0] ** 3)
+    monkeypatch.setattr(ceilings, "clock_of", lambda _: clock)
+    monkeypatch.setattr(ceilings, "_best_us", lambda _, run: sizes.append(run().shape[0]) or 1.0)
+    monkeypatch.setattr(ceilings, "_copy_gb_s", lambda *_: 1.0)
+    monkeypatch.setitem(ceilings._MATRIX, "cpu", 1024)
+    assert ceilings._measured.__wrapped__("cpu", "float32", 1).tflop_s == 2 * size**3 / 1e6
+    assert sizes == [size]

@@ -23,6 +23,7 @@ import layerzero as lz
 from layerzero.cli import docs, pages
 from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
+from layerzero.core.kernel import Trust
 from layerzero.engine.config import known_variables
 from layerzero.engine.settings import SETTINGS
 from layerzero.ops import FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
@@ -86,6 +87,18 @@ def test_every_kernel_is_documented():
 @pytest.mark.parametrize("name", [*FUNCTIONS, *PLAIN_FUNCTIONS])
 def test_every_function_has_its_libraries_listed(name):
     assert f"| `lz.{name}` |" in page("libraries.md")
+
+
+def test_kernels_that_never_ran_are_marked():
+    """A reader of the tables would take them for the others."""
+    untried = {each.id for each in pages.builtin_kernels() if each.trust is Trust.UNTRIED}
+    assert untried
+    rows = [line.split(" | ") for line in page("support.md").splitlines() if line.startswith("| `")]
+    assert {name.strip("| `") for name, *_, limits in rows if "*untried*" in limits} == untried
+    sections = page("kernels.md").split("\n### ")[1:]
+    assert {each.partition("\n")[0] for each in sections if "`untried`" in each} == untried
+    listed = json.loads(run("kernels quantize --json").output)
+    assert {each["id"] for each in listed if each["untried"]} == {each["id"] for each in listed} & untried != set()
 
 
 def test_generated_files_are_current():

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
+from launches import Counted
 from layerzero.backends.torch.quantized_linear import quantized_rows
+from layerzero.ops import OPERATIONS
+from layerzero.ops.calls import arguments_of
 from layerzero.ops.quantize.formats import FORMATS
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
@@ -174,3 +177,19 @@ def test_rows_whose_scale_is_rounded_down_stay_within_whole_numbers():
     assert whole.min() >= -128
     assert whole.max() <= 127
     assert whole[0, 0] > 0 > whole[0, 1]
+
+
+@pytest.mark.parametrize("name", ["mlp.linear.quant", "mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3"])
+def test_shapes_of_a_case_are_told_without_arithmetic(name):
+    """A product of meta tensors imports torch's compiler: `layerzero doctor` took twice as long for it."""
+    operation = OPERATIONS[name]
+    for case in operation.cases:
+        with Counted() as counted:
+            shapes = arguments_of(operation, case, torch.float32, "meta")
+        assert set(counted.calls) <= {"aten.empty.memory_format", "aten.new_empty.default"}
+        if case.sizes["in_features"] <= 128:
+            made = arguments_of(operation, case, torch.float32, "cpu")
+            told = {each: (value.shape, value.dtype) for each, value in made.items() if torch.is_tensor(value)}
+            assert told == {
+                each: (value.shape, value.dtype) for each, value in shapes.items() if torch.is_tensor(value)
+            }

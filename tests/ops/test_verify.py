@@ -8,9 +8,12 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
 from layerzero.backends.flashinfer import sampling, verify
+from layerzero.core import values
 from layerzero.core.device import Device
 from layerzero.core.distribution import Distribution
 from layerzero.core.facts import FactsBuilder
@@ -188,6 +191,34 @@ def test_a_draft_of_no_probabilities_is_refused(parents, kernel, number, told):
     name = {"torch": "torch.verify*", "reference": "reference.*"}[kernel]
     with lz.prefer(name), pytest.raises(lz.InvalidCallError, match=rf"draft_probs\[0, 1, 3\]: .* got {told}"):
         lz.verify_speculative(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 3, 4), 0.25), drafted, parents)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made while it is entered."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and not each._is_view():
+                self.made = max(self.made, each.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_draft_is_checked_without_an_index_for_each_element(wrong):
+    """Debug mode made 1 GB of int64 for 64 drafts of 8 tokens over a vocabulary of 128,256."""
+    drafted = torch.full((7, 8, 1000), 1e-3)
+    if wrong:
+        drafted[2, 3, 5], drafted[2, 3, 7], drafted[6, 0, 999] = -1.0, float("nan"), float("inf")
+    target = torch.full((7, 9, 1000), 1e-3)
+    check = OPERATIONS["sampling.verify"].check_values
+    with Largest() as largest:
+        told = values.problems(check(target_probs=target, draft_probs=drafted))
+    places = ["draft_probs[2, 3, 5]", "draft_probs[6, 0, 999]"] if wrong else []
+    assert [each.partition(":")[0] for each in told] == places
+    assert largest.made <= target.nbytes
 
 
 def test_a_draft_of_zeros_may_be():

@@ -380,9 +380,10 @@ def test_a_missing_compiler_is_named_and_told_once(here, caplog):
     assert "test.compiles is not built in the background: a C++ compiler that works was not found" in told
     assert "name it in CXX" in told
     assert [hidden for _, hidden in here.builds] == [32], "no other class would build"
-    assert [each.log for each in lz.jit_status().failed] == [
-        "a C++ compiler that works was not found: install one (g++), or name it in CXX"
-    ]
+    why = "a C++ compiler that works was not found: install one (g++), or name it in CXX"
+    assert [each.log for each in lz.jit_status().failed] == [why] * 2, "other processes are told of each class"
+    (line,) = [each for each in lz.jit_status().lines() if "did not build" in each]
+    assert line.endswith(f" and 1 more: {why}")
 
 
 def test_what_does_not_fit_beside_what_runs_is_not_built_here_either(here, monkeypatch):

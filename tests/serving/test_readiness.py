@@ -75,7 +75,13 @@ def test_every_call_of_a_manifest_is_looked_at_and_warmup_makes_it_ready(manifes
     lz.warmup("rms_norm", [(3, 32), (3, 40), (3, 48)], device="cpu")
     report = lz.readiness_check(manifest, device="cpu")
     assert report
-    assert json.loads(json.dumps(report.to_dict())) == {"ready": True, "calls": 6, "lacking": []}
+    assert json.loads(json.dumps(report.to_dict())) == {
+        "ready": True,
+        "calls": 6,
+        "complete": 6,
+        "lacking": [],
+        "failed": [],
+    }
     assert str(report) == "ready: 6 of 6 calls have all that they would choose"
 
 
@@ -92,8 +98,85 @@ def test_without_a_manifest_it_is_what_was_called(tmp_path):
 def test_what_failed_to_build_is_not_waited_for(manifest):
     kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
     facts = lz.facts("rms_norm", torch.randn(3, 32), torch.randn(32))
-    BUILDS.failures.add(kernel, facts, "no such compiler", lasting=False)
-    assert [each.calls for each in lz.readiness_check(manifest, device="cpu").lacking] == [1, 1]
+    BUILDS.failures.add(kernel, facts, "lines\nno such compiler", lasting=False)
+    report = lz.readiness_check(manifest, device="cpu")
+    assert [each.calls for each in report.lacking] == [1, 1]
+    assert [(each.kernel_id, each.instead, each.calls) for each in report.failed] == [
+        ("mine.compiled", "torch.rms_norm", 3)
+    ]
+    assert report.complete == 1
+    assert "  failed: no such compiler: [JIT_CACHE_INCOMPLETE] norm.rms 3x32" in str(report)
+    assert "torch.rms_norm runs in its place. Nothing waits for it" in str(report)
+
+
+def planted(manifest, fails, error="no such shape"):
+    """A kernel in place of the other, which fails to build for some widths; those that it was loaded for."""
+    loaded = []
+
+    def load(facts):
+        loaded.append(facts.size("hidden"))
+        if facts.size("hidden") in fails:
+            raise RuntimeError(error)
+        return lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    lz.unregister_kernel("mine.compiled")
+    lz.register_backend([dataclasses.replace(kernel, load=load)])
+    return loaded
+
+
+def test_each_size_fails_for_itself_is_told_once_and_the_next_kernel_serves(manifest, caplog):
+    loaded = planted(manifest, {40})
+    built = lz.warmup(manifest=manifest, device="cpu")
+    assert sorted(set(loaded)) == [32, 40, 48]
+    assert loaded.count(40) == 1
+    assert [each.error for each in built if each.error] == ["RuntimeError: no such shape"]
+    assert caplog.text.count("did not build for norm.rms") == 1
+    report = lz.readiness_check(manifest, device="cpu")
+    assert report
+    assert (report.complete, report.lacking) == (5, ())
+    assert [(each.call, each.error) for each in report.failed] == [
+        ("norm.rms 3x40 40 float32", "RuntimeError: no such shape")
+    ]
+    assert lz.rms_norm(torch.ones(3, 40), torch.ones(40)).sum() > 0, "the next kernel serves"
+
+
+def test_where_a_build_fails_the_next_kernel_that_compiles_is_built(manifest):
+    planted(manifest, {32, 40, 48})
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    lz.register_backend([dataclasses.replace(kernel, id="mine.second", load=good, priority=85)])
+    lz.warmup(manifest=manifest, device="cpu")
+    report = lz.readiness_check(manifest, device="cpu")
+    assert report, str(report)
+    assert {each.instead for each in report.failed} == {"mine.second"}
+
+
+def good(facts):
+    return lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+
+def test_what_the_machine_lacks_is_tried_once_and_every_size_is_given_up(manifest, caplog, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    loaded = planted(manifest, {32, 40, 48}, "No working C++ compiler")
+    built = lz.warmup(manifest=manifest, device="cpu")
+    assert (len(loaded), len(built), caplog.text.count("did not build")) == (1, 1, 1)
+    BUILDS.begin()  # another process, which has the files alone
+    report = lz.readiness_check(manifest, device="cpu")
+    assert report, str(report)
+    assert [each.error for each in report.failed] == [
+        "a C++ compiler that works was not found: install one (g++), or name it in CXX"
+    ] * 3
+
+
+def test_a_failed_build_that_nothing_may_replace_is_not_ready(manifest):
+    planted(manifest, {32, 40, 48})
+    lz.warmup(manifest=manifest, device="cpu")
+    assert lz.readiness_check(manifest, device="cpu")
+    lz.configure(locks={"norm.rms": "mine.compiled"})
+    report = lz.readiness_check(manifest, device="cpu")
+    assert not report
+    assert {each.instead for each in report.failed} == {""}
+    assert "nothing runs in its place. These calls raise; lift the lock" in str(report)
 
 
 def test_what_warmup_could_not_build_is_not_waited_for(manifest):
@@ -135,3 +218,11 @@ def test_the_command_answers_with_its_exit_code(manifest):
     lz.warmup(manifest=manifest, device="cpu")
     assert run([*asked, "--model", "m1"]).exit_code == 0
     assert run([*asked, "--model", "m2"]).exit_code == 2
+
+
+def test_the_command_passes_over_what_failed_unless_it_is_strict(manifest):
+    planted(manifest, {40})
+    lz.warmup(manifest=manifest, device="cpu")
+    asked = ["ready", "--manifest", str(manifest), "--device", "cpu"]
+    codes = [CliRunner().invoke(main, [*asked, *more], prog_name="layerzero").exit_code for more in ((), ("--strict",))]
+    assert codes == [0, 1]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from clock import Clock
+from layerzero.core.kernel import Trust
+from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import Outcome
 from layerzero.ops import OPERATIONS
@@ -23,19 +28,10 @@ from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.proving.rehearsal import Rehearsed
+from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS
 
 LEFT_OUT = [name for name in OTHERS if name != "inductor"]
-
-
-class Clock:
-    """A clock that goes on by what is said."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def run(jobs, deadline=None, **more):
@@ -189,6 +185,64 @@ def test_what_no_child_was_asked_about_in_time_is_not_called_banned(monkeypatch,
 def test_a_budget_is_a_number_of_seconds(budget):
     with pytest.raises(ValueError, match="budget_s: wanted seconds, 0 or more, got"):
         Deadline(budget)
+
+
+@pytest.fixture
+def vetting(monkeypatch):
+    """A kernel that has to be vetted, in rounds of which each reaches so many classes."""
+    vetting = SimpleNamespace(reaches=1, rounds=[])
+
+    def vet_calls(pairs, **_):
+        unique = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
+        vetting.rounds.append(len(unique))
+        reached = list(unique)[: vetting.reaches]
+        for name in reached:
+            ENGINE.ledger.record_verdict(*unique[name], Verdict.PASSED)
+        ENGINE.bump()
+        return tuple(Vetted(*name, Verdict.PASSED if name in reached else None, "", name in reached) for name in unique)
+
+    monkeypatch.setattr(beside, "vet_calls", vet_calls)
+    kernel = lz.Kernel(
+        id="plug.rms",
+        operations=("norm.rms",),
+        backend=lz.Backend("plug", "a plugin", origin="plugin"),
+        load=lambda facts: lambda input, weight, *, eps: rms_norm(input, weight.shape, weight, eps),
+        accepts=("eps",),
+        trust=Trust.PLUGIN,
+    )
+    lz.register_backend([kernel])
+    return vetting
+
+
+def timed(found):
+    return ["plug.rms" in {kernel.id for kernel in contest.times} for contest in found.contests]
+
+
+def test_classes_that_vetting_did_not_reach_are_asked_about_again_while_there_is_time(vetting):
+    found = run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
+    assert vetting.rounds == [3, 2, 1]
+    assert [(each.verdict, each.reached) for each in found.vetted] == [(Verdict.PASSED, True)] * 3
+    assert timed(found) == [True, True, True]
+
+
+def test_what_vetting_never_reaches_is_left_to_the_next_run_which_goes_on(vetting):
+    vetting.reaches = 0
+    found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
+    assert vetting.rounds == [2, 2], "a round that reached nothing is the last"
+    assert [(each.verdict, each.reached) for each in found.vetted] == [(None, False)] * 2
+    assert timed(found) == [False, False]
+    vetting.reaches = 2
+    found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
+    assert vetting.rounds == [2, 2, 2]
+    assert timed(found) == [True, True]
+
+
+def test_a_later_batch_asks_about_a_class_that_an_earlier_one_did_not_reach(vetting, monkeypatch):
+    monkeypatch.setattr(running, "AT_ONCE", 1)
+    vetting.reaches = 0
+    jobs = asked_jobs("rms_norm", [(8, 100), (8, 101)], ["float32"], "cpu")
+    run(jobs, Deadline(100.0, Clock()), isolate=True)
+    assert vetting.rounds == [1, 1, 1]
 
 
 @pytest.fixture

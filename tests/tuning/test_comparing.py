@@ -7,30 +7,21 @@ import torch
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+from clock import Clock
 from layerzero.engine.jit import Outcome
 from layerzero.tuning.measuring import beside, comparing
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.ceiling import Ceiling
 from layerzero.tuning.measuring.clocks import CpuClock
-from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, is_long
+from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, long_calls
 from layerzero.tuning.measuring.deadline import Deadline
-from layerzero.tuning.measuring.jobs import jobs_of_cases, operations_named
-from layerzero.tuning.measuring.telling import telling
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, operations_named
+from layerzero.tuning.measuring.telling import long_last, telling
 from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """A clock that goes on by what is said."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +66,30 @@ def test_of_cases_with_the_same_weights_the_ends_come_first():
 
 def test_what_would_take_much_of_the_time_comes_last():
     jobs = list(jobs_of_cases(["attention.standard.prefill"], ["float32"]))
-    deadline = Deadline(60.0, Clock())
-    ordered = telling(jobs, lambda job: is_long(job, CPU, deadline))
+    ordered = list(long_last(telling(jobs), long_calls(CPU, Deadline(60.0, Clock()))))
     assert [job.case.name for job in ordered[-2:]] == ["diffusion", "medium"]
-    assert not any(is_long(job, CPU, Deadline(None)) for job in jobs), "there is time for all"
+    assert not any(map(long_calls(CPU, Deadline(None)), jobs)), "there is time for all"
+
+
+def test_a_call_is_looked_at_when_its_turn_comes_and_none_when_the_time_is_over(monkeypatch):
+    monkeypatch.setattr(comparing, "FIRST", 1)
+    clock, asked = Clock(), []
+    deadline = Deadline(10.0, clock)
+    is_long = long_calls(CPU, deadline)
+
+    def looked(each):
+        clock.now += 4.0 if each.found is not None else 0.0
+
+    class Seen(Job):
+        def facts(self, device):
+            asked.append(self.case.sizes["hidden"])
+            return super().facts(device)
+
+    jobs = [Seen(each.operation, each.case, each.dtype) for each in norms(32, 64, 128, 256, 512)]
+    found = run(jobs, deadline, told=looked, is_long=lambda job: job is jobs[0] or is_long(job))
+    assert hiddens(found.found) == [64, 128, 256]
+    assert len(found.left) == 2
+    assert set(asked) == {64, 128, 256}
 
 
 # the end
@@ -246,3 +257,13 @@ def test_one_calls_trouble_costs_no_other_its_place(monkeypatch):
     found = run(norms(64, 128), Deadline(None))
     assert hiddens(found.found) == [128]
     assert any("planted" in why for why in found.skipped.values())
+
+
+def test_what_memory_does_not_hold_is_told_as_a_tuning_run_tells_it(monkeypatch):
+    def hungry(*given, **named):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(comparing, "bench", hungry)
+    found = run(norms(64), Deadline(None))
+    assert found.skipped == {"norm.rms 8x64 float32": "too little memory: raised OutOfMemoryError: no memory left"}
+    assert found.needs_bytes["norm.rms 8x64 float32"] > 0

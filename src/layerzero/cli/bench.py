@@ -20,7 +20,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.clocks import clock_of
-from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, is_long
+from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import operations_named
 from layerzero.tuning.measuring.on_device import Timed
@@ -70,7 +70,7 @@ def answer(
     if not jobs:
         raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
     if wanted == "cases":
-        jobs = telling(jobs, lambda job: is_long(job, target, deadline))
+        jobs = telling(jobs)
     with with_threads(threads), live(quiet=quiet) as shown:
         compared = compare(
             jobs,
@@ -82,6 +82,7 @@ def answer(
             only=only,
             timed=times,
             modules=modules,
+            is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
             told=lambda looked: _told(shown, looked),
         )
     found = compared.found

@@ -75,8 +75,10 @@ def support() -> str:
     """docs/support.md: for each function, the kernels that may run it and what they demand."""
     intro = (
         "Priority decides, from top to bottom, where nothing was measured. What an adaptation provides is not listed: "
-        "views for layouts, copies for dense or aligned memory, repeated heads, folded masks. Every limit, accepted "
-        "argument and flag stands in [kernels.md](kernels.md)."
+        "views for layouts, copies for dense or aligned memory, repeated heads, folded masks. *Untried* kernels were "
+        "written after their library's sources, where no device for them was: they are refused until `layerzero vet` "
+        "has let them prove themselves on the machine. Every limit, accepted argument and flag stands in "
+        "[kernels.md](kernels.md)."
     )
     blocks = []
     known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
@@ -87,10 +89,12 @@ def support() -> str:
             runs = [name for name in names if name in kernel.operations]
             if runs:
                 limits = describe.hard_limits(kernel)
-                only = f"only {', '.join(runs)}; " if len(runs) < len(names) else ""
+                only = [f"only {', '.join(runs)}"] if len(runs) < len(names) else []
+                marks = ["*untried*"] if kernel.untried else []
                 dtypes = ", ".join(describe.dtypes(kernel)) or "any"
                 platforms = ", ".join(describe.platforms(kernel))
-                rows.append([f"`{kernel.id}`", platforms, dtypes, only + ("; ".join(limits) or "none")])
+                told = "; ".join([*marks, *only, *(limits or ["none"])])
+                rows.append([f"`{kernel.id}`", platforms, dtypes, told])
         if any(operation.has_fallback for operation in function.operations):
             rows.append(["`reference.*`", "all", "any", "none"])
         heading = f"## lz.{function.name}\n\n{', '.join(names)}"

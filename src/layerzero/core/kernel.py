@@ -273,6 +273,11 @@ class Kernel:
         return self.backend.name
 
     @property
+    def untried(self) -> bool:
+        """Whether it never ran before it was shipped."""
+        return self.trust is Trust.UNTRIED
+
+    @property
     def is_reference(self) -> bool:
         """Whether this is an operation's own reference."""
         return self.backend.name == REFERENCE_BACKEND.name

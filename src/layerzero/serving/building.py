@@ -94,8 +94,8 @@ class Builds:
         self.building: tuple[str, ...] = ()
         self.built: list[tuple[str, str, float]] = []
         self.failed: list[FailedBuild] = []
-        self._lacking: dict[str, str] = {}
-        """What this machine lacks to build a kernel, by its id."""
+        self._lacking: dict[str, Outcome] = {}
+        """How a build told what this machine lacks to build a kernel, by its id."""
         self._taken = 0
         """Calls that the thread took out of the queue and is not done with."""
         self.dropped, self.elsewhere = 0, False
@@ -187,11 +187,35 @@ class Builds:
     def _choice(self, waiting: Waiting) -> Chosen | None:
         from layerzero.serving.wanted import wanted
 
-        return wanted(waiting.facts, self.given_up)
+        return wanted(waiting.facts, self._passed_over)
+
+    def _passed_over(self, kernel: Kernel, facts: Facts) -> bool:
+        """The same as ``given_up``; what the machine lacks is noted for these calls, too, so that others know."""
+        outcome = self._lacking.get(kernel.id)
+        if outcome is not None and self.failures.of(kernel, facts) is None:
+            self.failures.add(kernel, facts, outcome.log, lasting=outcome.lasting)
+        return self.given_up(kernel, facts)
 
     def given_up(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether it is not built for calls like this one: it failed, or this machine lacks what it takes."""
-        return kernel.id in self._lacking or self.failures.of(kernel, facts) is not None
+        return self.failure(kernel, facts) != ""
+
+    def failure(self, kernel: Kernel, facts: Facts) -> str:
+        """Why it is not built for calls like this one, in a line; empty where it is not given up."""
+        failed = self.failures.of(kernel, facts)
+        if failed is not None:
+            return failed.gist
+        return self._lacking[kernel.id].log if kernel.id in self._lacking else ""
+
+    def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        """Remember what became of a build that was made elsewhere in this process, which tells of it itself."""
+        if not outcome.log:
+            self.failures.forget(kernel, facts)
+            self._lacking.pop(kernel.id, None)
+            return
+        self.failures.add(kernel, facts, outcome.log, lasting=outcome.lasting)
+        if outcome.lacks:
+            self._lacking[kernel.id] = outcome
 
     def _turn(self, chosen: list[Chosen]) -> bool:
         """Wait until no other process of this host builds, or until it has built all this; False at the end."""
@@ -206,8 +230,9 @@ class Builds:
 
     def _tell_lacking(self, kernel: Kernel, outcome: Outcome) -> None:
         """Say once what this machine lacks: no build of the kernel would end otherwise, whatever its shapes."""
-        level = logging.DEBUG if outcome.lacks in self._lacking.values() else logging.WARNING
-        self._lacking[kernel.id] = outcome.lacks
+        known = {each.lacks for each in list(self._lacking.values())}  # warmup may add to them meanwhile
+        level = logging.DEBUG if outcome.lacks in known else logging.WARNING
+        self._lacking[kernel.id] = outcome
         text = "%s is not built in the background: %s; `lz.warmup` tries again, and jit='never' asks for no build"
         log.log(level, text, kernel.id, outcome.log)
 

@@ -72,17 +72,16 @@ class JitStatus:
             lines.append(f"built in {seconds:.0f} s: {names}")
         if self.dropped:
             lines.append(f"{self.dropped} calls were dropped: the queue was full")
-        return lines + [f"{each.kernel} did not build for {each.call_class}: {_gist(each)}" for each in self.failed]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for each in self.failed:
+            alike.setdefault((each.kernel, each.gist), []).append(each.call_class)
+        for (kernel, gist), classes in alike.items():
+            more = f" and {len(classes) - 1} more" if len(classes) > 1 else ""
+            lines.append(f"{kernel} did not build for {classes[0]}{more}: {gist}")
+        return lines
 
     def __str__(self) -> str:
         return "\n".join([f"jit: {self.setting}", *self.lines()])
-
-
-def _gist(failed: FailedBuild) -> str:
-    """The last line that speaks of an error, or else the last one: compilers end with other things."""
-    lines = [line.strip() for line in failed.log.strip().splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["no message"])[-1]
 
 
 def jit_status() -> JitStatus:

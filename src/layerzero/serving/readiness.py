@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from layerzero.asking.answers import explain
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.jit import BuildIdentity
+from layerzero.engine.jit import BuildIdentity, build_of
 from layerzero.serving.building import BUILDS
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.asked import every_call
@@ -25,10 +27,11 @@ class LackingBuild:
 
     Attributes:
         kernel_id: what they would choose if it were built.
-        instead: what runs meanwhile; empty where nothing may.
+        instead: what runs in its place; empty where nothing may.
         operation: what is called.
         call: one of them: operation, sizes, dtype.
         calls: how many of the calls that were looked at lack it.
+        error: why it failed to build on this machine; empty where it was not tried.
     """
 
     kernel_id: str
@@ -36,13 +39,17 @@ class LackingBuild:
     operation: str
     call: str
     calls: int
+    error: str = ""
 
     @property
     def reason(self) -> Reason:
-        """Why traffic should wait, with the next step."""
+        """What is missing, with the next step."""
         more = f" and {self.calls - 1} more calls" if self.calls > 1 else ""
         fact, got = f"{self.call}{more}", self.instead or "nothing"
         hint = "lz.warmup(manifest=...) builds it before traffic comes"
+        if self.error:
+            hint = "Nothing waits for it; lz.warmup with these shapes tries again"
+            hint = hint if self.instead else "These calls raise; lift the lock, or deny the kernel"
         return Reason(ReasonCode.JIT_CACHE_INCOMPLETE, fact, self.kernel_id, got, hint)
 
     def to_dict(self) -> dict[str, object]:
@@ -54,8 +61,12 @@ class LackingBuild:
             "operation": self.operation,
             "call": self.call,
             "calls": self.calls,
+            "error": self.error,
             "message": self.reason.message,
         }
+
+    def __str__(self) -> str:
+        return f"failed: {self.error}: {self.reason}" if self.error else str(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +76,42 @@ class Readiness:
     Attributes:
         calls: how many calls were looked at.
         lacking: the builds that are missing, those first that most calls lack.
+        failed: the builds that calls would choose and that failed on this machine: the next kernel serves.
+        complete: how many of the calls have all that they would choose.
     """
 
     calls: int
     lacking: tuple[LackingBuild, ...] = ()
+    failed: tuple[LackingBuild, ...] = ()
+    complete: int = 0
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is missing."""
-        return not self.lacking
+        """Whether nothing is missing that could be built, and something serves where a build failed."""
+        return not self.lacking and all(each.instead for each in self.failed)
 
     def __bool__(self) -> bool:
         return self.ready
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {"ready": self.ready, "calls": self.calls, "lacking": [each.to_dict() for each in self.lacking]}
+        return {
+            "ready": self.ready,
+            "calls": self.calls,
+            "complete": self.complete,
+            "lacking": [each.to_dict() for each in self.lacking],
+            "failed": [each.to_dict() for each in self.failed],
+        }
 
     def __str__(self) -> str:
         if not self.calls:
             return "ready: no call is known that would have to be; lz.record writes a manifest of those that matter"
-        served = sum(each.calls for each in self.lacking)
         said = "ready" if self.ready else "not ready"
-        lines = [f"{said}: {self.calls - served} of {self.calls} calls have all that they would choose"]
-        lines += [f"  {each.reason}" for each in self.lacking[:SHOWN]]
-        if len(self.lacking) > SHOWN:
-            lines.append(f"  and {len(self.lacking) - SHOWN} further builds")
+        lines = [f"{said}: {self.complete} of {self.calls} calls have all that they would choose"]
+        for builds, kind in ((self.lacking, "builds"), (self.failed, "builds that failed")):
+            lines += [f"  {each}" for each in builds[:SHOWN]]
+            if len(builds) > SHOWN:
+                lines.append(f"  and {len(builds) - SHOWN} further {kind}")
         return "\n".join(lines)
 
 
@@ -103,7 +124,8 @@ def readiness_check(
     """Tell whether what calls would choose is built, before traffic comes. Nothing runs, and nothing is built.
 
     A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache.
-    What failed to build on this machine is not waited for: ``lz.jit_status()`` lists it.
+    What failed to build on this machine is told with its reason and with what serves in its place, and is not waited
+    for, unless nothing may serve. ``lz.jit_status()`` lists every failure.
 
     Args:
         manifest: a file that ``lz.record`` wrote: every call in it is looked at. If None: what this machine called so
@@ -118,15 +140,36 @@ def readiness_check(
         raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)
     lacking: dict[BuildIdentity, LackingBuild] = {}
+    failed: dict[BuildIdentity, LackingBuild] = {}
+    complete = 0
     for job in jobs:
         facts = job.facts(target)
-        found = wanted(facts, BUILDS.given_up)
-        if found is None:
+        errors: dict[BuildIdentity, str] = {}
+        missing = _missing(facts, errors)
+        if not missing and not errors:
+            complete += 1
             continue
-        before = lacking.get(found.identity)
-        if before is None:
-            instead = explain(facts).kernel_id or ""
-            lacking[found.identity] = LackingBuild(found.kernel.id, instead, job.operation, job.name, 1)
-        else:
-            lacking[found.identity] = replace(before, calls=before.calls + 1)
-    return Readiness(len(jobs), tuple(sorted(lacking.values(), key=lambda each: -each.calls)))
+        instead = explain(facts).kernel_id or ""
+        for builds, identities in ((lacking, missing), (failed, errors)):
+            for identity in identities:
+                new = LackingBuild(identity[0], instead, job.operation, job.name, 0, errors.get(identity, ""))
+                before = builds.get(identity, new)
+                builds[identity] = replace(before, calls=before.calls + 1, instead=before.instead and instead)
+    return Readiness(len(jobs), _by_calls(lacking), _by_calls(failed), complete)
+
+
+def _missing(facts: Facts, errors: dict[BuildIdentity, str]) -> list[BuildIdentity]:
+    """The build that a call lacks, if there is one; those before it that failed come into ``errors``."""
+
+    def failed(kernel: Kernel, facts: Facts) -> bool:
+        error = BUILDS.failure(kernel, facts)
+        if error:
+            errors[build_of(kernel, facts)] = error
+        return error != ""
+
+    found = wanted(facts, failed)
+    return [] if found is None else [found.identity]
+
+
+def _by_calls(builds: dict[BuildIdentity, LackingBuild]) -> tuple[LackingBuild, ...]:
+    return tuple(sorted(builds.values(), key=lambda each: -each.calls))

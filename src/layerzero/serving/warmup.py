@@ -25,7 +25,7 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT
+from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
@@ -67,6 +67,15 @@ class Warmed(list[Artefact]):
     def __init__(self, built: Iterable[Artefact] = (), skipped: Iterable[Skipped] = ()) -> None:
         super().__init__(built)
         self.skipped = list(skipped)
+        self._failed: dict[BuildIdentity | str, Outcome] = {}
+
+    def failed(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        """Note that a build failed: for calls like this one, or for all where the machine lacks a program."""
+        self._failed[kernel.id if outcome.lacks else build_of(kernel, facts)] = outcome
+
+    def failure(self, kernel: Kernel, facts: Facts) -> Outcome | None:
+        """How this warmup failed to build a kernel for calls like this one; None if it did not."""
+        return self._failed.get(kernel.id) or self._failed.get(build_of(kernel, facts))
 
 
 Progress = Callable[[str, int, int], None]
@@ -101,9 +110,10 @@ def warmup(
     Raises: ValueError for shapes that no operation of this name has, and for a file that is no manifest, or of another
         model; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
-        fails to build stays refused. One that may not run before it was vetted is vetted first, in a child process, as
-        ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on these calls, as
-        ``lz.tune`` does.
+        fails to build stays refused for calls like that one, and is tried for others; where this machine lacks a
+        program, such as a compiler, it is tried once. One that may not run before it was vetted is vetted first, in a
+        child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on
+        these calls, as ``lz.tune`` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     jobs = _asked(operation, shapes, dtype, target.type, manifest, model, params)
@@ -116,7 +126,7 @@ def warmup(
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
             _warm(job, warmed, *_bound(job, target, params))
-        for job, kernel_id in _others(operation, manifest, target, warmed):
+        for job, kernel_id in _others(operation, manifest, target):
             tell(job.name, len(jobs), len(jobs))
             for fitting in _that_fit([job], target, warmed) if target.type == "cpu" else [job]:
                 _warm(fitting, warmed, *_bound(fitting, target, params), only=kernel_id)
@@ -167,22 +177,27 @@ def _asked(
 
 
 def _others(
-    operation: str | Callable[..., Any], manifest: str | os.PathLike[str] | None, device: torch.device, warmed: Warmed
+    operation: str | Callable[..., Any], manifest: str | os.PathLike[str] | None, device: torch.device
 ) -> Iterator[tuple[Job, str]]:
     """The calls of a manifest that would choose what is not built by then, with its kernel's id; asked for in turn.
 
-    Calls of one class may need several artefacts. What failed to build is not tried for each of them.
+    Calls of one class may need several artefacts, and each fails for itself; where one fails, the call would choose
+    the next kernel.
     """
     if manifest is None or not isinstance(operation, str):
         return
 
     def failed(kernel: Kernel, facts: Facts) -> bool:
-        return BUILDS.given_up(kernel, facts) or any(each.error and each.kernel_id == kernel.id for each in warmed)
+        return BUILDS.failures.of(kernel, facts) is not None
 
     names = operations_named(operation)[1]
     for job in every_call_of_file(manifest, device.type):
-        found = wanted(job.facts(device), failed) if job.operation in names else None
-        if found is not None:
+        facts, tried = job.facts(device), set[BuildIdentity]()
+        while job.operation in names:
+            found = wanted(facts, failed)
+            if found is None or found.identity in tried:
+                break
+            tried.add(found.identity)
             yield job, found.kernel.id
 
 
@@ -238,6 +253,10 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 why = "it is built" if ready else "; ".join(str(reason) for reason in candidate.reasons)
                 warmed.skipped.append(Skipped(kernel.id, job.name, why))
                 continue
+            if before := warmed.failure(kernel, report.facts):  # tried and told: this would end in the same way
+                BUILDS.note(kernel, report.facts, before)
+                warmed.skipped.append(Skipped(kernel.id, job.name, f"it failed to build: {before.log}"))
+                continue
             started = time.perf_counter()
             error = ""
             try:
@@ -246,11 +265,12 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                     for _ in range(2):  # the first call compiles; the second shows that it need not again
                         plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
-                BUILDS.failures.forget(kernel, report.facts)
+                BUILDS.note(kernel, report.facts, Outcome())
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 outcome = outcome_of(failure)
-                BUILDS.failures.add(kernel, report.facts, outcome.log, lasting=outcome.lasting)
+                BUILDS.note(kernel, report.facts, outcome)
+                warmed.failed(kernel, report.facts, outcome)
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
             warmed.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
 

@@ -176,6 +176,9 @@ def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor
         case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
         shape = case.sizes["out_features"], case.sizes["in_features"]
+        if device.type == "meta":  # the first product of meta tensors imports torch's compiler, for a second or two
+            made = torch.empty(shape, dtype=FORMATS[name].dtype, device=device)
+            return {"weight": made, "weight_scale": made.new_empty(shape[0], dtype=torch.float32)}
         numbers = drawn(TensorSchema("weight"), shape, torch.float32, device, {}, generator) * deviation(shape[1])
         if not shape[1]:
             return {"weight": numbers.to(FORMATS[name].dtype), "weight_scale": numbers.new_ones(shape[0])}

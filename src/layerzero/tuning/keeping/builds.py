@@ -39,6 +39,13 @@ class FailedBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_unix_s: float
     log: str
 
+    @property
+    def gist(self) -> str:
+        """The last line that speaks of an error, or else the last one: compilers end with other things."""
+        lines = [line.strip() for line in self.log.strip().splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()]
+        return (errors or lines or ["no message"])[-1]
+
     def __str__(self) -> str:
         return f"{self.kernel} did not build for {self.call_class}: {self.log}"
 

@@ -21,6 +21,11 @@ _COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Beyond every cache."""
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
+"""The largest square."""
+
+_FIRST, _ENOUGH_US = 128, 5_000.0
+"""The first square, which doubles until its product takes so long: torch multiplies float8 on a CPU number by number,
+and ten products of 1024 took 42 s of a comparison of 8 (AMD EPYC, two cores, 2026-11-23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,17 @@ def ceiling(device: torch.device, dtype: str) -> Ceiling:
 @functools.lru_cache(maxsize=32)
 def _measured(device: str, dtype: str, threads: int) -> Ceiling:  # what was measured depends on them
     kind = torch.device(device).type
-    clock = clock_of(device)
+    clock, most = clock_of(device), _MATRIX.get(kind, 1024)
+    size = min(_FIRST, most)
     with torch.no_grad():
-        size = _MATRIX.get(kind, 1024)
-        left = torch.ones(size, size, dtype=dtype_named(dtype), device=device)
-        right = torch.ones_like(left)
-        product_us = _best_us(clock, lambda: left @ right)
+        while True:
+            left = torch.ones(size, size, dtype=dtype_named(dtype), device=device)
+            right = torch.ones_like(left)
+            product = functools.partial(torch.matmul, left, right)
+            if size >= most or min(clock.once(product) for _ in range(2)) >= _ENOUGH_US:  # the first loads a library
+                break
+            size *= 2
+        product_us = _best_us(clock, product)
     return Ceiling(_copy_gb_s(device, threads), 2 * size**3 / product_us / 1e6)
 
 

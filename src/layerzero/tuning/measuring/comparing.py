@@ -8,6 +8,7 @@ taken in turn. Nothing that takes an unknown time happens in this process while 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,21 @@ from typing import Any
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
-from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.bench import Benched, bench
 from layerzero.tuning.measuring.beside import Beside, Pairs
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
-from layerzero.tuning.measuring.contest import taking_part, window
 from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
+from layerzero.tuning.measuring.in_turn import InTurn
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.room import needed_bytes, too_large
+from layerzero.tuning.measuring.telling import long_last
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.proving.vetting import Vetted
 
 BEFORE_BUILDS = 0.5
 """The share of the time after which a CPU stops measuring to build what compiles."""
@@ -117,35 +116,13 @@ class Compared:
         }
 
 
-@dataclass(slots=True)
-class _Comparison:
-    """One comparison as it goes on; children know it as what they work for."""
+@dataclass(slots=True, kw_only=True)
+class _Comparison(InTurn):
+    """One comparison as it goes on."""
 
-    jobs: Sequence[Job]
-    device: torch.device
-    clock: Clock
-    effort: Effort
-    deadline: Deadline
-    leave_out: Sequence[str]
-    only: Sequence[str]
     timed: Timed
-    modules: Sequence[str]
-    pace: Pace = field(default_factory=Pace)
     found: dict[int, Benched] = field(default_factory=dict)
     waits: dict[int, set[str]] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    needs_bytes: dict[str, int] = field(default_factory=dict)
-    vetted: list[Vetted] = field(default_factory=list)
-    not_built: dict[str, str] = field(default_factory=dict)
-
-    def report(self, job: Job) -> Report:
-        """Who would take part, judged without the call's data."""
-        with window():
-            return explain(job.facts(self.device))
-
-    def parties(self, report: Report) -> list[Kernel]:
-        """The kernels that would be measured if all were built."""
-        return [each.kernel for each in taking_part(report, self.leave_out, self.only)]
 
     def unbuilt(self, report: Report) -> list[Kernel]:
         """Those of them that would compile in this process: for children, or for nobody; without an end they may."""
@@ -186,12 +163,9 @@ class _Comparison:
         except TimeOverError:
             return NO_TIME
         except Exception as error:
-            if not out_of_memory(error):
-                if lost_context(report.facts.device) or isinstance(error, LayerZeroError):
-                    raise
-                return raised(error)  # one call's trouble is told, and the others are measured
-            self.needs_bytes[job.name] = needed_bytes(report.facts)
-            return f"too little memory: {str(error).partition(chr(10))[0]}"
+            if isinstance(error, LayerZeroError) and not out_of_memory(error):  # what was asked for makes no sense
+                raise
+            return self.trouble(error, job, report)
         self.pace.took(report.facts, time.monotonic() - began)
         self.found[number], self.waits[number] = found, unbuilt
         return ""
@@ -227,6 +201,7 @@ def compare(
     only: Sequence[str] = (),
     timed: Timed = Timed.CALL,
     modules: Sequence[str] = (),
+    is_long: Callable[[Job], bool] = lambda _: False,
     told: Callable[[Looked], None] = lambda _: None,
 ) -> Compared:
     """Measure calls in their order until the time is over; the arguments are those of ``bench``.
@@ -234,12 +209,29 @@ def compare(
     Args:
         deadline: when that is. Without one, whatever compiles does so in this process.
         modules: modules that register kernels, for the children that build.
+        is_long: whether a call comes after all others; asked when its turn comes.
         told: told of each call before and after.
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
-    run = _Comparison(jobs, device, clock, effort, deadline, leave_out, only, timed, modules)
+    run = _Comparison(
+        jobs=jobs,
+        device=device,
+        clock=clock,
+        effort=effort,
+        deadline=deadline,
+        modules=modules,
+        leave_out=leave_out,
+        only=only,
+        timed=timed,
+    )
     beside = Beside(run)
+    turns, begun = long_last(jobs, is_long), list[Job]()
+
+    def first(count: int) -> list[Job]:
+        """So many calls from the first on."""
+        begun.extend(itertools.islice(turns, max(count - len(begun), 0)))
+        return begun[:count]
 
     def look(number: int, job: Job, todo: int, **more: Any) -> str:
         told(Looked(job, number, len(jobs), deadline.left_s, **more))
@@ -252,7 +244,7 @@ def compare(
     def revisit(*, wait_for: bool = False) -> None:
         if not beside.caught_up(wait_for=wait_for):
             return
-        again = [(number, job) for number, job in enumerate(jobs, 1) if run.waited(number, job)]
+        again = [(number, job) for number, job in enumerate(begun, 1) if run.waited(number, job)]
         for place, (number, job) in enumerate(again):
             if deadline.passed():
                 return
@@ -264,12 +256,13 @@ def compare(
     def ask(until: int) -> None:
         """Have built what calls before this one wait for."""
         nonlocal asked
-        beside.ask(jobs[asked:until])
+        beside.ask(first(until)[asked:])
         asked = max(asked, until)
 
     try:
         time_to_build = deadline.part(BEFORE_BUILDS)
-        for number, job in enumerate(jobs, 1):
+        for number in range(1, len(jobs) + 1):
+            job = first(number)[-1]
             if beside.beside and number > asked and not deadline.passed():
                 ask(asked + FIRST)
                 revisit()
@@ -296,6 +289,7 @@ def compare(
     return Compared(found, names, run.skipped, run.needs_bytes, run.missing(), deadline.spent_s)
 
 
-def is_long(job: Job, device: torch.device, deadline: Deadline) -> bool:
-    """Whether a call is likely to take much of the time by itself."""
-    return Pace().seconds(job.facts(device)) > LONG * deadline.left_s
+def long_calls(device: torch.device, deadline: Deadline) -> Callable[[Job], bool]:
+    """Whether a call is likely to take much of what time is left now; asked later, it may be over."""
+    most_s = LONG * deadline.left_s
+    return lambda job: not deadline.passed() and Pace().seconds(job.facts(device)) > most_s

@@ -26,16 +26,15 @@ from layerzero.core.ledger import class_text
 from layerzero.core.plan import Report
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
-from layerzero.tuning.measuring.clocks import Clock, clock_of
-from layerzero.tuning.measuring.contest import Contest, Status, contest, taking_part, window
-from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
+from layerzero.tuning.measuring.clocks import clock_of
+from layerzero.tuning.measuring.contest import Contest, Status, contest
+from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
 from layerzero.tuning.measuring.floor import hopeless
+from layerzero.tuning.measuring.in_turn import InTurn
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.room import needed_bytes, too_large
 from layerzero.tuning.measuring.timing import Effort
@@ -60,30 +59,17 @@ MOST_SHARE = 3
 of three runs of 90 s two ended after 100 and 104, and one after 92 with it (AMD EPYC, two cores, 2026-11-23)."""
 
 
-@dataclass(slots=True)
-class _Run:
+@dataclass(slots=True, kw_only=True)
+class _Run(InTurn):
     """One tuning run as it goes on."""
 
-    jobs: Sequence[Job]
-    device: torch.device
-    clock: Clock
-    effort: Effort
-    deadline: Deadline
     again: bool
-    graph: bool
     isolate: bool
-    modules: Sequence[str]
-    leave_out: Sequence[str]
-    pace: Pace = field(default_factory=Pace)
     banned: dict[tuple[str, str], tuple[Status, str]] = field(default_factory=dict)
-    vetted: list[Vetted] = field(default_factory=list)
     in_process: dict[str, str] = field(default_factory=dict)
-    not_built: dict[str, str] = field(default_factory=dict)
     contests: dict[int, Contest] = field(default_factory=dict)
     before: dict[int, str | None] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
     too_large: dict[int, str] = field(default_factory=dict)
-    needs_bytes: dict[str, int] = field(default_factory=dict)
     known: int = 0
     spared: set[tuple[int, str]] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
@@ -92,11 +78,6 @@ class _Run:
     def usable(self) -> float:
         """The confidence that is enough: fewer samples, where they were asked for, cannot be worth more."""
         return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
-
-    def report(self, job: Job) -> Report:
-        """Who would take part, judged without the call's data."""
-        with window():
-            return explain(job.facts(self.device))
 
     def unknown(self, kernels: Iterable[Kernel], report: Report) -> list[Kernel]:
         """Those without a usable time that was measured here, and without a failure before."""
@@ -125,10 +106,6 @@ class _Run:
         facts = self.asked(report.facts)
         return hopeless(ENGINE.ledger.evidence(self.parties(report), facts))
 
-    def parties(self, report: Report) -> list[Kernel]:
-        """The kernels that would be measured if all were built."""
-        return [each.kernel for each in taking_part(report, self.leave_out, graph=self.graph)]
-
     def unbuilt(self, report: Report) -> list[Kernel]:
         """Those of them that would compile in this process: for children, or, with a deadline, for nobody."""
         return [
@@ -139,12 +116,22 @@ class _Run:
             and ((self.isolate and kernel.builds_apart) or self.deadline.left_s < float("inf"))
         ]
 
+    @property
+    def verdicts(self) -> dict[tuple[str, str], Vetted]:
+        """What came of vetting at last, by kernel and class."""
+        return {(each.kernel_id, each.call_class): each for each in self.vetted}
+
+    @property
+    def not_reached(self) -> int:
+        """How many classes children had no time to vet."""
+        return sum(not each.reached for each in self.verdicts.values())
+
     def to_vet(self, jobs: Iterable[Job]) -> Pairs:
-        """What only vetting keeps from these calls, and was not asked before."""
+        """What only vetting keeps from these calls, and no child was asked about before."""
         here = Device.detect(str(self.device))
         if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
             return []
-        asked = {(each.kernel_id, each.call_class) for each in self.vetted}
+        asked = {name for name, each in self.verdicts.items() if each.reached}
         return [
             (kernel, report.facts)
             for report in map(self.report, jobs)
@@ -216,13 +203,8 @@ class _Run:
             found = self._contest(job, report.facts, unbuilt | spared, only, count)
         except TimeOverError:
             return "" if before is not None else NO_TIME
-        except Exception as error:  # one call's trouble is told, and the others are measured
-            if lost_context(report.facts.device):
-                raise
-            if not out_of_memory(error):
-                return raised(error)
-            self.needs_bytes[job.name] = needed_bytes(report.facts)
-            return f"too little memory: {raised(error)}"
+        except Exception as error:  # noqa: BLE001  # it is told
+            return self.trouble(error, job, report)
         self.pace.took(report.facts, time.monotonic() - began)
         self.spared |= {(number, name) for name in spared}
         if found.times and record_times(found.facts, found.times):
@@ -307,8 +289,18 @@ def run_jobs(
 ) -> Tuned:
     """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
     deadline, tell = deadline or Deadline(budget_s), progress or _silent
-    clock = clock_of(device, graph=graph)
-    run = _Run(jobs, device, clock, effort, deadline, again, graph, isolate, modules, leave_out)
+    run = _Run(
+        jobs=jobs,
+        device=device,
+        clock=clock_of(device, graph=graph),
+        effort=effort,
+        deadline=deadline,
+        modules=modules,
+        leave_out=leave_out,
+        graph=graph,
+        again=again,
+        isolate=isolate,
+    )
     beside = Beside(run)
     looked_at: dict[int, Job] = {}
 
@@ -348,8 +340,15 @@ def run_jobs(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             revisit()
-        while beside.open and not deadline.passed():
+        while not deadline.passed():
+            left = run.not_reached
+            if left and not beside.open:  # a part of the time did not suffice for them
+                beside.ask(list(looked_at.values()))
+            if not beside.open:
+                break
             revisit(wait_for=True)
+            if 0 < left <= run.not_reached:  # nor would another
+                break
     finally:
         beside.end()
     return _tuned(run, len(jobs) - len(looked_at))
@@ -366,7 +365,7 @@ def _tuned(run: _Run, left: int) -> Tuned:
         skipped=run.skipped,
         needs_bytes={name: run.needs_bytes[name] for name in run.skipped if name in run.needs_bytes},
         left=left,
-        vetted=tuple(run.vetted),
+        vetted=tuple(run.verdicts.values()),
         in_process=run.in_process,
         not_built=run.not_built,
         winners_changed=len(run.changed),
