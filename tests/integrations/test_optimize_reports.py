@@ -21,6 +21,7 @@ from decoders import greedy, made, tokens, transformers
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.joining import wants_packed
+from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.spent import OUTSIDE
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.measuring.refused import differs
@@ -381,3 +382,13 @@ def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pyt
 def test_numbers_that_mean_nothing_are_refused_before_anything_is_looked_at(given, said):
     with pytest.raises(lz.InvalidCallError, match=said):
         lz.optimize(torch.nn.Linear(4, 4), **given)
+
+
+def test_long_lists_are_folded_between_their_entries() -> None:
+    kernels = ", ".join(f"library.kernel_{number}" for number in range(7))
+    report = Optimized([Replaced("layers.0", "Layer", "layer", "lz.linear", kernels, 0.5)], [])
+    lines = str(report).splitlines()[:5]
+    assert max(map(len, lines)) < 90
+    assert lines[1].split()[0] == "layers.0"
+    assert lines[1].endswith("5.0e-01")
+    assert " ".join(line.split("lz.linear")[-1].removesuffix("5.0e-01").strip() for line in lines[1:]) == kernels
