@@ -392,3 +392,12 @@ def test_long_lists_are_folded_between_their_entries() -> None:
     assert lines[1].split()[0] == "layers.0"
     assert lines[1].endswith("5.0e-01")
     assert " ".join(line.split("lz.linear")[-1].removesuffix("5.0e-01").strip() for line in lines[1:]) == kernels
+
+
+def test_whoever_passes_inputs_that_the_model_does_not_take_is_told_how_it_was_called() -> None:
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        lz.optimize(nn.Sequential(nn.Linear(4, 4)).eval(), ["one text", "another", "a third"])
+    assert caught.value.__notes__ == [
+        "lz.optimize ran model(*inputs); inputs may be a function that runs it otherwise: "
+        "lz.optimize(model, lambda: model.encode(texts))"
+    ]
