@@ -397,7 +397,5 @@ def test_long_lists_are_folded_between_their_entries() -> None:
 def test_whoever_passes_inputs_that_the_model_does_not_take_is_told_how_it_was_called() -> None:
     with pytest.raises(TypeError, match="positional arguments") as caught:
         lz.optimize(nn.Sequential(nn.Linear(4, 4)).eval(), ["one text", "another", "a third"])
-    assert caught.value.__notes__ == [
-        "lz.optimize ran model(*inputs); inputs may be a function that runs it otherwise: "
-        "lz.optimize(model, lambda: model.encode(texts))"
-    ]
+    (note,) = caught.value.__notes__
+    assert note.startswith("lz.optimize ran model(*inputs); inputs may be a function")
