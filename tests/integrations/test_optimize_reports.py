@@ -384,6 +384,15 @@ def test_numbers_that_mean_nothing_are_refused_before_anything_is_looked_at(give
         lz.optimize(torch.nn.Linear(4, 4), **given)
 
 
+def test_memory_of_forms_that_are_yet_to_be_made_is_told_as_such() -> None:
+    model = made()
+    report = lz.optimize(model)
+    assert not report.extra_bytes
+    assert "made when a kernel first wants one" in str(report)
+    greedy(model, tokens(), 2)
+    assert ("made when a kernel first wants one" in str(report)) == (not report.extra_bytes)
+
+
 def test_long_lists_are_folded_between_their_entries() -> None:
     kernels = ", ".join(f"library.kernel_{number}" for number in range(7))
     report = Optimized([Replaced("layers.0", "Layer", "layer", "lz.linear", kernels, 0.5)], [])

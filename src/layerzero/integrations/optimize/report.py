@@ -109,6 +109,7 @@ class Optimized:
         weights, extra = self.weight_bytes, self.extra_bytes
         text = f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"
         packs = self.packs
+        text += ", which are made when a kernel first wants one" if packs and not extra else ""
         counts = Counter(count for each in packs for count in each.forms if count)
         kept = [f"{weights} weights in {forms} form{'s' * (forms > 1)}" for forms, weights in sorted(counts.items())]
         text += f" ({', '.join(kept)}, beside the weights)" if kept else ""
