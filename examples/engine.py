@@ -285,9 +285,9 @@ def main() -> None:
     model, prompts = Llama(shape, given.device, getattr(torch, given.dtype)), requests_of(16, shape.vocabulary)
     results, total = {}, len(prompts) * given.tokens
     for name in ("one by one", "engine"):
+        print(f"{name}: {len(prompts)} requests of {given.tokens} tokens, twice", flush=True)
         for _round in range(2):  # the first one chooses kernels and warms caches up
-            started = time.perf_counter()
-            engine = Engine(model)
+            started, engine = time.perf_counter(), Engine(model)
             run, to = (serve, engine) if name == "engine" else (one_by_one, model)
             results[name] = run(to, prompts, given.tokens)
             spent = time.perf_counter() - started

@@ -203,7 +203,7 @@ def test_each_kernel_has_a_line_and_those_first_that_did_not_pass():
         Vetted("a.one", "x", Verdict.PASSED, ""),
         Vetted("a.one", "y", Verdict.PASSED, ""),
         Vetted("b.two", "x", Verdict.PASSED, ""),
-        Vetted("b.two", "y", None, "who asked did not wait any longer", reached=False),
+        Vetted("b.two", "y", None, "the time given was over before its turn ended", reached=False),
     ]
     assert list(vet_command.shown(found, 100.0)) == [
         "b.two: 1 not reached, 1 passed",

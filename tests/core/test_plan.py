@@ -37,3 +37,13 @@ def test_only_what_moves_data_has_a_cost():
     plan = plan_of("attention", query, query, query, layout="BSHD")
     assert plan.kernel_id == "torch.sdpa.cpu_flash"
     assert plan.transform_cost_total == 3  # query, key and value are copied; the layout is a view
+
+
+def test_a_report_counts_kernels_of_other_devices_and_keeps_their_reasons():
+    report = lz.explain("rms_norm", torch.randn(4, 64), torch.ones(64))
+    elsewhere = [name for name, reasons in report.failures.items() if any("cpu" in str(each) for each in reasons)]
+    text = str(report)
+    assert f"{len(elsewhere)} more are not for this device" in text
+    assert "PLATFORM_MISMATCH" not in text
+    assert not any(f"  {name}: refused" in text for name in elsewhere)
+    assert report.reasons("flashinfer.rms_norm")

@@ -93,6 +93,13 @@ BAD = {
     "head dims": (attention(key=zeros(2, 6, 2, 16)), "key: wanted head_dim 8 as in query, got 16"),
     "mask with causal": (attention(attn_mask=zeros(4, 6)), "wanted one of them, got both; pass causal=False"),
     "mask shape": (masked(zeros(5, 6)), "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (5, 6)"),
+    "mask of keys": (masked(zeros(2, 6)), "got (2, 6); a mask of each sequence's keys is attn_mask[:, None, None, :]"),
+    "causal: a mask": (
+        attention(causal=zeros(4, 6).bool()),
+        "causal: wanted bool, got a tensor (4, 6) of bool",
+    ),
+    "eps: a tensor": (rms(eps=torch.tensor(1e-6)), "eps: wanted float, got a tensor () of float32; .item() gives"),
+    "eps: many words": (rms(eps="x" * 999), "xxx... (str)"),
     "mask axes": (
         masked(zeros(1, 1, 1, 4, 6)),
         "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (1, 1, 1, 4, 6)",
@@ -192,6 +199,8 @@ BAD = {
     ),
 }
 TORCH_REFUSES = (
+    "causal: a mask",
+    "eps: ",
     "list",
     "text",
     "window number",

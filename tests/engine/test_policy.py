@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -218,7 +219,10 @@ def test_load_config_changes_the_next_call(tmp_path, norm):
 
 @pytest.mark.parametrize(("text", "wanted"), [
     ("strict_mod: true", "did you mean 'strict_mode'"),
-    ("strict_mode: 3", "strict_mode: Expected `bool`, got `int`"),
+    ("strict_mode: 3", "strict_mode: wanted true or false, got 3"),
+    ("deny: torch", "deny: wanted a list, got 'torch'; write [torch]"),
+    ("deny: [torch, 3]", "deny: wanted a list, got ['torch', 3], all of them texts"),
+    ("strict_mod: 1\njit: soon", "'strict_mode'? See `layerzero config keys`.\n"),
     ("cache: {max_sise: 3}", "did you mean 'cache.max_size'"),
     ("cache: 3", "wanted a section"),
     ("plan_mode: true", "knows only the default False"),
@@ -240,7 +244,7 @@ def test_wrong_files_are_refused_and_change_nothing(tmp_path, text, wanted):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(lz.PolicyError, match=r"nowhere\.yaml: No such file"):
+    with pytest.raises(lz.PolicyError, match=r"nowhere\.yaml: wanted a file of settings, got: No such file"):
         lz.load_config(tmp_path / "nowhere.yaml")
 
 
@@ -279,6 +283,30 @@ def test_lock_attention_covers_every_operation_that_has_the_kernel(attention, mo
     assert chosen(*attention, layout="BSHD") == "torch.sdpa.math"
     assert chosen(attention[0], attention[0], attention[0], layout="BSHD", causal=False) == "torch.sdpa.math"
     assert chosen(attention[0][:, :1], *attention[1:], layout="BSHD") == "torch.sdpa.math"
+
+
+@pytest.mark.parametrize(("variable", "text", "told"), [
+    ("LAYERZERO_DENY", "tocrh", "environment: LAYERZERO_DENY: wanted a library, kernel or glob, got 'tocrh'"),
+    ("LAYERZERO_JIT", "soon", "environment: LAYERZERO_JIT: wanted 'background' or 'inline' or 'never', got 'soon'"),
+    ("LAYERZERO_CONFIG", "nowhere.yaml", "LAYERZERO_CONFIG: nowhere.yaml: wanted a file of settings, got: No such"),
+])  # fmt: skip
+def test_wrong_variables_are_named(monkeypatch, norm, variable, text, told):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(lz.PolicyError, match=f"^{re.escape(told)}"):
+        config.CONFIGURATION.reset()
+        lz.rms_norm(*norm)
+    monkeypatch.delenv(variable)
+    config.CONFIGURATION.reset()
+
+
+def test_every_problem_of_a_file_is_told():
+    with pytest.raises(lz.PolicyError) as caught:
+        lz.configure(denny=["torch"], strict_mode=7, jit="soon")
+    assert [each.split(": ")[1] for each in caught.value.problems] == [
+        "unknown key 'denny'; did you mean 'deny'? See `layerzero config keys`.",
+        "strict_mode",
+        "jit",
+    ]
 
 
 def test_configure_refuses_unknown_keys_and_resets_with_none():

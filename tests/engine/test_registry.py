@@ -26,6 +26,7 @@ def declare(**changes):
     (lambda: lz.register_backend([declare(id="torch.rms_norm")]), "registered already; ids are unique"),
     (lambda: declare(build_key=lambda facts: 1), "speak of what compiles, and it does not"),
     (lambda: declare(priority=101), "priority must be 0 to 100"),
+    (lambda: declare(priority="high"), "priority must be 0 to 100, is 'high'"),
     (lambda: declare(operations=()), "declares no operation"),
     (lambda: lz.register_backend([declare(layout="SBHD")]), "layout: norm.rms wants none: its axes"),
     (lambda: declare(renames={"eps": "epsilon"}), "without accepting them"),

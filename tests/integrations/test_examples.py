@@ -84,5 +84,7 @@ def test_a_kernel_of_ones_own_is_proved_and_chosen() -> None:
         pytest.skip("examples are not part of an installed package")
     done = subprocess.run([sys.executable, "-W", "error", str(script)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "mine.rms_norm for norm.rms float32" in done.stdout
+    assert "not vetted" not in done.stdout
     assert "norm.rms -> mine.rms_norm" in done.stdout
     assert float(done.stdout.partition("off by ")[2].split()[0]) < 1e-5

@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import joining
+from layerzero.integrations.optimize.attending import AttentionSwap
 from layerzero.integrations.optimize.layer import Layer
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -64,6 +65,37 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "joined":
         monkeypatch.setattr(joining, "PACKING", frozenset())
     return str(request.param)
+
+
+def test_a_model_whose_attention_was_chosen_gets_what_another_gets() -> None:
+    """Whoever loads with attn_implementation="layerzero" loses no layer and no step by it, and keeps the setting."""
+    stock, chosen = made(), made()
+    lz.register_with_transformers()
+    chosen.set_attn_implementation("layerzero")
+    ids = tokens()
+    expected = stock.generate(ids, max_new_tokens=16, do_sample=False)
+    reports = [lz.optimize(each, graph=True) for each in (stock, chosen)]
+    kinds = [{(each.path, each.kind) for each in report.replaced} for report in reports]
+    assert {kind for _, kind in kinds[1]} >= {"layer", "step"}
+    assert kinds[0] - kinds[1] == {("", "attention")}
+    assert any("LayerZero's already" in each.why for each in reports[1].left)
+    assert torch.equal(chosen.generate(ids, max_new_tokens=16, do_sample=False), expected)
+    reports[1].undo()
+    assert chosen.config._attn_implementation == "layerzero"
+    assert torch.equal(chosen.generate(ids, max_new_tokens=16, do_sample=False), expected)
+    reports[0].undo()
+    assert stock.config._attn_implementation == "sdpa"
+
+
+def test_a_layer_is_compared_with_transformers_attention_also_where_layerzeros_is_set() -> None:
+    model = made()
+    lz.register_with_transformers()
+    model.set_attn_implementation("layerzero")
+    swap = AttentionSwap(model)
+    with swap.stock():
+        assert model.config._attn_implementation == "sdpa"
+    assert swap.chosen
+    assert model.config._attn_implementation == "layerzero"
 
 
 @pytest.mark.parametrize("kind", KINDS)

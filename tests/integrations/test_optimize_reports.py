@@ -21,6 +21,7 @@ from decoders import greedy, made, tokens, transformers
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.joining import wants_packed
+from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.spent import OUTSIDE
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.measuring.refused import differs
@@ -381,3 +382,29 @@ def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pyt
 def test_numbers_that_mean_nothing_are_refused_before_anything_is_looked_at(given, said):
     with pytest.raises(lz.InvalidCallError, match=said):
         lz.optimize(torch.nn.Linear(4, 4), **given)
+
+
+def test_memory_of_forms_that_are_yet_to_be_made_is_told_as_such() -> None:
+    model = made()
+    report = lz.optimize(model)
+    assert not report.extra_bytes
+    assert "made when a kernel first wants one" in str(report)
+    greedy(model, tokens(), 2)
+    assert ("made when a kernel first wants one" in str(report)) == (not report.extra_bytes)
+
+
+def test_long_lists_are_folded_between_their_entries() -> None:
+    kernels = ", ".join(f"library.kernel_{number}" for number in range(7))
+    report = Optimized([Replaced("layers.0", "Layer", "layer", "lz.linear", kernels, 0.5)], [])
+    lines = str(report).splitlines()[:5]
+    assert max(map(len, lines)) < 90
+    assert lines[1].split()[0] == "layers.0"
+    assert lines[1].endswith("5.0e-01")
+    assert " ".join(line.split("lz.linear")[-1].removesuffix("5.0e-01").strip() for line in lines[1:]) == kernels
+
+
+def test_whoever_passes_inputs_that_the_model_does_not_take_is_told_how_it_was_called() -> None:
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        lz.optimize(nn.Sequential(nn.Linear(4, 4)).eval(), ["one text", "another", "a third"])
+    (note,) = caught.value.__notes__
+    assert note.startswith("lz.optimize ran model(*inputs); inputs may be a function")

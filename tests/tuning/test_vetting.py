@@ -531,7 +531,7 @@ def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, argumen
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--kernel", "nobody.*"), "no kernel here is named by nobody.*"),
+        (("--kernel", "nobody.*"), "wanted kernels, got none of nobody.*"),
         (("--shapes", "4by64"), "got '4by64'"),
         (("--module", "no_such_module"), "--module no_such_module: wanted a module that imports"),
     ],

@@ -197,7 +197,7 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else f"C, {accelerator.HOT.reader()}",
-        "choices": "free" if ENGINE.frozen is None else f"frozen for {len(ENGINE.frozen.choices)} classes of calls",
+        "choices": "not frozen" if ENGINE.frozen is None else f"frozen for {len(ENGINE.frozen.choices)} classes",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 

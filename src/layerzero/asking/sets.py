@@ -86,7 +86,7 @@ def served(name: str, device: Device | None = None) -> tuple[OperationFinding, .
     Raises: ValueError for a word that names no set, with the nearest.
     """
     if name not in SETS:
-        raise ValueError(f"wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
+        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
     if device is None:
         device = Device.detect("cuda" if torch.cuda.is_available() else "cpu")
     return tuple(_finding(REGISTRY.operation(each), device) for each in SETS[name].operations)

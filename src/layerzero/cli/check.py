@@ -23,7 +23,7 @@ def problems(file: Path) -> list[str]:
         values = read_yaml(file)
         policy = Configuration({}).effective(values)
     except PolicyError as error:
-        return [str(error)]
+        return list(error.problems)
     return [f"{file}: {problem}" for problem in (*_unknown_names(policy), *_wrong_descriptors(policy))]
 
 

@@ -35,8 +35,9 @@ def answer(
         progress=say,
     )
     if not report.kernels:
-        asked = ", ".join([*(f"library {name}" for name in backends), *kernels, operation])
-        raise ValueError(f"no kernel here is named by {asked}; `layerzero kernels` lists them")
+        of = [] if operation == "*" else [f"operation {operation}"]
+        asked = ", ".join([*(f"library {name}" for name in backends), *kernels, *of])
+        raise ValueError(f"wanted kernels, got none of {asked}; `layerzero kernels` lists them, --module brings yours")
     if not report.passed:
         say("nothing passed: no kernel that was asked for may run here")
     return Answer(report.to_dict(), lambda: [str(report)], FINE if report.ok and report.passed else NO)

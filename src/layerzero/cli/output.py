@@ -182,7 +182,8 @@ def _failure(error: Exception, command: str) -> Answer:
         error, LayerZeroError
     )
     if usage:
-        say(f"next step: `{command} --help` has examples")
+        settings = isinstance(error, PolicyError)
+        say(f"next step: {'`layerzero config keys` lists them' if settings else f'`{command} --help` has examples'}")
     data = {"error": {"type": type(error).__name__, "message": message}}
     return Answer(data, tuple, INVALID if usage else NO)
 

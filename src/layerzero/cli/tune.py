@@ -170,7 +170,7 @@ def _untimed(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
                 of[entry.kernel.id, entry.status].append(f"{found.name}: {entry.status}: {entry.detail}")
     for (name, _), texts in of.items():
         for text in texts if everything else texts[:1]:
-            more = "" if everything or len(texts) == 1 else f"; so, too, on {len(texts) - 1} other calls"
+            more = "" if everything or len(texts) == 1 else f"; and for the same reason on {len(texts) - 1} more"
             yield Text(f"{name} on {text}{more}", style="yellow")
 
 

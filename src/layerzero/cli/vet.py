@@ -60,7 +60,8 @@ def answer(
     names = [*(kernels or []), *(backends or [])]
     for name in names:
         if not any(names_kernel(name, kernel) for kernel in REGISTRY.kernels()):
-            raise ValueError(f"no kernel here is named by {name}; `layerzero kernels` lists them")
+            hint = "`layerzero kernels` lists them, --module brings yours"
+            raise ValueError(f"wanted kernels, got none of {name}; {hint}")
     sizes = shapes_of(shapes)
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     here, asked_of = Device.detect(target), (kernels or None, backends or None)

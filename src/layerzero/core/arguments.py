@@ -45,14 +45,22 @@ def out_of_range(value: object, *, floating: bool = False) -> bool:
     return isinstance(value, (tuple, list)) and any(out_of_range(each) for each in value)
 
 
+_LONGEST = 200
+"""Characters of a value in a message: what is longer hides the sentence around it."""
+
+
 def told(value: object) -> str:
-    """A value for an error message; Python refuses to write integers of many digits."""
-    if isinstance(value, int) and out_of_range(value):
+    """A value for an error message, on one line of it: of a tensor what it is, not what it holds."""
+    if isinstance(value, torch.Tensor):
+        kind = f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return f"{kind}; .item() gives its number" if value.numel() == 1 else kind
+    if isinstance(value, int) and out_of_range(value):  # Python refuses to write integers of many digits
         return f"an integer of {value.bit_length()} bits"
     try:
-        return repr(value)
+        text = repr(value)
     except ValueError:
         return f"a {type(value).__name__} of integers too large to write"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({type(value).__name__})"
 
 
 @dataclass(frozen=True, slots=True)

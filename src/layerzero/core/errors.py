@@ -57,7 +57,15 @@ class InvalidCallError(LayerZeroError, ValueError):
 
 
 class PolicyError(LayerZeroError, ValueError):
-    """A configuration key is unknown or its value does not fit; the message names the origin and the nearest key."""
+    """A configuration key is unknown or its value does not fit; the message names the origin and the nearest key.
+
+    Attributes:
+        problems: what is wrong, one line each.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 class RegistrationError(LayerZeroError, ValueError):

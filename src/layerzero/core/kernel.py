@@ -245,8 +245,8 @@ class Kernel:
             dtype_named(name)  # a misspelt dtype would widen nothing, in silence
         object.__setattr__(self, "priority_since", MappingProxyType(dict(sorted(self.priority_since.items()))))
         for priority in (self.priority, *self.priority_since.values()):
-            if not 0 <= priority <= 100:
-                raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {priority}")
+            if not isinstance(priority, int) or not 0 <= priority <= 100:
+                raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {priority!r}")
         if not self.operations:
             raise RegistrationError(f"{self.id}: declares no operation")
         unknown = set(self.renames) - set(self.accepts)

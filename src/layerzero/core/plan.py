@@ -10,7 +10,7 @@ import msgspec
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.watched import EVERYTHING, NEGATED, Reads
 
 
@@ -160,14 +160,19 @@ class Report(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         locked = f"  ({self.locked})" if self.locked else ""
         lines = [f"{self.operation} -> {self.kernel_id or 'no legal kernel'}{locked}"]
+        elsewhere = 0  # of other devices: three lines of each would hide those that could run here
         for candidate in self.candidates:
-            if candidate.legal:
+            if self.chosen and any(reason.code is ReasonCode.PLATFORM_MISMATCH for reason in candidate.reasons):
+                elsewhere += 1
+            elif candidate.legal:
                 terms = "  ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
                 lines.append(f"  {candidate.kernel.id}: {candidate.score:.1f} = {terms}")
                 lines.extend(f"    adapts: {adaptation.text}" for adaptation in candidate.adaptations)
             else:
                 lines.append(f"  {candidate.kernel.id}: refused")
                 lines.extend(f"    {reason}" for reason in candidate.reasons)
+        if elsewhere:
+            lines.append(f"  {elsewhere} more are not for this device; .failures says of each why")
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
 

@@ -7,7 +7,7 @@ the table goes to the slower ways; they have the same results.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
+from layerzero.engine.settings import nearest
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
@@ -73,6 +74,7 @@ class Call:
             "_miss": self._miss,
             "_failed": self._failed,
             "_unusual": self._unusual,
+            "_misnamed": self._misnamed,
             "_compiling": torch.compiler.is_dynamo_compiling,
             "_operator": self._operator,
             "_grad_enabled": torch.is_grad_enabled,
@@ -99,6 +101,12 @@ class Call:
 
     def _arguments(self, values: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.dispatcher.names, values, strict=True))
+
+    def _misnamed(self, unknown: Mapping[str, Any]) -> Any:
+        """Raise what Python does for arguments that a function has not, and name the nearest, or those that it has."""
+        first = next(iter(unknown))
+        hint = nearest(first, self.dispatcher.names) or f"; it has {', '.join(self.dispatcher.names)}"
+        raise TypeError(f"{self.function.name}() got an unexpected keyword argument {first!r}{hint}")
 
     def _scoped_table(self) -> Table:
         return self.dispatcher.cache.table(SCOPES.policy())

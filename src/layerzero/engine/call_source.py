@@ -34,7 +34,9 @@ def source(function: Function) -> str:
         for name in [*required, *optional]
     )
     lines = [
-        f"def {function.name}({_signature(function)}):",
+        f"def {function.name}({_signature(function)}, **_unknown):",
+        "    if _unknown:",
+        "        return _misnamed(_unknown)",
         "    if _compiling():",
         f"        return _operator({given})",
         f"    if {_unusual_text(function)}:",

@@ -20,6 +20,8 @@ from layerzero.ops import OPERATIONS, PLAIN_OPERATIONS
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
+VARIABLES = {key: f"{_PREFIX}{name}" for name, key in _LISTS.items()}
+"""The variable of each list of libraries and kernels, for messages."""
 _PATHS = {"DESCRIPTORS": "descriptors"}
 _ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE"})
 """Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans."""
@@ -156,8 +158,11 @@ class Configuration:
     def _read_environment(self) -> None:
         config = self._environment.get(f"{_PREFIX}CONFIG")
         if config and not self._file[1]:
-            self._file = (config, read_yaml(config))
-        self._environment_values = checked(environment_settings(self._environment), "environment")
+            try:
+                self._file = (config, read_yaml(config))
+            except PolicyError as error:
+                raise PolicyError(*(f"{_PREFIX}CONFIG: {problem}" for problem in error.problems)) from error
+        self._environment_values = _checked_variables(self._environment)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise PolicyError(f"{path}: {error.strerror}") from error
+        raise PolicyError(f"{path}: wanted a file of settings, got: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, endless nesting
         raise PolicyError(f"{path}: not valid YAML: {error}") from error
     if values is None:
@@ -207,6 +212,19 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
                 raise PolicyError(f"environment: {variable} means nothing{nearest(variable, known_variables())}")
             values[key] = _scalar(variable, text, SETTINGS[key].kind)
     return values
+
+
+def _checked_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What all variables set. Raises: PolicyError that names the variable, in place of the key that it sets."""
+    values = environment_settings(environment)
+    for variable, text in environment.items():
+        for name, value in environment_settings({variable: text}).items():
+            try:
+                checked({name: value}, "")
+            except PolicyError as error:
+                said = str(error).removeprefix(f": {name}: ")
+                raise PolicyError(f"environment: {variable}: {said}") from None
+    return checked(values, "environment")
 
 
 def known_variables() -> list[str]:

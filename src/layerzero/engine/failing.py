@@ -12,6 +12,7 @@ import torch
 
 from layerzero.core import forking, indices
 from layerzero.core.arguments import TensorSchema
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import (
     InvalidCallError,
     KernelExecutionError,
@@ -196,6 +197,10 @@ def _context_lost(suspects: Sequence[str]) -> str:
     )
 
 
+def _said(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} of {dtype_name(dtype)}"
+
+
 def wrong_result(plan: Plan, result: Any, given: Mapping[str, Any]) -> WrongResultError | None:
     """Compare the first result of a plan with what its operation defines for what was given; None if it fits."""
     facts = plan.report.facts
@@ -203,10 +208,13 @@ def wrong_result(plan: Plan, result: Any, given: Mapping[str, Any]) -> WrongResu
     if _as_declared(got, facts):
         return None
     wanted = _expected(plan, given)
+    laid = f" in layout {facts.layout}" if facts.layout else ""
     for index, (tensor, expected) in enumerate(zip(got, wanted, strict=False)):
-        found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        if found != expected:
-            return WrongResultError(f"result {index}: wanted {expected} in layout {facts.layout}, got {found}")
+        if not isinstance(tensor, torch.Tensor):
+            return WrongResultError(f"result {index}: wanted {_said(*expected)}{laid}, got {type(tensor).__name__}")
+        if (tuple(tensor.shape), tensor.dtype) != expected:
+            got_instead = _said(tuple(tensor.shape), tensor.dtype)
+            return WrongResultError(f"result {index}: wanted {_said(*expected)}{laid}, got {got_instead}")
         if tensor.device.type != facts.device.torch_type:
             return WrongResultError(f"result {index}: wanted it on {facts.device.torch_type}, got {tensor.device}")
     if len(got) != len(wanted):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from layerzero.core.errors import LayerZeroWarning, PolicyError
 from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
-from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.config import CONFIGURATION, VARIABLES
 from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.engine.plugins import Plugins, installed, names_of
 from layerzero.engine.policy import Policy
@@ -78,7 +78,8 @@ class Names:
             named += [(f"rules[{index}].{key}", pattern) for key in _ACTIONS for pattern in getattr(rule, key)]
         for key, pattern in self._unknown(named):
             origin = CONFIGURATION.effective_with_origin()[key.partition("[")[0]][1]
-            yield f"{origin}: {key}: {self._problem(pattern)}"
+            said = f"{origin}: {key}" if origin != "environment" else f"environment: {VARIABLES.get(key, key)}"
+            yield f"{said}: {self._problem(pattern)}"
 
     def _unknown(self, named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         names: set[str] | None = None

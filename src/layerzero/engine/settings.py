@@ -139,7 +139,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Turn nested sections (``cache: {max_size: 1}``) into dotted keys.
 
-    Raises: PolicyError for an unknown section or key, naming the nearest one.
+    Raises: PolicyError for a section that is none.
     """
     flat: dict[str, Any] = {}
     sections = {key.split(".")[0] for key in SETTINGS if "." in key}
@@ -152,37 +152,59 @@ def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
                 flat[ALIASES.get(f"{name}.{inner}", f"{name}.{inner}")] = inner_value
         else:
             flat[name] = value
-    for name in flat:
-        if name not in SETTINGS:
-            raise PolicyError(f"{origin}: unknown key {name!r}{nearest(name, SETTINGS)} See `layerzero config keys`.")
     return flat
+
+
+_WANTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    list[str]: "a list",
+    list[dict[str, Any]]: "a list of rules",
+    dict[str, Any]: "keys and values",
+}
+"""Types in words of a YAML file; others are texts."""
 
 
 def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Flatten and check values against the table.
 
-    Raises: PolicyError with the key, what was wanted and what came.
+    Raises: PolicyError with each unknown key and the nearest, and with each wrong value, what was wanted and what came.
     """
     flat = flatten(values, origin)
+    problems = []
     for name, value in flat.items():
-        setting = SETTINGS[name]
+        if name not in SETTINGS:
+            problems.append(f"{origin}: unknown key {name!r}{nearest(name, SETTINGS)} See `layerzero config keys`.")
+            continue
+        given = list(value) if isinstance(value, tuple) else value
         try:
-            flat[name] = msgspec.convert(list(value) if isinstance(value, tuple) else value, setting.kind, strict=True)
-        except msgspec.ValidationError as error:
-            raise PolicyError(f"{origin}: {name}: {error}, got {told(value)}") from None
-        if setting.choices and value not in setting.choices:
-            choices = " or ".join(repr(choice) for choice in setting.choices)
-            raise PolicyError(f"{origin}: {name}: wanted {choices}, got {told(value)}")
-        if setting.words and isinstance(value, str) and value not in setting.words:
-            words = " or ".join(map(repr, setting.words))
-            raise PolicyError(f"{origin}: {name}: wanted {words} or a list of names, got {value!r}")
-        if not setting.built and value != setting.default:
-            raise PolicyError(
-                f"{origin}: {name}: this version knows only the default {setting.default!r}, got {value!r}; "
-                "remove the key until the feature exists"
-            )
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= 0:
-            raise PolicyError(f"{origin}: {name}: wanted a number of at least 0, got {told(value)}")
-        if setting.most is not None and value > setting.most:
-            raise PolicyError(f"{origin}: {name}: wanted a number of at most {setting.most:g}, got {told(value)}")
+            flat[name] = msgspec.convert(given, SETTINGS[name].kind, strict=True)
+        except msgspec.ValidationError:
+            wanted = _WANTED.get(SETTINGS[name].kind, "a text")
+            hint = f"; write [{value}]" if wanted == "a list" and isinstance(value, str) else ""
+            hint = ", all of them texts" if wanted == "a list" and isinstance(given, list) else hint
+            problems.append(f"{origin}: {name}: wanted {wanted}, got {told(value)}{hint}")
+            continue
+        problem = _problem_of(SETTINGS[name], value)
+        if problem:
+            problems.append(f"{origin}: {name}: {problem}")
+    if problems:
+        raise PolicyError(*problems)
     return flat
+
+
+def _problem_of(setting: Setting, value: Any) -> str:
+    """What is wrong with a value of the right type, with wanted and got; empty if nothing is."""
+    if setting.choices and value not in setting.choices:
+        return f"wanted {' or '.join(repr(choice) for choice in setting.choices)}, got {told(value)}"
+    if setting.words and isinstance(value, str) and value not in setting.words:
+        return f"wanted {' or '.join(map(repr, setting.words))} or a list of names, got {value!r}"
+    if not setting.built and value != setting.default:
+        known = f"this version knows only the default {setting.default!r}, got {value!r}"
+        return f"{known}; remove the key until the feature exists"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= 0:
+        return f"wanted a number of at least 0, got {told(value)}"
+    if setting.most is not None and value > setting.most:
+        return f"wanted a number of at most {setting.most:g}, got {told(value)}"
+    return ""

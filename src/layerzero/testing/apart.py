@@ -101,7 +101,7 @@ class End:
         if self.kind == "given up":
             return f"not asked: {DEATHS} processes died or hung in other classes"
         if self.kind == "stopped":
-            return "who asked did not wait any longer"
+            return "the time given was over before its turn ended"
         how = {"died": "it ended the process with", "hung": "no sign of life for"}
         killed = "its process had too little memory and ended with" if says_out_of_memory(self.words) else _KILLED
         text = f"{how.get(self.kind, killed)} {self.how}"

@@ -37,6 +37,8 @@ class AttentionSwap:
     Attributes:
         model: the outermost model of Transformers that has these configurations.
         of: the setting that is exchanged.
+        chosen: whether the caller chose LayerZero's already, wherever it could be: then nothing is exchanged, and what
+            goes on here is the comparison that layers and steps rest on.
     """
 
     def __init__(self, model: Any) -> None:
@@ -45,8 +47,9 @@ class AttentionSwap:
         self._before = [
             (config, config._attn_implementation)
             for config in _configs_of(model)
-            if config._attn_implementation == self.of
+            if config._attn_implementation in {self.of, NAME}
         ]
+        self.chosen = all(before == NAME for _, before in self._before)
 
     @property
     def is_on(self) -> bool:
@@ -63,6 +66,17 @@ class AttentionSwap:
         for config, before in self._before:
             if config._attn_implementation in {NAME, COMPARED}:
                 config._attn_implementation_internal = before
+
+    @contextmanager
+    def stock(self) -> Iterator[None]:
+        """Let Transformers compute it meanwhile, whatever is set."""
+        settings = [(config, config._attn_implementation) for config, _ in self._before]
+        self.on(self.of)
+        try:
+            yield
+        finally:
+            for config, setting in settings:
+                config._attn_implementation_internal = setting
 
 
 TESTED = 5
@@ -95,10 +109,8 @@ def models_of(root: Module) -> Iterator[tuple[str, Any]]:
 def why_not(model: Any) -> str:
     """Say why a model's attention is left to it; empty where it may be exchanged."""
     setting = model.config._attn_implementation
-    if setting == NAME:
-        return "it is LayerZero's already"
     wanted = FROM if _has_torchs(model) else OWN
-    if setting != wanted and not any(each._attn_implementation == wanted for each in _configs_of(model)):
+    if not any(each._attn_implementation in {wanted, NAME} for each in (model.config, *_configs_of(model))):
         return f"attn_implementation={setting!r} was chosen for it, or the model has no other"
     for each in model.modules():
         if not hasattr(each, "_can_set_attn_implementation"):

@@ -138,7 +138,7 @@ def optimize(
             Replaced(path, type(each.swap.module).__name__, each.kind, each.calls, kernel, each.error)
         )
     for path, exchange, error, ours in attention:
-        if not ours:
+        if not ours or exchange.chosen:
             continue
         exchange.on()
         report._exchanges.append(exchange)
@@ -314,7 +314,12 @@ def _attention(root: Module, report: Optimized, workload: Workload | None) -> li
                 if workload is not None:
                     raise
                 why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
-        if why:
+        if exchange is not None and exchange.chosen:
+            said = "it is LayerZero's already, as attn_implementation says"
+            report.left.append(Left(path, type(model).__name__, f"attention: {said}{why and f', but {why}'}"))
+            if why:
+                continue
+        elif why:
             report.left.append(Left(path, type(model).__name__, f"attention: {why}"))
         if exchange is not None:
             found.append((path, exchange, error, not why))

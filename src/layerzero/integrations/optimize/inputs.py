@@ -77,16 +77,30 @@ class Workload:
         return kernel.jit and self.device.type == "cpu"
 
 
+def _noted(call: Callable[[], Any], how: str) -> Callable[[], Any]:
+    """What says how the model was called, where it raises: a SentenceTransformer takes no sentences that way."""
+
+    def run() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            other = "inputs may be a function that runs it otherwise: lz.optimize(model, lambda: model.encode(texts))"
+            error.add_note(f"lz.optimize ran {how}; {other}")
+            raise
+
+    return run
+
+
 def workload_of(model: Any, inputs: Any) -> Workload:
     """A way to run a model on what the caller gave."""
     first = next((each for each in tensors_of_model(model)), None)
     device = torch.device("cpu") if first is None else first.device
     if isinstance(inputs, Mapping):
-        return Workload(lambda: model(**inputs), device)
+        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device)
     if isinstance(inputs, (tuple, list)):
-        return Workload(lambda: model(*inputs), device)
+        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device)
     if isinstance(inputs, Tensor):
-        return Workload(lambda: model(inputs), device)
+        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device)
     if callable(inputs):
         return Workload(inputs, device)
     wanted = "a tensor, a tuple, a dict, or a function without arguments"

@@ -269,17 +269,18 @@ def _cache(module: Module) -> Any:
 
 def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tuple[list[Tensor], list[Tensor]]:
     """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
-    exchange.off()
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each, _ in calls]
     stock = stock_forward(module)
-    first = _run(stock, module, hidden, calls)
+    with exchange.stock():
+        first = _run(stock, module, hidden, calls)
     for each in first:
         if not isinstance(each, Tensor):  # Bamba's layers
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden, strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
-    return hidden, _run(stock, module, hidden, calls)
+    with exchange.stock():
+        return hidden, _run(stock, module, hidden, calls)
 
 
 def _error(

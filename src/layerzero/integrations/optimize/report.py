@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.asking.layers import numbered, ranges
@@ -17,6 +17,9 @@ from layerzero.tuning.measuring.tuned import Tuned
 
 BY_CALL = "by call"
 """The kernel of what no few rows can be asked about."""
+
+WIDEST = 40
+"""Characters of a list in a table, where its entries allow it."""
 
 _Alike = tuple[str, str, tuple[str, ...], bool]
 """What rows of a table have in common that stand in one line: their path around its number, what they say."""
@@ -106,6 +109,7 @@ class Optimized:
         weights, extra = self.weight_bytes, self.extra_bytes
         text = f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"
         packs = self.packs
+        text += ", which are made when a kernel first wants one" if packs and not extra else ""
         counts = Counter(count for each in packs for count in each.forms if count)
         kept = [f"{weights} weights in {forms} form{'s' * (forms > 1)}" for forms, weights in sorted(counts.items())]
         text += f" ({', '.join(kept)}, beside the weights)" if kept else ""
@@ -180,5 +184,23 @@ def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, fl
         path = f"{before}{ranges(numbers)}{after}".rstrip(".") or "(model)"
         worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
         cells.append((path, *texts, worst)[: len(headers)])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines = [line for cell in cells for line in _folded(cell)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _folded(cells: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The lines of a row: lists before its last column, as of a layer's seven kernels, have lines of :data:`WIDEST`."""
+    columns = [_lines(text) for text in cells[:-1]]
+    columns.append([cells[-1]])
+    yield from itertools.zip_longest(*columns, fillvalue="")
+
+
+def _lines(text: str) -> list[str]:
+    lines = [""]
+    for each in text.split(", "):
+        if lines[-1] and len(lines[-1]) + len(each) > WIDEST:
+            lines.append("")
+        lines[-1] += f"{each}, "
+    lines[-1] = lines[-1].removesuffix(", ")
+    return [line.rstrip() for line in lines]

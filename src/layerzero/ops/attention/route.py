@@ -158,8 +158,9 @@ def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, h
         size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
     if not fits:
+        of_keys = "; a mask of each sequence's keys is attn_mask[:, None, None, :]" if shape == (batch, seq_k) else ""
         raise _invalid(
-            f"attn_mask: wanted a shape broadcastable to (B, H, S_q, S_k) = {target}, got {shape}",
+            f"attn_mask: wanted a shape broadcastable to (B, H, S_q, S_k) = {target}, got {shape}{of_keys}",
             ReasonCode.ATTN_MASK_INVALID,
         )
     if mask.is_floating_point() and mask.dtype not in (torch.float32, canonical["query"].dtype):

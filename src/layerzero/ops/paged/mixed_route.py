@@ -47,7 +47,10 @@ def route_tokens(name: str, arguments: dict[str, Any]) -> Routed:
     """Check a call and choose the operation by head counts and by whether it promises decodes."""
     query, key_cache, layout = arguments["query"], arguments["key_cache"], arguments["layout"]
     problems = table_problems(arguments["block_tables"], arguments["context_lens"])
-    problems += shape_problems(arguments, ("query",), 3)
+    found = shape_problems(arguments, ("query",), 3)
+    if found and isinstance(query, Tensor) and query.ndim == 4:
+        found = [f"{found[0]}; with cu_seqlens_q, given or of the step, queries are (T, H, D)"]
+    problems += found
     if not problems:
         starts = arguments["cu_seqlens_q"], len(arguments["context_lens"]) + 1, len(query)
         problems += start_problems("cu_seqlens_q", *starts)

@@ -144,7 +144,10 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
     query, key_cache, step = arguments["query"], arguments["key_cache"], arguments["step"]
     problems = one_token_each(arguments)
     problems += table_problems(arguments["block_tables"], arguments["context_lens"])
-    problems += shape_problems(arguments, ("query", "key_cache", "value_cache"), 4)
+    found = shape_problems(arguments, ("query",), 4)
+    if found and isinstance(query, Tensor) and query.ndim == 3:
+        found = [f"{found[0]}; queries of (T, H, D) go with cu_seqlens_q="]
+    problems += found + shape_problems(arguments, ("key_cache", "value_cache"), 4)
     problems += layout_problems(arguments["layout"])
     if problems:
         raise InvalidCallError(name, problems)
