@@ -161,6 +161,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
         "step": "a kind of what is replaced: one token of a decoder",
     },
+    "integrations/optimize/experts.py": dict.fromkeys(
+        (
+            *("activation", "alpha", "down_bias", "experts", "gate_up_bias", "limit", "moe_experts", "packed_down"),
+            *("packed_gate_up", "silu", "swiglu_oai"),
+        ),
+        _REPLACED,
+    ),
     "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens", "top_k"), _DRAWN),
     "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
@@ -209,6 +216,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         _ENGINE,
     ),
     "integrations/sglang.py": dict.fromkeys(("attention", "causal", "page_size", "softcap", "window"), _ENGINE),
+    "integrations/transformers_experts.py": dict.fromkeys(
+        (
+            *("activation", "alpha", "down_bias", "experts", "gate_up_bias", "limit", "moe_experts", "norm"),
+            "swiglu_oai",
+        ),
+        "Transformers' interface for experts, and what is called in its place",
+    ),
     "integrations/vllm.py": dict.fromkeys(
         (
             *("alibi_slopes", "append_paged_kv", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),

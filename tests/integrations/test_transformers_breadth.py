@@ -185,6 +185,17 @@ def test_a_model_with_attention_of_its_own_is_refused_when_it_is_made(name: str)
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Inkling2ForCausalLM"), reason="Transformers has no Inkling 2")
+def test_a_model_with_sinks_of_tokens_is_refused_when_it_is_made() -> None:
+    kind = transformers.Inkling2ForCausalLM
+    config = kind.config_class(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
+    with (
+        torch.device("meta"),
+        pytest.raises(lz.InvalidCallError, match="got Inkling2.*, which gives one for each token"),
+    ):
+        kind._from_config(config, attn_implementation="layerzero")
+
+
 def test_a_model_without_attention_is_told() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=99)
     with pytest.warns(lz.LayerZeroWarning, match="MambaModel computes no attention through Transformers'"):

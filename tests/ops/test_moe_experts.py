@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 import layerzero as lz
 from drawing import examples
+from layerzero.core.evidence import call_work
 from layerzero.engine.functions import CALLS
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
@@ -73,6 +74,18 @@ def test_an_expert_that_is_elsewhere_adds_nothing(kernel, tokens):
         none = lz.moe_experts(rows, gate_up, down, torch.full_like(ids, -1), shares * torch.nan, **packed)
     torch.testing.assert_close(parts[0] + parts[1], whole)
     assert (none == 0).all()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_how_shares_lie_is_no_part_of_the_work(top_k):
+    """Models give them in float32 or as their rows are; rows of two numbers kept times of experts out of tables."""
+    rows, gate_up, down, ids, shares = mixture(4, top_k, torch.bfloat16)
+    works = {
+        call_work(lz.facts("moe_experts", rows, gate_up, down, ids, each))
+        for each in (shares.float(), shares.bfloat16(), torch.nn.functional.pad(shares.float(), (0, 3))[:, :top_k])
+    }
+    assert len(works) == 1
+    assert dict(works.pop())["row_alignment"] == "16"
 
 
 def candidates(*tensors, **more):

@@ -115,6 +115,7 @@ class TensorSchema:
         counts: of integers, the axes whose product they count up to: from 0 to it.
         holes: whether -1 among them stands for nothing.
         distinct: whether no place may be named twice in a row of the last axis, because it is written into.
+        one_by_one: whether its values are few and read one by one, so that their dtype and how they lie change no time.
         dtype_from: of a result, the parameter or tensor whose dtype it has; the call's if empty.
         when: of a result, the flag that asks for it; always there if empty.
         code: of an optional tensor, the reason that a kernel which lacks it is refused with.
@@ -134,6 +135,7 @@ class TensorSchema:
     counts: tuple[str, ...] = ()
     holes: bool = False
     distinct: bool = False
+    one_by_one: bool = False
     dtype_from: str = ""
     when: str = ""
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED

@@ -92,7 +92,8 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
         if name not in ignored and (name not in STATE_FACTS or value != STATE_FACTS[name].neutral)
     ]
     named += [("layout", str(facts.layout)), ("device_name", facts.device.name)]
-    data = [each for each in facts.tensors.values() if each.dtype not in INDEX]  # nobody reads tables by vectors
+    lone = facts.operation.schema.one_by_one
+    data = [each for name, each in facts.tensors.items() if each.dtype not in INDEX and name not in lone]
     rows = min((each.row_alignment_bytes for each in data), default=MAX_ALIGNMENT_BYTES)
     return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
 
@@ -112,6 +113,8 @@ def _memory(facts: Facts) -> list[str]:
     optional = {schema.name for schema in facts.operation.schema.optional}
     found = []
     for name, tensor in facts.tensors.items():
+        if name in facts.operation.schema.one_by_one:
+            continue
         words = []
         if tensor.dtype != facts["dtype"]:
             words.append(dtype_name(tensor.dtype))

@@ -47,6 +47,7 @@ class OperationSchema:
         sizeless: the facts of a call that are no sizes and do not follow from them.
         scaling: sizes along which a time changes smoothly; others (``head_dim``, ``page_size``) select code.
         implied: facts that sizes imply: works that differ in them alone are of one family.
+        one_by_one: tensors that nobody reads by vectors, beside tables of places and counts.
         idle: facts that change which kernels are legal, or a number that they read, but not how much there is to do.
     """
 
@@ -73,6 +74,7 @@ class OperationSchema:
     scaling: frozenset[str] = field(init=False, repr=False, compare=False)
     implied: frozenset[str] = field(init=False, repr=False, compare=False)
     idle: frozenset[str] = field(init=False, repr=False, compare=False)
+    one_by_one: frozenset[str] = field(init=False, repr=False, compare=False)
     indexed: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     _axes: dict[str | None, tuple[tuple[TensorSchema, tuple[str, ...]], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -112,6 +114,7 @@ class OperationSchema:
                 *(each.name for each in self.axes if each.implied),
                 *(each.name for each in self.params if each.implied),
             }),
+            "one_by_one": frozenset(each.name for each in self.inputs if each.one_by_one),
             "idle": frozenset({
                 *(each.name for each in self.axes if not each.works),
                 *(each.name for each in self.params if not each.works),

@@ -1,5 +1,7 @@
 """Transformers 5: ``attn_implementation="layerzero"`` sends every attention of a model to ``lz.attention``.
 
+What ``experts_implementation="layerzero"`` does stands in :mod:`layerzero.integrations.transformers_experts`.
+
 The rules are those of Transformers' own ``sdpa`` integration (transformers 5.23, ``integrations/sdpa_attention.py``):
 BHSD in, BSHD out; a mask, bool or float, says everything by itself; without one the call is causal if the module is and
 there is more than one query. What ``sdpa`` ignores and LayerZero can compute (softcap, sinks, a window without a mask)
@@ -20,6 +22,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.transformers_batching import keys_of
+from layerzero.integrations.transformers_experts import is_reserved, register_experts
 from layerzero.integrations.transformers_loading import check_at_load, settings_of
 
 _UNSERVED = {
@@ -74,7 +77,8 @@ _float_masked: set[type] = set()
 def register_with_transformers(name: str = "layerzero") -> None:
     """Make ``attn_implementation=name`` known to Transformers, for ``from_pretrained`` and ``set_attn_implementation``.
 
-    Registers the attention and the mask function; doing it again changes nothing. Models that cannot be served are then
+    Where there is an interface for experts (5.0 on), ``experts_implementation=name`` is known as well. Registers the
+    attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
     refused when they are loaded, with the settings that work for them; one that computes no attention is told so.
     Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
     Raises: ImportError without Transformers 5; ValueError for a name that Transformers gives a meaning.
@@ -85,12 +89,14 @@ def register_with_transformers(name: str = "layerzero") -> None:
         wanted = "register_with_transformers: wanted transformers >= 5, got none that has AttentionMaskInterface"
         raise ImportError(f"{wanted}; pip install 'transformers>=5'") from error
     reserved = re.search(r"flash|flex_attention|sdpa|eager|[|/:@]", name)
-    if reserved or (name not in _registered and name in AttentionInterface().valid_keys()):
+    taken = name not in _registered and name in AttentionInterface().valid_keys()
+    if reserved or taken or is_reserved(name, _registered):
         raise ValueError(f"name: wanted one that means nothing to Transformers, such as 'layerzero', got {name!r}")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     _registered.add(name)
     check_at_load(_registered)
+    register_experts(name, _registered)
 
 
 def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Collection
@@ -56,6 +57,12 @@ def check_class(model: Any) -> None:
             "attn_implementation={'text_config': 'layerzero'}"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
+    if _gives_sinks_of_tokens(model):
+        problem = (
+            f"wanted a model whose heads have one sink each, got {name}, which gives one for each token; load it with "
+            f"{settings_of(model)}"
+        )
+        raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if not _calls(model):
         warnings.warn(
             f"attn_implementation='layerzero': {name} computes no attention through Transformers' AttentionInterface, "
@@ -77,6 +84,17 @@ def _chooses_itself(model: Any) -> bool:
     """Whether its file has a table of attention classes by setting, in which a registered name is no key."""
     there = vars(sys.modules[model.__module__]).values()
     return any(isinstance(each, dict) and "eager" in each and isinstance(each["eager"], type) for each in there)
+
+
+@functools.cache
+def _gives_sinks_of_tokens(model: Any) -> bool:
+    """Whether its file calls attention with ``sinks``, which Inkling 2 makes of each token: no kernel takes them."""
+    if not model.__module__.startswith("transformers.models."):
+        return False
+    try:
+        return re.search(r"^ +sinks=", inspect.getsource(sys.modules[model.__module__]), re.MULTILINE) is not None
+    except OSError:  # it has no source: its first call is refused
+        return False
 
 
 @functools.cache

@@ -37,6 +37,7 @@ class Candidate:
         calls: what the new forward calls.
         swap: the new forward.
         example: input to try it on.
+        others: what it is called with beside that, by place.
         asked: the call that the new forward makes of the example, to ask which kernel gets it: a function's name, its
             arguments by place and by name.
         stock: whether the module is torch's own function already, so that only another kernel than torch's is a gain.
@@ -51,6 +52,7 @@ class Candidate:
     stock: bool = False
     error: float = 0.0
     covered: tuple[Module, ...] = field(default=())
+    others: tuple[Tensor, ...] = ()
 
     @property
     def kernel(self) -> str | None:
@@ -81,10 +83,10 @@ def compared(found: Candidate) -> str:
     """Run the original and the new forward on the example; say what is wrong, empty where they agree."""
     module, dtype = found.swap.module, found.example.dtype
     with quiet(module):
-        expected = stock_forward(module)(found.example.clone())
+        expected = stock_forward(module)(found.example.clone(), *found.others)
         found.swap.on()
         try:
-            got = module.forward(found.example.clone())
+            got = module.forward(found.example.clone(), *found.others)
         finally:
             found.swap.off()
     found.error = distance(got, expected)

@@ -17,6 +17,7 @@ from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.candidate import Candidate, compared
+from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.inputs import Workload, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
@@ -30,7 +31,7 @@ from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
 from layerzero.integrations.optimize.swapping import Packs, State, Swap, has_own_forward, is_swapped, weight_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 
-KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, linear_then, norm, linear)
+KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear)
 """Asked in this order: what covers others comes first."""
 
 LAYER = "lz.add_rms_norm, lz.rope_, lz.attention, lz.linear, lz.mlp"
@@ -63,11 +64,11 @@ def optimize(
         print(report)
         report.undo()
 
-    Norms, feed-forward blocks and linear layers are found by what they compute, and whole decoder layers of
-    Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and its place:
-    ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (which saves the stock module) and hooks
-    of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients, run
-    under autocast, in training mode or in ``torch.compile`` run the modules' own code.
+    Norms, feed-forward blocks, experts of mixtures and linear layers are found by what they compute, and whole decoder
+    layers of Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and
+    its place: ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock module) and
+    hooks of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients,
+    run under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers, a
@@ -254,7 +255,7 @@ def _find(root: Module, report: Optimized, taken: set[int], *, measured: bool) -
             continue
         why = refusal(module, parents.get(id(module)))
         if why:
-            if not module._modules or any(isinstance(each, Linear) for each in module.children()):
+            if _has_weights(module):
                 report.left.append(Left(path, type(module).__name__, why))
             continue
         for kind in KINDS:
@@ -275,6 +276,12 @@ def _find(root: Module, report: Optimized, taken: set[int], *, measured: bool) -
             if not module._modules and any(True for _ in module.parameters(recurse=False)):
                 report.left.append(Left(path, type(module).__name__, "it computes nothing that LayerZero knows"))
     return found
+
+
+def _has_weights(module: Module) -> bool:
+    """Whether it would have been one of the kinds, and no list of others."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return own or not module._modules or any(isinstance(each, Linear) for each in module.children())
 
 
 def _is_small(module: Module) -> bool:

@@ -129,7 +129,7 @@ EXPERTS = Operation(
             TensorSchema("gate_up_weight", ("experts", "joined_features", "hidden"), FLOATING, resident=True),
             TensorSchema("down_weight", ("experts", "hidden", "inner_features"), FLOATING, resident=True),
             TensorSchema("expert_ids", ("tokens", "top_k"), IDS, same_dtype=False, indexes=("experts",), holes=True),
-            TensorSchema("expert_weights", ("tokens", "top_k"), FLOATING, same_dtype=False),
+            TensorSchema("expert_weights", ("tokens", "top_k"), FLOATING, same_dtype=False, one_by_one=True),
             TensorSchema("gate_up_bias", ("experts", "joined_features"), FLOATING, required=False),
             TensorSchema("down_bias", ("experts", "hidden"), FLOATING, required=False),
         ),
