@@ -252,7 +252,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _TRANSFORMERS,
     ),
-    "integrations/transformers_loading.py": {"attention": _TRANSFORMERS},
+    "integrations/transformers_loading.py": {"attention": _TRANSFORMERS, "sinks": _TRANSFORMERS},
     "tuning/keeping/rows.py": {"rows": _MEMORY},
     "tuning/measuring/asked.py": {"head_dim": _SPECIFIED},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},

@@ -191,7 +191,7 @@ def test_a_model_with_sinks_of_tokens_is_refused_when_it_is_made() -> None:
     config = kind.config_class(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
     with (
         torch.device("meta"),
-        pytest.raises(lz.InvalidCallError, match="got Inkling2.*, which gives one for each token"),
+        pytest.raises(lz.InvalidCallError, match=r"got Inkling2.*, which gives one for each token"),
     ):
         kind._from_config(config, attn_implementation="layerzero")
 

@@ -59,7 +59,7 @@ def check_class(model: Any) -> None:
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if _gives_sinks_of_tokens(model):
         problem = (
-            f"wanted a model whose heads have one sink each, got {name}, which gives one for each token; load it with "
+            f"wanted a model whose sinks are those of its weights, got {name}, which gives one for each token; load it with "
             f"{settings_of(model)}"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
