@@ -59,8 +59,8 @@ def check_class(model: Any) -> None:
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if _gives_sinks_of_tokens(model):
         problem = (
-            f"wanted a model whose sinks are those of its weights, got {name}, which gives one for each token; load it with "
-            f"{settings_of(model)}"
+            f"wanted a model whose sinks are those of its weights, got {name}, which gives one for each token; "
+            f"load it with {settings_of(model)}"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if not _calls(model):
