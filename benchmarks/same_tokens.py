@@ -190,6 +190,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="models, as in tests/integrations/architectures.py; default: all")
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
+    if unknown := set(asked.names) - {each.name for each in WRITERS}:
+        parser.error(f"names: wanted some of {', '.join(each.name for each in WRITERS)}, got {', '.join(unknown)}")
     transformers.utils.logging.set_verbosity_error()
     wrong = 0
     print("| model | kind | 64 tokens: attention | optimized | in steps | bf16 over stock's: attention | optimized |")
@@ -199,11 +201,12 @@ def main() -> int:
         if asked.names and each.name not in asked.names:
             continue
         texts, ratios = compared(each, asked.device)
-        wrong += sum(map(bool, texts))
+        wrong += any(texts) or any(math.isnan(ratio) for way in ratios for ratio in way)  # max() passes over NaN
         cells = [text or "same" for text in texts] + [f"{median:.2f}, {far:.2f}" for median, far in ratios]
         print(f"| {each.name} | {each.kind} | {' | '.join(cells)} |", flush=True)
         count, worst = count + 1, [max(kept, *found) for kept, found in zip(worst, ratios, strict=True)]
-    print(f"\n{count} models, {wrong} with other tokens; farthest from float64 {worst[0]:.2f} and {worst[1]:.2f}\n")
+    print(f"\n{count} models, {wrong} with other tokens or NaN; ", end="")
+    print(f"farthest from float64 {worst[0]:.2f} and {worst[1]:.2f}\n")
     if not asked.names:
         for dtype, values in perplexities(asked.device).items():
             print(f"perplexity, {dtype}: stock {values[0]:.4f}, attention {values[1]:.4f}, optimized {values[2]:.4f}")

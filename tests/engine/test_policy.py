@@ -220,8 +220,10 @@ def test_load_config_changes_the_next_call(tmp_path, norm):
 @pytest.mark.parametrize(("text", "wanted"), [
     ("strict_mod: true", "did you mean 'strict_mode'"),
     ("strict_mode: 3", "strict_mode: wanted true or false, got 3"),
-    ("deny: torch", "deny: wanted a list, got 'torch'; write [torch]"),
-    ("deny: [torch, 3]", "deny: wanted a list, got ['torch', 3], all of them texts"),
+    ("deny: torch", "deny: wanted a list of texts, got 'torch'; write [torch]"),
+    ("deny: [torch, 3]", "deny: wanted a list of texts, got ['torch', 3]"),
+    ("3: 4", "unknown key 3"),
+    ("plugins: 5", "plugins: wanted a list of texts, or a text, got 5"),
     ("strict_mod: 1\njit: soon", "'strict_mode'? See `layerzero config keys`.\n"),
     ("cache: {max_sise: 3}", "did you mean 'cache.max_size'"),
     ("cache: 3", "wanted a section"),

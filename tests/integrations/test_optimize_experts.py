@@ -337,6 +337,28 @@ def test_copies_compute_with_their_own_weights(transposed: bool, kernel: str) ->
     assert [each.data_ptr() for each in weights] == [each.data_ptr() for each in (twin[0].first, twin[0].second)]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_copy_made_between_new_weights_and_the_next_call_computes_with_them(transposed: bool, kernel: str) -> None:
+    module = Mixed(transposed=transposed).eval()
+    model = nn.Sequential(module, nn.Linear(64, 64)).eval()
+    assert lz.optimize(model).replaced
+    call = call_of(module)
+    with torch.no_grad():
+        module(*call)
+        model.load_state_dict({name: each * 0.5 for name, each in model.state_dict().items()}, assign=True)
+        twin = copy.deepcopy(model)
+        torch.testing.assert_close(twin[0](*call), Mixed.forward(module, *call))
+        torch.testing.assert_close(twin[1](call[0]), nn.Linear.forward(model[1], call[0]))
+
+
+def test_experts_are_found_whatever_device_new_tensors_are_on() -> None:
+    model = nn.Sequential(Mixed(), nn.RMSNorm(64), nn.Linear(64, 64)).eval()
+    expected = [(each.path, each.why) for each in lz.optimize(copy.deepcopy(model)).left]
+    with torch.device("meta"):  # as set_default_device("cuda"), where random numbers are drawn on a CPU
+        got = [(each.path, each.why) for each in lz.optimize(model).left]
+    assert got == expected
+
+
 def test_what_is_saved_is_the_stock_module(kernel: str) -> None:
     model = nn.Sequential(Mixed(transposed=True)).eval()
     assert lz.optimize(model).replaced

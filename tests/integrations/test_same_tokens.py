@@ -1,4 +1,7 @@
-"""benchmarks/same_tokens.py, model by model: 64 greedy tokens, and bfloat16 as near to the truth as stock's."""
+"""benchmarks/same_tokens.py, model by model: 64 greedy tokens, and bfloat16 as near to the truth as stock's.
+
+And how benchmarks/every_model.py reads what it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from architectures import decoders, everything
 
 WITH_ENCODER = {"twice", "speech", "both", "prefix"}
 WRITERS = [*(each.name for each in decoders()), *(each.name for each in everything() if each.kind in WITH_ENCODER)]
-FILE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "same_tokens.py"
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def judge() -> Any:
-    spec = importlib.util.spec_from_file_location("same_tokens", FILE)
+    return loaded("same_tokens")
+
+
+def loaded(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,3 +55,22 @@ def test_a_model_that_writes_otherwise_is_told(judge: Any) -> None:
     said = judge.differing(stock, call, judge.written(stock, call), judge.written(other, call))
     assert "from token" in said
     assert "stock's best two" in said
+
+
+@pytest.mark.parametrize(("ratio", "ends_with"), [(1.0, 0), (float("nan"), 1)])
+def test_no_number_is_a_difference(judge: Any, monkeypatch: pytest.MonkeyPatch, ratio: float, ends_with: int) -> None:
+    monkeypatch.setattr(judge, "compared", lambda *_: (["", "", ""], [[1.0, ratio], [1.0, 1.0]]))
+    monkeypatch.setattr(sys, "argv", ["same_tokens.py", "Llama"])
+    assert judge.main() == ends_with
+
+
+@pytest.mark.parametrize("name", ["same_tokens", "every_model"])
+def test_a_name_that_is_none_is_refused(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "nothing"])
+    with pytest.raises(SystemExit):
+        loaded(name).main()
+    assert "got nothing" in capsys.readouterr().err
+
+
+def test_a_type_whose_class_another_has_too_is_found() -> None:
+    assert list(loaded("every_model").models(["llama"])) == [("decoder", "llama", "LlamaForCausalLM")]

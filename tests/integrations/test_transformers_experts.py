@@ -276,3 +276,16 @@ def test_transformers_without_the_interface_is_left_as_it_is(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     lz.register_with_transformers()
     assert not integration.is_reserved("grouped_mm", ())
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """New tensors lie on another device than random numbers are drawn on, as after set_default_device("cuda")."""
+    with torch.device("meta"):
+        yield
+
+
+def test_a_gate_is_asked_whatever_device_new_tensors_are_on(elsewhere: None) -> None:
+    with torch.device("cpu"):
+        experts = mixtures.experts_of(mixtures.made("Mixtral", **OURS))[0]
+    assert integration._gate_of(experts) == integration.Gate("silu")

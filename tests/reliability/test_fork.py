@@ -177,3 +177,34 @@ def test_what_two_threads_add_at_once_hears_of_a_fork(monkeypatch):
     finally:
         sys.setswitchinterval(before)
     assert len(methods) == len(kept)
+
+
+def in_thread(*functions):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(each() for each in functions))
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_thread_that_gave_up_waiting_for_a_lock_forks_and_leaves_it_to_the_other_that_forks(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(forking, "around", lambda *both: hooks.extend(both))
+    monkeypatch.setattr(forking, "HELD_S", 0.0)
+    held = forking.held_by_forks()
+    before, after = hooks
+    before()
+    assert in_thread(before, after) == [None, None]
+    assert in_thread(lambda: held.acquire(blocking=False)) == [False]
+    after()
+    assert in_thread(lambda: held.acquire(blocking=False), held.release) == [True, None]
+
+
+def test_a_thread_that_gave_up_waiting_for_imports_leaves_their_lock_to_the_other_that_forks():
+    forking._let_imports_end()
+    try:
+        assert in_thread(forking._let_imports_begin) == [None]
+    finally:
+        forking._let_imports_begin()
+    assert in_thread(lambda: (forking._imp.acquire_lock(), forking._imp.release_lock())) == [(None, None)]
+    assert not forking._holding

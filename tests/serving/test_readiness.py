@@ -13,6 +13,7 @@ import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
 from layerzero.serving.building import BUILDS
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
@@ -226,3 +227,13 @@ def test_the_command_passes_over_what_failed_unless_it_is_strict(manifest):
     asked = ["ready", "--manifest", str(manifest), "--device", "cpu"]
     codes = [CliRunner().invoke(main, [*asked, *more], prog_name="layerzero").exit_code for more in ((), ("--strict",))]
     assert codes == [0, 1]
+
+
+def test_what_a_warmup_takes_away_while_it_is_asked_about_is_no_failure(monkeypatch):
+    class TakenAway(dict):
+        def __contains__(self, kernel_id):
+            return True
+
+    monkeypatch.setattr(BUILDS, "_lacking", TakenAway())
+    facts = lz.facts("rms_norm", torch.randn(3, 32), torch.randn(32))
+    assert BUILDS.failure(REGISTRY.kernel("mine.compiled"), facts) == ""

@@ -356,3 +356,24 @@ def test_a_model_is_called_once_and_its_calls_are_measured():
     assert [each.facts.operation.name for each in found.contests] == ["norm.rms"]
     with pytest.raises(ValueError, match="wanted a model that calls LayerZero's functions on cpu, got function"):
         lz.tune(lambda: None)
+
+
+def test_builds_that_are_under_way_are_waited_for_where_vetting_gets_nowhere(vetting, monkeypatch):
+    """On a GPU they end one by one: the first that ended let go of the others."""
+    under_way = [1, 2, 3]
+
+    class OneByOne(beside.Beside):
+        @property
+        def open(self):
+            return bool(under_way) or super().open
+
+        def caught_up(self, *, wait_for):
+            if wait_for and under_way:
+                under_way.pop()
+            return super().caught_up(wait_for=wait_for)
+
+    monkeypatch.setattr(running, "Beside", OneByOne)
+    vetting.reaches = 0
+    run(norms(64), Deadline(100.0, Clock()), isolate=True)
+    assert under_way == []
+    assert vetting.rounds == [1, 1]

@@ -60,15 +60,13 @@ def held_by_forks() -> threading.RLock:
 
     A fork waits :data:`HELD_S` for it at most.
     """
-    made, taken = rlock(), []
+    made = rlock()
 
     def before() -> None:
-        if made.acquire(timeout=HELD_S):
-            taken.append(True)
+        made.acquire(timeout=HELD_S)
 
     def after() -> None:
-        if taken:
-            taken.pop()
+        if made._is_owned():  # type: ignore[attr-defined]  # another thread that forks may hold it
             made.release()
 
     around(before, after)
@@ -123,7 +121,8 @@ hung in its own import of it (2026-11-23)."""
 
 _PAUSE_S = 0.001
 _MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})
-_holding: list[bool] = []
+_holding: list[int] = []
+"""The thread that forks and holds the lock of imports: one that gave up waiting for it must not let go of it."""
 
 
 def _others_import() -> bool:
@@ -139,7 +138,7 @@ def _let_imports_end() -> None:
     while True:
         _imp.acquire_lock()  # nobody begins an import while it is held
         if not _others_import():
-            _holding.append(True)
+            _holding.append(threading.get_ident())
             return
         _imp.release_lock()
         if time.monotonic() >= until:
@@ -148,8 +147,8 @@ def _let_imports_end() -> None:
 
 
 def _let_imports_begin() -> None:
-    if _holding:
-        _holding.pop()
+    if threading.get_ident() in _holding:
+        _holding.clear()
         _imp.release_lock()
 
 

@@ -159,7 +159,8 @@ _WANTED = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    list[str]: "a list",
+    list[str]: "a list of texts",
+    list[str] | str: "a list of texts, or a text",
     list[dict[str, Any]]: "a list of rules",
     dict[str, Any]: "keys and values",
 }
@@ -175,15 +176,15 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     problems = []
     for name, value in flat.items():
         if name not in SETTINGS:
-            problems.append(f"{origin}: unknown key {name!r}{nearest(name, SETTINGS)} See `layerzero config keys`.")
+            hint = nearest(str(name), SETTINGS)  # YAML reads 3 and true as no texts
+            problems.append(f"{origin}: unknown key {name!r}{hint} See `layerzero config keys`.")
             continue
         given = list(value) if isinstance(value, tuple) else value
         try:
             flat[name] = msgspec.convert(given, SETTINGS[name].kind, strict=True)
         except msgspec.ValidationError:
             wanted = _WANTED.get(SETTINGS[name].kind, "a text")
-            hint = f"; write [{value}]" if wanted == "a list" and isinstance(value, str) else ""
-            hint = ", all of them texts" if wanted == "a list" and isinstance(given, list) else hint
+            hint = f"; write [{value}]" if SETTINGS[name].kind == list[str] and isinstance(value, str) else ""
             problems.append(f"{origin}: {name}: wanted {wanted}, got {told(value)}{hint}")
             continue
         problem = _problem_of(SETTINGS[name], value)

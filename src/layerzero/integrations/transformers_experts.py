@@ -142,8 +142,8 @@ def _gate_of(module: Any) -> Gate | str:
 def _learned(module: Any) -> Gate | str:
     width = module.gate_up_proj.shape[-1 if module.is_transposed else -2]
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(8, width, generator=generator) * scale for scale in _SCALES]
     with torch.no_grad(), torch.device("cpu"):
+        rows = [torch.randn(8, width, generator=generator, dtype=torch.float32) * scale for scale in _SCALES]
         try:
             expected = [module._apply_gate(each.clone()) for each in rows]
         except Exception as error:  # noqa: BLE001  # whatever a class of somebody else's raises

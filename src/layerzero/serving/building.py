@@ -205,7 +205,8 @@ class Builds:
         failed = self.failures.of(kernel, facts)
         if failed is not None:
             return failed.gist
-        return self._lacking[kernel.id].log if kernel.id in self._lacking else ""
+        outcome = self._lacking.get(kernel.id)  # asked once: warmup may take it away meanwhile
+        return "" if outcome is None else outcome.log
 
     def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
         """Remember what became of a build that was made elsewhere in this process, which tells of it itself."""

@@ -207,9 +207,9 @@ def _example(gate_up: Tensor, *, experts: int, dtype: torch.dtype) -> tuple[Tens
     """Six rows, each with two experts or, where there is one, with that; made without the caller's random numbers."""
     generator = torch.Generator().manual_seed(gate_up.shape[1] + experts)
     top_k = min(experts, 2)
-    rows = torch.randn(6, gate_up.shape[2], generator=generator) + 0.25
-    ids = torch.rand(6, experts, generator=generator).argsort(-1)[:, :top_k]
-    shares = torch.rand(6, top_k, generator=generator).to(gate_up.device, dtype)
+    rows = torch.randn(6, gate_up.shape[2], generator=generator, device="cpu") + 0.25
+    ids = torch.rand(6, experts, generator=generator, device="cpu").argsort(-1)[:, :top_k]
+    shares = torch.rand(6, top_k, generator=generator, device="cpu").to(gate_up.device, dtype)
     return rows.to(gate_up.device, dtype), ids.contiguous().to(gate_up.device), shares
 
 

@@ -143,7 +143,7 @@ def _calls_of(
     model: Any, exchange: AttentionSwap, modules: list[Module]
 ) -> tuple[dict[int, list[Call]], Mapping[int, Seen]]:
     """What the model hands to each layer: prompt and token, twice, then with hidden tokens; and what attention got."""
-    ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0), device="cpu")
     ids = (ids % model.get_input_embeddings().weight.shape[0]).to(model.get_input_embeddings().weight.device)
     hidden = torch.ones_like(ids)
     hidden[0, :2] = 0
@@ -270,7 +270,9 @@ def _cache(module: Module) -> Any:
 def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tuple[list[Tensor], list[Tensor]]:
     """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
-    hidden = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each, _ in calls]
+    hidden = [
+        torch.randn(each.shape, generator=generator, device="cpu").to(each.device, each.dtype) for each, _ in calls
+    ]
     stock = stock_forward(module)
     with exchange.stock():
         first = _run(stock, module, hidden, calls)

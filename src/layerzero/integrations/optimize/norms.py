@@ -136,8 +136,8 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
     size = weight_of(twin).shape[0]
     with torch.no_grad():
         for parameter in twin.parameters():
-            parameter.copy_(torch.randn(size, generator=generator) + 0.5)
-    rows = torch.randn(3, 1, size, generator=generator) + 0.5  # three axes: a group norm takes the second for channels
+            parameter.copy_(torch.randn(size, generator=generator, device="cpu") + 0.5)
+    rows = torch.randn(3, 1, size, generator=generator, device="cpu") + 0.5  # a group norm's channels: the second axis
     rows *= torch.tensor([1.0, 0.03, 0.001])[:, None, None]
     try:
         with quiet(twin):

@@ -121,6 +121,9 @@ class Packs(State):
         self._for_one = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        for each in self.packed:
+            if each is not None and each.is_gone:  # exchanged since: the copy's first call makes its own, as here
+                memo[id(each)] = PackedWeight(torch.empty(1, 1))
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, Packs)
         if twin.budget is not None:
@@ -144,8 +147,9 @@ class Packs(State):
     def bound(self, budget: Budget) -> None:
         """Keep no more forms than there is room for."""
         self.budget = budget
-        weights = [None if each is None else each.weight for each in self.packed]
-        self.packed = [None if each is None else self._made(number, each) for number, each in enumerate(weights)]
+        for number, each in enumerate(self.packed):
+            if each is not None and not each.is_gone:
+                self.packed[number] = self._made(number, each.weight)
 
     def _made(self, number: int, weight: Tensor) -> PackedWeight:
         if self.budget is None:

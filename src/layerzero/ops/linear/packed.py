@@ -121,6 +121,11 @@ class PackedWeight(Handle):
         return weight
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the weight that it was made of lives no more: it fits no call, then."""
+        return self._weight() is None
+
+    @property
     def bytes(self) -> int:
         """Memory that the packed forms take now, beside the weight itself."""
         return sum(cast(Packing, slot).bytes for slot in tuple(self._slots.values()))

@@ -342,12 +342,13 @@ def run_jobs(
             revisit()
         while not deadline.passed():
             left = run.not_reached
-            if left and not beside.open:  # a part of the time did not suffice for them
+            again = left > 0 and not beside.open
+            if again:  # a part of the time did not suffice for them
                 beside.ask(list(looked_at.values()))
             if not beside.open:
                 break
             revisit(wait_for=True)
-            if 0 < left <= run.not_reached:  # nor would another
+            if again and left <= run.not_reached:  # nor would another
                 break
     finally:
         beside.end()
