@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import decoders, padded
 
 import layerzero as lz
 from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
@@ -243,3 +244,16 @@ def test_memory_made_in_inference_mode_serves_outside(where: str) -> None:
     for each in (tokens(), tokens(2, 1)):
         stepped(model, cache, each)
     assert not state_of(report).refused
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_model_that_reads_its_masks_itself_takes_no_steps(side: str, where: str) -> None:
+    """DeepSeek-V3.2: each query sees 4 of the keys that its mask shows; its attention is LayerZero's all the same."""
+    stock, _ = next(each for each in decoders() if each.name == "DeepseekV32").pair()
+    stock.set_attn_implementation("sdpa")
+    batch = padded(side)
+    expected = stock.generate(**batch, max_new_tokens=12, do_sample=False)
+    report = lz.optimize(stock, graph=True)
+    assert "attention" in {each.kind for each in report.replaced}, report
+    assert torch.equal(stock.generate(**batch, max_new_tokens=12, do_sample=False), expected)
+    assert state_of(report).graphs == 0

@@ -292,7 +292,9 @@ WRONG = {
     "p: wanted a share above 0 and up to 1, got nan": {"p": math.nan},
     "p: wanted float, got True": {"p": True},
     "p: wanted float, got '0.9'": {"p": "0.9"},
-    "p: wanted one number for all rows, got tensor([1., 1., 1.]); row_p= takes one for each row": {"p": torch.ones(3)},
+    "p: wanted one number for all rows, got a tensor (3,) of float32; row_p= takes one for each row": {
+        "p": torch.ones(3)
+    },
     "temperature: wanted one number for all rows, got [1.0, 2.0]; row_temperature= takes one for each row": {
         "p": 1.0,
         "temperature": [1.0, 2.0],

@@ -92,7 +92,7 @@ def test_files_and_variables_are_looked_at_by_the_first_choice(tmp_path, monkeyp
     lz.rms_norm(*call)
     monkeypatch.setenv("LAYERZERO_AVOID", "zentroch")
     CONFIGURATION.reset()
-    with pytest.raises(lz.PolicyError, match=r"environment: avoid_sources: .* did you mean 'zentorch'"):
+    with pytest.raises(lz.PolicyError, match=r"environment: LAYERZERO_AVOID: .* did you mean 'zentorch'"):
         lz.explain("rms_norm", *call)
     assert any("'zentroch', which names none" in issue for issue in lz.doctor().issues)
 

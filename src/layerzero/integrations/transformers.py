@@ -178,7 +178,7 @@ def attention_forward(
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     if indices is not None:
-        attention_mask = _selected(attention_mask, indices, key.shape[2])
+        attention_mask = selected(attention_mask, indices, key.shape[2])
     q_length = query.shape[2]
     if not torch.compiler.is_compiling() and (one_token := ONE_TOKEN.get()) is not None:
         if attention_mask is not None or position_bias is not None:
@@ -246,7 +246,7 @@ def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bo
     return query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
 
 
-def _selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
+def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     """The mask that hides what no query selects as well: what models do themselves for ``eager`` and ``sdpa``."""
     if mask is None or indices.ndim != 3 or mask.ndim != 4 or mask.shape[-1] != kv_length:
         text = f"shape {tuple(indices.shape)} and " + ("no mask" if mask is None else f"a mask {tuple(mask.shape)}")

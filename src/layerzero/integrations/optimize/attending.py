@@ -207,12 +207,15 @@ def theirs_of(module: Module) -> Callable[..., Any]:
 
 def comparing(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
     """Attend by both, keep the difference, and return what Transformers' gives."""
-    from layerzero.integrations.transformers import HARMLESS, attention_forward
+    from layerzero.integrations.transformers import HARMLESS, attention_forward, selected
 
     seen = _SEEN.get()
     if seen is not None:
         told = {name: each for name, each in named.items() if each is not None and name not in {*HARMLESS, "dropout"}}
         seen[id(module)] = Seen((query.shape[1], key.shape[1], query.shape[3]), told)
+    indices = named.pop("indices", None)
+    if indices is not None:  # models that were loaded for sdpa put them into the mask themselves
+        mask = selected(mask, indices, key.shape[2])
     theirs = theirs_of(module)(module, query, key, value, mask, **named)
     errors = _ERRORS.get()
     if errors is not None:
