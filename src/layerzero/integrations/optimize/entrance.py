@@ -76,7 +76,8 @@ def optimize(
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
         graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
             replayed; on a CPU they run as they are, with the cache in memory that stays where it is.
-        rounds: times that each variant is timed, interleaved.
+        rounds: times that each variant is timed, interleaved; up to four times as often while their ratios scatter
+            around the 1 %.
         budget_s: seconds for measuring kernels; None for no limit.
         isolate: whether kernels that are new on this machine run in a child process first.
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state

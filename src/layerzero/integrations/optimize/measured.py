@@ -79,7 +79,9 @@ def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:
     for each in steps:
         each.off()
     try:
-        return spent(root, kinds, workload.call, switch, workload.device)
+        found = spent(root, kinds, workload.call, switch if others else None, workload.device)
+        found.steps_off = bool(steps)
+        return found
     finally:
         for each in steps:
             each.on()
