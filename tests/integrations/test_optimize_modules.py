@@ -398,7 +398,7 @@ def test_where_nothing_is_replaced_no_time_is_told_as_after(monkeypatch: pytest.
 
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(switches, sample, rounds):
+    def decided(switches, sample, rounds, _tell):
         for switch in switches.values():
             switch(False)
         return Timed(1.0, 1.0, dict.fromkeys(switches, 0.7), list(switches), rounds)
@@ -410,3 +410,21 @@ def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch
     assert any(
         "it gained +70.0% in its turn, but all that gained less than 1 % together" in each.why for each in report.left
     )
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
+def test_progress_is_told_of_modules_calls_and_turns() -> None:
+    seen: list[tuple[str, int, int]] = []
+    model = nn.Sequential(Scaled(16, "plain"), nn.Linear(16, 16)).eval()
+    lz.optimize(
+        model, torch.randn(3, 16), budget_s=5.0, rounds=1, isolate=False, progress=lambda *each: seen.append(each)
+    )
+    kinds = list(dict.fromkeys(text.split()[0] for text, _, _ in seen))
+    assert kinds == ["checking", "measuring", "timing"]
+    assert all(0 <= done <= of for _, done, of in seen)
+    assert any(" s left" in text for text, _, _ in seen)
+
+
+def test_nothing_is_told_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lz.optimize(nn.Sequential(Scaled(16, "plain")).eval())
+    assert capsys.readouterr() == ("", "")

@@ -54,12 +54,15 @@ class Timed:
         return "\n".join(lines)
 
 
-def gate(switches: Mapping[str, Switch], sample: Sample, rounds: int) -> Timed:
+def gate(
+    switches: Mapping[str, Switch], sample: Sample, rounds: int, tell: Callable[[int, int], None] = lambda *_: None
+) -> Timed:
     """Time stock, everything, and everything without each kind, in turn; leave on what gains.
 
     What a round's samples have in common, such as a neighbour that takes half of the cores, their ratio does not have.
     Rounds go on, to :data:`MOST_ROUNDS` times ``rounds``, for variants whose ratios do not say yet on which side of
-    :data:`LEAST` they lie. Where nothing gains, everything is off afterwards.
+    :data:`LEAST` they lie; ``tell`` is told before each, of how many at least.
+    Where nothing gains, everything is off afterwards.
     """
 
     def set_on(kinds: Sequence[str]) -> None:
@@ -70,12 +73,12 @@ def gate(switches: Mapping[str, Switch], sample: Sample, rounds: int) -> Timed:
     variants: dict[str, list[str]] = {"": []}
     if len(everything) > 1:
         variants |= {kind: [each for each in everything if each != kind] for kind in everything}
-    pairs = _race(variants, everything, set_on, sample, rounds)
+    pairs = _race(variants, everything, set_on, sample, rounds, tell)
     gains = {kind: gain(pairs.get(kind, pairs[""])) for kind in everything}
     kept = [kind for kind in everything if gains[kind] >= LEAST]
     whole = pairs[""]
     if kept and len(kept) < len(everything):
-        whole = _race({"": []}, kept, set_on, sample, rounds)[""]
+        whole = _race({"": []}, kept, set_on, sample, rounds, tell)[""]
     if gain(whole) < LEAST:
         kept = []
     dropped = [kind for kind in everything if kind not in kept]
@@ -106,6 +109,7 @@ def _race(
     set_on: Callable[[Sequence[str]], None],
     sample: Sample,
     rounds: int,
+    tell: Callable[[int, int], None],
 ) -> dict[str, list[Pair]]:
     """Seconds of each variant and of what it is compared with, by rounds, of which every second goes backwards.
 
@@ -119,6 +123,7 @@ def _race(
         open_ = [name for name in variants if turn < rounds or not _is_decided(pairs[name])]
         if not open_:
             break
+        tell(turn, max(rounds, turn + 1))
         seconds: dict[str | None, float] = {}
         order: list[str | None] = [*open_, None]
         for name in order if turn % 2 == 0 else reversed(order):
