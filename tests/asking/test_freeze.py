@@ -231,7 +231,7 @@ def test_a_process_that_would_choose_otherwise_refuses(norm, tmp_path):
     lz.configure(deny=["user.first"])
     with pytest.raises(lz.FrozenChoiceError) as caught:
         lz.freeze(path)
-    assert any(problem.startswith("settings: wanted") for problem in caught.value.problems)
+    assert "settings: deny: wanted its default, got ('user.first',)" in caught.value.problems
     assert any("POLICY_DENIED" in problem for problem in caught.value.problems)
     lz.configure(deny=None)
     lz.unregister_kernel("user.first")
@@ -325,3 +325,19 @@ def test_freezing_and_thawing_beside_calls(norm):
     assert ENGINE.health.breakers() == {}
     lz.rms_norm(x, w)
     assert {each.kernel for each in lz.frozen().choices.values()} == {"user.first"}
+
+
+def test_a_document_is_told_in_one_line(norm):
+    lz.rms_norm(torch.randn(4, 8), torch.randn(8))
+    document = lz.freeze()
+    assert repr(document) == str(document)
+    assert repr(document).startswith("<Frost of 1 choice on ")
+    assert document.hash[:12] in repr(document)
+    assert len(repr(document)) < 160
+
+
+def test_a_document_with_a_hash_of_settings_alone_is_still_read():
+    from layerzero.engine.frozen import unlike
+
+    assert unlike("aaaa", "aaaa {}") == []
+    assert unlike("aaaa", "bbbb {}") == ["settings: wanted aaaa, got bbbb; that document does not say which they were"]

@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import joining
+from layerzero.integrations.optimize import layers as whole
 from layerzero.integrations.optimize.attending import AttentionSwap
 from layerzero.integrations.optimize.layer import Layer
 
@@ -264,3 +265,42 @@ def test_layers_know_what_they_cover(kind: str) -> None:
         each.model.layers[1].mlp.down_proj.weight.data.fill_(0.01)
     torch.testing.assert_close(output(model), output(stock), rtol=1e-3, atol=1e-3)
     assert heard == [1, 1]
+
+
+def test_a_layer_whose_parts_fit_no_form_is_told_by_its_sizes() -> None:
+    from architectures import decoders
+
+    (deepseek,) = (each for each in decoders() if each.name == "DeepseekV3")
+    config = transformers.DeepseekV3Config(**deepseek.sizes)
+    model = transformers.DeepseekV3ForCausalLM._from_config(config).eval()
+    (why,) = (each.why for each in lz.optimize(model).left if each.path == "model.layers.0")
+    assert "its products and norms have the sizes of no form" in why
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda out: out * float("nan"), "a form's output has NaN or infinities on random input"),
+        (lambda out: out[:, :1], "a form gave (2, 1, 32), the layer (2, 5, 32)"),
+        (None, "a form raised RuntimeError: no such size"),
+    ],
+)
+def test_a_form_that_cannot_be_compared_is_told_by_what_happened(spoil: Any, told: str) -> None:
+    class Swapped:
+        def __init__(self) -> None:
+            self.module = self
+
+        def on(self) -> None: ...
+
+        def off(self) -> None: ...
+
+        def forward(self, rows: torch.Tensor, **_: Any) -> torch.Tensor:
+            if spoil is None:
+                raise RuntimeError("no such\n size")
+            return spoil(rows)
+
+    rows = [torch.ones(2, 5, 32)]
+    run = lambda function, _module, hidden, _calls: [function(each) for each in hidden]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "_run", run)
+        assert whole._error(Swapped(), rows, [rows[0] * 2], [((2, 5, 32), {})], None) == told

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import examples
 from layerzero.integrations.optimize import entrance, measured
 from layerzero.integrations.optimize.activations import activation_named
 from layerzero.integrations.optimize.blocks import Block, block
@@ -349,13 +352,53 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
 def test_a_slow_moment_of_the_machine_is_no_gain() -> None:
     from layerzero.integrations.optimize.gate import gain
 
-    assert gain([1.0, 1.0, 1.0], [0.5, 0.5, 0.5]) == 1.0
-    assert gain([0.028, 0.1], [0.18, 0.025]) < 0  # the mean of the pairs says 1.08
+    assert gain([(1.0, 0.5), (1.0, 0.5), (1.0, 0.5)]) == 1.0
+    assert gain([(0.028, 0.18), (0.1, 0.025)]) < 0  # the mean of the pairs says 1.08
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.floats(1.0, 50.0), min_size=22, max_size=22), st.integers(0, 41))
+def test_neighbours_decide_nothing(loads: list[float], stuck: int) -> None:
+    """Whole rounds are slower by any factor, and one sample of them all takes a thousand times as long."""
+    on: dict[str, bool] = {}
+    numbers = iter(range(-2, 100))
+
+    def sample() -> float:
+        number = next(numbers)
+        return (0.8 if on["a"] else 1.0) * loads[max(number, 0) // 2] * (1000 if number == stuck else 1)
+
+    found = gate({"a": lambda state: on.__setitem__("a", state)}, sample, 5)
+    assert on == {"a": True}
+    assert found.speedup == pytest.approx(1.25)
+
+
+def test_rounds_go_on_while_ratios_lie_on_both_sides() -> None:
+    def counted(after: list[float]) -> int:
+        on, times = {}, iter([1.0, *after])
+        found = gate({"a": lambda state: on.__setitem__("a", state)}, lambda: next(times) if on["a"] else 1.0, 5)
+        return found.rounds
+
+    assert counted([0.5] * 5) == 5
+    assert counted([0.5, 2.0] * 10) == 20
+    assert counted([0.5, 2.0, *[0.5] * 6]) == 8
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
+def test_where_nothing_is_replaced_no_time_is_told_as_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", 1e9)
+    model = Scaled(16, "plain").eval()
+    report = lz.optimize(model, torch.randn(3, 16), budget_s=0.0, rounds=1, isolate=False)
+    assert report.replaced == []
+    assert report.spent is not None
+    assert report.spent.after == {}
+    times = [line for line in str(report).splitlines() if " ms" in line or line.startswith("time of a run")]
+    assert times
+    assert not any("after" in line for line in times)
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(switches, sample, rounds):
+    def decided(switches, sample, rounds, _tell):
         for switch in switches.values():
             switch(False)
         return Timed(1.0, 1.0, dict.fromkeys(switches, 0.7), list(switches), rounds)
@@ -367,3 +410,21 @@ def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch
     assert any(
         "it gained +70.0% in its turn, but all that gained less than 1 % together" in each.why for each in report.left
     )
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
+def test_progress_is_told_of_modules_calls_and_turns() -> None:
+    seen: list[tuple[str, int, int]] = []
+    model = nn.Sequential(Scaled(16, "plain"), nn.Linear(16, 16)).eval()
+    lz.optimize(
+        model, torch.randn(3, 16), budget_s=5.0, rounds=1, isolate=False, progress=lambda *each: seen.append(each)
+    )
+    kinds = list(dict.fromkeys(text.split()[0] for text, _, _ in seen))
+    assert kinds == ["checking", "measuring", "timing"]
+    assert all(0 <= done <= of for _, done, of in seen)
+    assert any(" s left" in text for text, _, _ in seen)
+
+
+def test_nothing_is_told_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lz.optimize(nn.Sequential(Scaled(16, "plain")).eval())
+    assert capsys.readouterr() == ("", "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.core.binding import misfit
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
@@ -79,10 +80,11 @@ def _explain_plain(
     function: PlainFunction, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None
 ) -> Report:
     """The same for a call without tensors."""
+    signature = inspect.signature(function.signature)
     try:
-        bound = inspect.signature(function.signature).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{function.name}: {error}") from None
+        raise misfit(function.name, error, kwargs, signature.parameters) from None
     bound.apply_defaults()
     REGISTRY.ready()
     dispatcher, _ = PLAIN_CALLS[function.name]

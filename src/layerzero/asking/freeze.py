@@ -22,7 +22,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, digest_of
+from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 
@@ -36,7 +36,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: version of this document.
         layerzero, torch: versions.
         device: name of the device that the choices were made on.
-        settings: hash of the effective settings, locks and rules.
+        settings: hash of the effective settings, locks and rules, and as JSON those that are not at their defaults.
         choices: kernel, library, version and an example call of each class, by its name.
         hash: SHA-256 of all the rest; equal hashes mean equal choices, whoever made them and when.
     """
@@ -48,6 +48,11 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: str
     choices: dict[str, Choice]
     hash: str = ""
+
+    def __repr__(self) -> str:
+        """One line; ``choices`` and ``write`` have all of it."""
+        count = len(self.choices)
+        return f"<Frost of {count} choice{'s' * (count != 1)} on {self.device}, hash {self.hash[:12]}>"
 
     def sealed(self) -> Frost:
         """The same with its hash."""
@@ -161,7 +166,7 @@ def _here() -> dict[str, Any]:
         "layerzero": __version__,
         "torch": str(torch.__version__),
         "device": "; ".join(_devices()),
-        "settings": digest_of(CONFIGURATION.policy),
+        "settings": told_of(CONFIGURATION.policy),
     }
 
 
@@ -187,8 +192,9 @@ def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
     problems = [
         f"{name}: wanted {getattr(found, name)}, got {here}"
         for name, here in _here().items()
-        if getattr(found, name) != here
+        if name != "settings" and getattr(found, name) != here
     ]
+    problems += unlike(found.settings, _here()["settings"])
     for name, choice in found.choices.items():
         if choice.scoped:
             continue  # made under the settings of a block, which cannot be asked about

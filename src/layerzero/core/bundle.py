@@ -7,7 +7,7 @@ their own, so that such a call costs 7 us more than one with the tensors themsel
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class Bundle:
         """
         raise NotImplementedError
 
+    def hint(self, _missing: Sequence[str]) -> str:
+        """What would bring required arguments that the call lacks still, for the end of an error; empty if nothing."""
+        return ""
+
 
 def unpack(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call with what its objects bring. Raises: TypeError for required ones that nobody brings."""
@@ -50,5 +54,8 @@ def unpack(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name, value in found.items() if value is MISSING]
     if missing:
         names = ", ".join(map(repr, missing))
-        raise TypeError(f"{function.name}() missing required arguments: {names}")
+        given = (arguments[name] for name in function.tensors)
+        hints = [value.hint(missing) for value in given if isinstance(value, Bundle)]
+        text = "; ".join(dict.fromkeys(filter(None, hints)))
+        raise TypeError(f"{function.name}() missing required arguments: {names}{text and f'; {text}'}")
     return found

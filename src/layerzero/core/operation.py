@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.core.arguments import Param, Role
+from layerzero.core.binding import misfit
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
@@ -380,7 +381,7 @@ class Function:
         try:
             bound = signature.bind_partial(*args, **kwargs) if has_bundle else signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}: {error}") from None
+            raise misfit(self.name, error, kwargs, signature.parameters) from None
         bound.apply_defaults()
         if not has_bundle:
             return dict(bound.arguments)

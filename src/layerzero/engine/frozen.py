@@ -16,6 +16,7 @@ from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
+from layerzero.engine.settings import SETTINGS
 
 STATE = ("deterministic", "capturing", "autocast", *STATE_FACTS)
 """Facts that a recipe does not have."""
@@ -142,6 +143,35 @@ def class_name(facts: Facts, policy: Policy) -> str:
     if policy is not CONFIGURATION.policy:
         words.append(f"settings={digest_of(policy)}")
     return " ".join(words)
+
+
+def told_of(policy: Policy) -> str:
+    """The hash of effective settings and, as JSON, those that are not at their defaults, locks and rules."""
+    values = {key: repr(value) for key, value in policy.values if not _is_default(key, value)}
+    values |= {name: repr(each) for name, each in (("locks", policy.locks), ("rules", policy.rules)) if each}
+    return f"{digest_of(policy)} {msgspec.json.encode(values, order='deterministic').decode()}"
+
+
+def _is_default(key: str, value: object) -> bool:
+    if key not in SETTINGS:
+        return False
+    default = SETTINGS[key].default
+    return value == (tuple(default) if isinstance(default, list) else default)
+
+
+def unlike(wanted: str, here: str) -> list[str]:
+    """Which settings differ, by what :func:`told_of` said of them, or the hash alone in documents of before."""
+    (first, _, theirs), (second, _, mine) = wanted.partition(" "), here.partition(" ")
+    if first == second:
+        return []
+    try:
+        known, ours = (msgspec.json.decode(each, type=dict[str, str]) for each in (theirs, mine))
+    except msgspec.MsgspecError:
+        return [f"settings: wanted {first}, got {second}; that document does not say which they were"]
+    keys = [key for key in sorted({*known, *ours}) if known.get(key) != ours.get(key)]
+    default = "its default"
+    found = [f"settings: {key}: wanted {known.get(key, default)}, got {ours.get(key, default)}" for key in keys]
+    return found or [f"settings: wanted {first}, got {second}; defaults differ"]
 
 
 def digest_of(policy: Policy) -> str:

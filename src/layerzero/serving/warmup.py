@@ -122,7 +122,7 @@ def warmup(
         jobs = list(_that_fit(jobs, target, warmed))
     if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels()):
         _assembly.vet([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))])
-    with _told(progress) as tell:
+    with bar_or(progress) as tell:
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
             _warm(job, warmed, *_bound(job, target, params))
@@ -139,7 +139,7 @@ def warmup(
 
 
 @contextmanager
-def _told(progress: Progress | None) -> Iterator[Progress]:
+def bar_or(progress: Progress | None) -> Iterator[Progress]:
     """Who is told of each call: the caller, or a bar on a terminal; nobody elsewhere."""
     if progress is not None or not sys.stderr.isatty():
         yield progress or (lambda *_: None)

@@ -17,7 +17,7 @@ from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.record import record
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tuned import Tuned
+from layerzero.tuning.measuring.tuned import Step, Tuned
 
 SHORTEST_S = 0.05
 """A sample runs the model as often as fills this, at most :data:`MOST` times."""
@@ -63,14 +63,16 @@ class Workload:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def tune(self, *, budget_s: float | None, isolate: bool) -> Tuned:
+    def tune(self, *, budget_s: float | None, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
         """Record the calls of one run and measure each class of them, the most frequent first."""
         with record() as recording, torch.no_grad():
             self.call()
         jobs = jobs_of(recording.manifest(), self.device.type)
         effort = Effort(current_policy()["tune_samples"], fill=self.device.type == "cpu")
         slow = [kernel.id for kernel in REGISTRY.kernels() if self._takes_minutes(kernel)]
-        return run_jobs(jobs, self.device, effort=effort, budget_s=budget_s, isolate=isolate, leave_out=slow)
+        return run_jobs(
+            jobs, self.device, effort=effort, budget_s=budget_s, isolate=isolate, leave_out=slow, progress=progress
+        )
 
     def _takes_minutes(self, kernel: Kernel) -> bool:
         """Compilers for the CPU take half a minute a call, more than most runs would ever win."""

@@ -183,6 +183,9 @@ def _tried(
         found.why = "as a whole: it has no rotary positions or no cache, or its attention is called otherwise"
         return found, liked
     forms = list(_forms(made, got, exchange.of))
+    if not forms:  # latent projections
+        found.why = "as a whole: its products and norms have the sizes of no form of a layer that LayerZero computes"
+        return found, liked
     forms.sort(key=lambda form: form[0] != liked)
     try:
         hidden, expected = _expected(module, calls, exchange)
@@ -191,6 +194,7 @@ def _tried(
         return found, liked
     dtype = hidden[0].dtype
     least, ran = float("inf"), found.kernels
+    failed: dict[str, None] = {}
     tried: dict[str, None] = {}
 
     def saw(_: Function, plan: Plan) -> None:
@@ -202,15 +206,21 @@ def _tried(
             ran.clear()
             swap = Swap(module, forward, state)
             error = _error(swap, hidden, expected, calls, exchange if ours else None)
-            least = min(least, error)
             tried |= ran
+            if isinstance(error, str):
+                failed[error] = None
+                continue
+            least = min(least, error)
             if error <= TOLERANCE.get(dtype, 0.0):
                 found.swap, found.error = swap, error
                 return found, name
     finally:
         ENGINE.unwatch(saw)
     by = f" by {', '.join(tried)}" if tried else ""
-    found.why = f"as a whole: its output is none of the layers' formulas{by}: the nearest is off by {least:.2g}"
+    nearest = f"the nearest is off by {least:.2g}"
+    if least == float("inf"):
+        nearest = next(iter(failed), "they cannot be compared")
+    found.why = f"as a whole: its output is none of the layers' formulas{by}: {nearest}"
     return found, liked
 
 
@@ -287,24 +297,32 @@ def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tup
 
 def _error(
     swap: Swap, hidden: list[Tensor], expected: list[Tensor], calls: list[Call], exchange: AttentionSwap | None
-) -> float:
-    """How far a form is from the layer's own output, in units of the largest value that the layer adds."""
+) -> float | str:
+    """How far a form is from the layer's own output, in units of the largest value that the layer adds.
+
+    Text where that is no number: what was raised, another shape, or what is not finite.
+    """
     try:
         if exchange is not None:
             exchange.on()
         swap.on()
         got = _run(swap.module.forward, swap.module, hidden, calls)
-    except (InvalidCallError, RuntimeError, IndexError):  # this form does not fit its sizes
-        return float("inf")
+    except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
+        return f"a form raised {type(raised).__name__}: {' '.join(str(raised).split())[:160]}"
     finally:
         swap.off()
         if exchange is not None:
             exchange.off()
-    pairs = zip(got, expected, hidden, calls, strict=True)
-    return max(
-        distance(*seen_rows(named.get("attention_mask"), one - rows, two - rows))
-        for one, two, rows, (_, named) in pairs
-    )
+    errors = []
+    for one, two, rows, (_, named) in zip(got, expected, hidden, calls, strict=True):
+        if one.shape != two.shape:
+            return f"a form gave {tuple(one.shape)}, the layer {tuple(two.shape)}"
+        ours, own = seen_rows(named.get("attention_mask"), one - rows, two - rows)
+        for whose, each in (("the layer's own", own), ("a form's", ours)):
+            if not torch.isfinite(each).all():
+                return f"{whose} output has NaN or infinities on random input"
+        errors.append(distance(ours, own))
+    return max(errors)
 
 
 def _run(function: Any, module: Module, hidden: list[Tensor], calls: list[Call]) -> list[Tensor]:

@@ -16,7 +16,9 @@ from layerzero.integrations.optimize.inputs import Workload
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized
 from layerzero.integrations.optimize.spent import Spent, spent
 from layerzero.integrations.optimize.steps import Steps
+from layerzero.serving.warmup import Progress
 from layerzero.tuning.measuring.refused import refused
+from layerzero.tuning.measuring.tuned import Step
 
 
 def measure(
@@ -28,9 +30,10 @@ def measure(
     rounds: int,
     budget_s: float | None,
     isolate: bool,
+    tell: Progress = lambda *_: None,
 ) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay."""
-    tuned = report.tuned = workload.tune(budget_s=budget_s, isolate=isolate)
+    tuned = report.tuned = workload.tune(budget_s=budget_s, isolate=isolate, progress=lambda each: _told(each, tell))
     report.refused = refused({each.report.operation for each in tuned.contests}, workload.device)
     after = workload.run()
     errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
@@ -40,7 +43,9 @@ def measure(
         by_kind[told.kind].append(exchange)
     switches = {kind: _switch(Together(exchanges)) for kind, exchanges in by_kind.items()}
     if switches:
-        report.timed = gate(switches, workload.sample, rounds)
+        report.timed = gate(
+            switches, workload.sample, rounds, lambda turn, of: tell("timing kinds of modules", turn, of)
+        )
         for kind in report.timed.dropped:
             gain = report.timed.gains[kind]
             why = f"{kind}: end to end it gained {gain:+.1%}, less than 1 %"
@@ -62,6 +67,11 @@ def measure(
         report.tune.append(f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune")
 
 
+def _told(step: Step, tell: Progress) -> None:
+    left = "" if step.left_s is None else f", {step.left_s:.0f} s left"
+    tell(f"measuring {step.job.name}{left}", step.number, step.total)
+
+
 def _switch(kind: Exchange) -> Switch:
     return lambda on: kind.on() if on else kind.off()
 
@@ -79,7 +89,9 @@ def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:
     for each in steps:
         each.off()
     try:
-        return spent(root, kinds, workload.call, switch, workload.device)
+        found = spent(root, kinds, workload.call, switch if others else None, workload.device)
+        found.steps_off = bool(steps)
+        return found
     finally:
         for each in steps:
             each.on()

@@ -38,22 +38,28 @@ class Spent:
 
     Attributes:
         modules: how many there are of each kind.
-        before, after: the share of each kind with the model's own code, and with what was put in its place.
+        before, after: the share of each kind with the model's own code, and with what was put in its place; after is
+            empty where nothing was.
+        steps_off: whether captured steps, which run no modules, were off meanwhile.
     """
 
     modules: dict[str, int] = field(default_factory=dict)
     before: dict[str, Share] = field(default_factory=dict)
     after: dict[str, Share] = field(default_factory=dict)
+    steps_off: bool = False
 
     def lines(self) -> list[str]:
         """A table: kinds, the longest first."""
         on_device = any(each.device_s is not None for each in self.before.values())
-        head = ("time of a run", "modules", "before", "after")
-        rows = [(*head, "device before", "device after") if on_device else head]
+        columns = ("before", "after", "device before", "device after")[: 4 if on_device else 2]
+        columns = columns if self.after else ("now", "device now")[: len(columns) // 2]
+        name = "time of a run" + (", captured steps off" if self.steps_off else "")
+        rows: list[tuple[str, ...]] = [(name, "modules", *columns)]
         for kind, before in sorted(self.before.items(), key=lambda each: -each[1].host_s):
-            after = self.after[kind]
-            row = kind, str(self.modules.get(kind) or ""), _ms(before.host_s), _ms(after.host_s)
-            rows.append((*row, _ms(before.device_s), _ms(after.device_s)) if on_device else row)
+            shares = [before, self.after[kind]] if self.after else [before]
+            times = [_ms(each.host_s) for each in shares]
+            times += [_ms(each.device_s) for each in shares] if on_device else []
+            rows.append((kind, str(self.modules.get(kind) or ""), *times))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -63,17 +69,24 @@ def _ms(seconds: float | None) -> str:
 
 
 def spent(
-    root: Module, replaced: Mapping[str, str], run: Callable[[], Any], switch: Callable[[bool], None], device: Any
+    root: Module,
+    replaced: Mapping[str, str],
+    run: Callable[[], Any],
+    switch: Callable[[bool], None] | None,
+    device: Any,
 ) -> Spent:
     """Time a run by modules, as it was and as it is, in turn.
 
     Args:
         replaced: the kind of each path that has another forward.
         run: runs the model once.
-        switch: puts the new forwards on or off.
+        switch: puts the new forwards on or off; None where there are none, and two times of one model say nothing.
     """
     kinds = dict(_units(root, replaced))
     found = Spent({kind: list(kinds.values()).count(kind) for kind in dict.fromkeys(kinds.values())})
+    if switch is None:
+        found.before = _medians([_timed(kinds, run, device) for _ in range(ROUNDS)])
+        return found
     times: dict[bool, list[dict[str, Share]]] = {False: [], True: []}
     try:
         for _ in range(ROUNDS):

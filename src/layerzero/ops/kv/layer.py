@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import KVCacheStrategy
 from layerzero.ops.paged import written
-from layerzero.ops.paged.cache import PagedCache, of_step
+from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 from layerzero.ops.paged.declare import append_paged_kv_reference
 
 if TYPE_CHECKING:
@@ -227,6 +227,10 @@ class LatentLayer(Bundle):
         _check_step(self._owner(), given.get("step"))
         found: dict[str, Any] = {"ckv_cache": self.ckv_cache, "kpe_cache": self.kpe_cache}
         return found | of_step(given)
+
+    def hint(self, missing: Sequence[str]) -> str:
+        """Name the step, which brings tables and lengths."""
+        return hint_of_step(missing)
 
     def _moved(self, function: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Both planes with an axis for their one head, of a call that has neither another cache nor another layout."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from layerzero.core import forking
 from layerzero.core.arguments import told
+from layerzero.core.binding import public
+from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
@@ -55,9 +57,10 @@ def alone(method: _Method) -> _Method:
     return run  # type: ignore[return-value]  # the same signature
 
 
-class CachedSequences:
+class CachedSequences(Bundle):
     """Sequences of a cache: they begin, grow by steps, share what they begin with, and end; see :class:`KVCache`."""
 
+    @public("KVCache")
     def __init__(
         self,
         layers: int,
@@ -136,6 +139,12 @@ class CachedSequences:
 
     def __contains__(self, name: object) -> bool:
         return has_hash(name) and name in self._book.entries
+
+    def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse: a call is of one layer. Raises: InvalidCallError naming it."""
+        lacks = " and step=, of cache.writing()" if "step" in given and given["step"] is None else ""
+        problem = f"{parameter}: wanted one layer of the cache, got the whole KVCache; pass cache.layers[i]{lacks}"
+        raise InvalidCallError(function, [problem])
 
     @property
     def strategy(self) -> KVCacheStrategy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,10 @@ class PagedCache(Bundle):
             raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
         return mine | {"layout": self.layout} | of_step(given)
 
+    def hint(self, missing: Sequence[str]) -> str:
+        """Name the step, which brings tables and lengths."""
+        return hint_of_step(missing)
+
     def __repr__(self) -> str:
         shape, dtype = tuple(self.keys.shape), self.keys.dtype
         return f"PagedCache({shape[0]} pages of {self.page_size} tokens, {self.kv_heads} heads, {self.layout}, {dtype})"
@@ -149,3 +153,11 @@ def of_step(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     known = {"block_tables": step.block_tables, "context_lens": step.context_lens, "cu_seqlens_q": step.cu_seqlens_q}
     return {name: value for name, value in known.items() if given.get(name, 0) is None or given.get(name) is MISSING}
+
+
+def hint_of_step(missing: Sequence[str]) -> str:
+    """What a call with a cache lacks where it lacks tables or lengths."""
+    brought = [name for name in missing if name in ("block_tables", "context_lens")]
+    if not brought:
+        return ""
+    return f"a step brings {' and '.join(brought)}: pass step=, of KVCache.writing() or lz.StepMetadata"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
+from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
@@ -47,6 +48,7 @@ class StepMetadata(Handle):
     Raises: InvalidCallError for tensors that are no tables and lengths, or a bound or number of pages below 1.
     """
 
+    @public("StepMetadata")
     def __init__(
         self,
         block_tables: Tensor,

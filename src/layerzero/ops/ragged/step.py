@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.ops.ragged.starts import shape_problems
@@ -31,6 +32,7 @@ class RaggedMetadata(Handle):
     Raises: InvalidCallError for tensors that are no starts.
     """
 
+    @public("RaggedMetadata")
     def __init__(
         self,
         cu_seqlens_q: Tensor,

@@ -1,0 +1,48 @@
+"""Errors of calls that do not fit a signature: the public name, and the argument that a misspelt one may have meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def misfit(name: str, error: TypeError, passed: Iterable[str], known: Iterable[str]) -> TypeError:
+    """The error to raise in place of Python's own, by the names of a call and those of the signature."""
+    known = list(known)
+    stranger = next((each for each in passed if each not in known), None)
+    if stranger is None:
+        return TypeError(f"{name}: {error}")
+    close = get_close_matches(stranger, known, n=1, cutoff=0.5)
+    wanted = ", ".join(each for each in known if each != "self")
+    hint = f"; did you mean {close[0]!r}?" if close else f"; wanted {wanted}"
+    return TypeError(f"{name}: got an unexpected keyword argument {stranger!r}{hint}")
+
+
+def public(name: str) -> Callable[[_Init], _Init]:
+    """Let a constructor say its public name where a call does not fit it, whatever class it is written in."""
+
+    def of(init: _Init) -> _Init:
+        @functools.wraps(init)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                init(self, *args, **kwargs)
+            except TypeError:
+                _check(name, init, (self, *args), kwargs)
+                raise
+
+        return made  # type: ignore[return-value]  # the same signature
+
+    return of
+
+
+def _check(name: str, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    signature = inspect.signature(init)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise misfit(name, error, kwargs, signature.parameters) from None
