@@ -293,6 +293,7 @@ def test_a_row_that_is_no_time_is_found(tmp_path):
 def test_without_a_file_there_is_nothing_to_show(monkeypatch, tmp_path):
     another_machine(monkeypatch, tmp_path / "second")
     assert answer("perfdb show")["rows"] == 0
+    assert "next step: `layerzero tune`" in run("perfdb show").stdout
     assert run("perfdb check").exit_code == 0
     assert not (tmp_path / "second").exists()
 

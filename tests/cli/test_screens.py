@@ -20,12 +20,15 @@ from layerzero.cli.app import main
 from layerzero.cli.bench_screen import SCREEN, answer_of, shown_on_screen
 from layerzero.cli.not_measured import not_measured
 from layerzero.cli.output import stdout_console
+from layerzero.core.evidence import Measurement
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.bench import TORCH, Benched, Line
 from layerzero.tuning.measuring.comparing import Compared
+from layerzero.tuning.measuring.contest import Entry, Status
 from layerzero.tuning.measuring.deadline import Deadline
+from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.tuned import Tuned
 from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS
@@ -266,3 +269,24 @@ def test_what_memory_does_not_hold_is_one_line_and_other_reasons_have_their_own(
     assert list(map(str, not_measured({"a": "too little memory: 1"}, needs, everything=False))) == [
         "not measured: a: too little memory: 1"
     ]
+
+
+def test_a_difference_within_the_noise_is_no_headline():
+    waited = Line(TORCH, "timed", False, 16000.0, 16000.0, 499.0, 21)
+    steady = Line("a.quick", "timed", True, 32.0, 32.0, 0.01, 20)
+    assert steady.gain_over(waited, Timed.CALL) == 1.0
+    line = dataclasses.replace(steady, against_torch=steady.gain_over(waited, Timed.CALL))
+    (only,) = answer_of([Benched("zork one", "zork", {}, None, None, (line, waited), {}, "a.quick")], "zork")
+    assert only == (
+        "Fastest for zork one: a.quick 32.0 us, as quick as torch's own within the noise; LayerZero chooses: the same."
+    )
+
+
+def test_tune_tells_no_winner_within_the_noise(tuned):
+    found = tuned.contests[0]
+    kernel = found.entries[0].kernel
+    times = [Measurement(32.0, 32.0, 0.0, 20, noise=0.01), Measurement(7744.0, 16000.0, 0.0, 20, noise=241.0)]
+    entries = tuple(Entry(kernel, Status.TIMED, each) for each in times)
+    noisy = dataclasses.replace(found, entries=entries)
+    assert tune_command._fastest(noisy) == f"{kernel.id} 32.0 us (noise)"
+    assert tune_command.winner(noisy) == f"{kernel.id} 32.0 us, no quicker than {kernel.id} within the noise"

@@ -40,8 +40,8 @@ def test_a_right_call_has_no_problems():
     ((X[0], W), {"scale": 1.0}, "x: wanted a 2D tensor (batch, width), got 1D (4,)"),
     ((X, W[:3]), {"scale": 1.0}, "w: wanted width 4 as in x, got 3 in (3,)"),
     ((X.double(), W), {"scale": 1.0}, "x: wanted dtype float32, got float64"),
-    ((X, W.bfloat16()), {"scale": 1.0}, "w: wanted dtype float32 like the first tensor, got bfloat16"),
-    ((X, W.to("meta")), {"scale": 1.0}, "w: wanted device cpu like the first tensor, got meta"),
+    ((X, W.bfloat16()), {"scale": 1.0}, "w: wanted dtype float32 like x, got bfloat16"),
+    ((X, W.to("meta")), {"scale": 1.0}, "w: wanted device cpu like x, got meta"),
     ((X, W, torch.zeros(4)), {"scale": 1.0}, "three: wanted 3 3 as in the schema, got 4"),
 ])  # fmt: skip
 def test_problems_say_wanted_and_got(args, kwargs, problem):

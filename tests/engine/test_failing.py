@@ -53,6 +53,16 @@ def test_the_next_kernel_runs_and_it_is_said_once(norm):
     assert "user.planted in norm.rms" in lz.doctor().resting
 
 
+def test_a_wrong_result_is_told_once(norm, caplog):
+    register(lambda input, weight, *, eps=1e-6: input[:1])
+    with pytest.warns(lz.LayerZeroFallbackWarning) as told:
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+    texts = [str(each.message) for each in told] + [each.getMessage() for each in caplog.records]
+    (only,) = [text for text in texts if "user.planted" in text]
+    assert "user.planted failed in norm.rms (WrongResultError: result 0: wanted " in only
+    assert "ran in its place" in only
+
+
 def test_a_kernel_that_fails_later_is_replaced_on_a_hit(norm):
     state = {"fail": False}
 

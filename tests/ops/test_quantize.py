@@ -183,7 +183,7 @@ WRONG = {
     "tensor_scale: wanted shape () or (1,), got (2,)": (X, "nvfp4", {"tensor_scale": torch.ones(2)}),
     "scale: wanted shape (), (1,), (4, 1) for rows, (64,) for columns": (X, "int8", {"scale": torch.ones(3)}),
     "scale: wanted dtype float32, got float16": (X, "int8", {"scale": torch.ones(1).half()}),
-    "scale: wanted device cpu like the first tensor, got meta": (X, "int8", {"scale": torch.ones(1, device="meta")}),
+    "scale: wanted device cpu like input, got meta": (X, "int8", {"scale": torch.ones(1, device="meta")}),
     "per: wanted tensor, row, block, got 'column'": (X, "int8", {"per": "column"}),
     "per: wanted nothing beside scale": (X, "int8", {"per": "row", "scale": torch.ones(1)}),
     "block_size: wanted a divisor of the 64 numbers of a row, got 48": (X, "int8", {"per": "block", "block_size": 48}),

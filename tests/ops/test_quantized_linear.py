@@ -150,7 +150,7 @@ WRONG = {
     "weight: wanted in_features 96 as in input, got 32": (W[:, :32], S, {}),
     "weight_scale: wanted shape (), (64,) or (64, 1), got (1, 64)": (W, S.t(), {}),
     "weight_scale: wanted dtype float32, got float16": (W, S.half(), {}),
-    "bias: wanted dtype float32 like the first tensor, got float16": (W, S, {"bias": torch.ones(64).half()}),
+    "bias: wanted dtype float32 like input, got float16": (W, S, {"bias": torch.ones(64).half()}),
     "out_dtype: wanted float32 for an input of float32, got float16": (W, S, {"out_dtype": torch.float16}),
     "packed: wanted the PackedWeight of this very weight": (W, S, {"packed": lz.PackedWeight(W.clone())}),
 }

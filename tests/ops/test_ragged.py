@@ -188,7 +188,7 @@ WRONG = [
     (lambda c: {"cu_seqlens_k": starts(7, 2, 6)}, r"cu_seqlens_k\[3\]: wanted 14, the number of tokens, got 15"),
     (lambda c: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts()), "wanted the end of a sequence for 8 tokens"),
     (lambda c: {"query": c["query"][None]}, "query: wanted a 3D tensor"),
-    (lambda c: {"query": c["query"].float()}, "key: wanted dtype float32 like the first tensor"),
+    (lambda c: {"query": c["query"].float()}, "key: wanted dtype float32 like query"),
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"value": c["value"][:-1]}, "value: wanted kv_tokens 14"),
     (lambda c: {"max_seqlen_q": 0}, "max_seqlen_q: wanted a number of at least 1 or None, got 0"),

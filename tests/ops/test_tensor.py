@@ -68,7 +68,7 @@ WRONG = {
     "kv_features: wanted 1 to 3, so that queries are left of 8, got -1": ("split_qkv", (torch.zeros(2, 8), -1)),
     "kv_features: wanted int, got 1.5": ("split_qkv", (torch.zeros(2, 8), 1.5)),
     "input: wanted shape (2, 8) like destination, got (1, 8)": ("copy_slice_", (torch.zeros(2, 8), torch.zeros(1, 8))),
-    "input: wanted dtype float32 like the first tensor, got float64": (
+    "input: wanted dtype float32 like destination, got float64": (
         "copy_slice_",
         (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float64)),
     ),

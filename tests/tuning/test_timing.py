@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawing import examples
+from layerzero.core.evidence import Evidence, Provenance
+from layerzero.engine.score import _surely_slower
 from layerzero.tuning.measuring import clocks, timing
 from layerzero.tuning.measuring.clocks import CpuClock, Sample, clock_of
-from layerzero.tuning.measuring.timing import Effort, Runner, differing, measurement, quantile, race
+from layerzero.tuning.measuring.timing import Effort, Runner, carried, differing, measurement, quantile, race
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 
@@ -315,3 +318,41 @@ def test_a_long_call_is_sampled_once_where_that_is_asked_for():
     assert len(calls) == 1
     CpuClock(3).sample(lambda: calls.append(1), 1e4)
     assert len(calls) == 4
+
+
+@st.composite
+def disturbed(draw, most_stalled=0.85):
+    """Samples of a call that takes 10 us, and of it some that waited for a core, in any order."""
+    count = draw(st.integers(10, 60))
+    stalls = draw(st.lists(st.floats(30.0, 2e4), max_size=int(most_stalled * count)))
+    return draw(st.permutations(stalls + [10.0] * (count - len(stalls))))
+
+
+@settings(max_examples=examples(100))
+@given(disturbed(), disturbed())
+def test_waiting_for_a_core_is_no_gain(one, other):
+    """Two kernels of the same time: no ratio above 1.1 is told, and none is surely slower."""
+    kept, beside = measurement(one), measurement(other)
+    ratio = carried(kept.median_us, beside.median_us, kept.noise, beside.noise)
+    assert ratio is None or 1 / 1.1 <= ratio <= 1.1
+    assert beside.median_us <= kept.median_us * (1 + kept.noise) * (1 + beside.noise) * 1.1
+    found = [Evidence(each.median_us, Provenance.MEASURED, 0.0, each.noise) for each in (kept, beside)]
+    found.sort(key=lambda each: each.time_us)
+    assert not _surely_slower(found[1], found[0])
+
+
+def test_half_of_the_samples_waiting_alike_is_noise():
+    waited, steady = measurement([32.0, 16000.0, 16000.0] * 7), measurement([32.0] * 20)
+    assert waited.median_us == 16000.0
+    assert carried(steady.median_us, waited.median_us, steady.noise, waited.noise) is None
+    assert Runner(constant(1.0), taken=[Sample(each) for each in [32.0, 16000.0, 16000.0] * 7]).noise > 100
+
+
+@given(st.floats(0.0, 0.1), st.floats(0.0, 0.1), st.floats(1.25, 1e3))
+def test_calm_samples_tell_the_whole_ratio(noise, other_noise, ratio):
+    assert carried(10.0, 10.0 * ratio, noise, other_noise) == pytest.approx(ratio)
+
+
+def test_of_a_time_that_is_mostly_waiting_the_least_is_told():
+    assert carried(10.0, 8000.0, 0.0, 399.0) == pytest.approx(2.0)
+    assert carried(8000.0, 10.0, 399.0, 0.0) == pytest.approx(0.5)

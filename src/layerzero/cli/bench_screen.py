@@ -62,8 +62,8 @@ def _times(each: Benched) -> list[tuple[Line, float]]:
 def _behind(each: Benched) -> float | None:
     """How many times as long as the fastest kernel the chosen one takes; None where it has no time."""
     times = _times(each)
-    own = next((time_us for line, time_us in times if line.chosen), None)
-    return None if own is None or not times[0][1] else own / times[0][1]
+    own = next((line for line, _ in times if line.chosen), None)
+    return None if own is None else times[0][0].gain_over(own, each.timed)
 
 
 def result(each: Benched) -> str:
@@ -74,7 +74,10 @@ def result(each: Benched) -> str:
     best, time_us = times[0]
     text = f"{each.name}: {best.name} {_us(time_us)} us"
     if best.against_torch is not None:
-        text += f", {best.against_torch:.2f}x as quick as torch's own"
+        gain = best.against_torch
+        text += (
+            ", as quick as torch's own within the noise" if gain == 1.0 else f", {gain:.2f}x as quick as torch's own"
+        )
     return f"{text}; LayerZero chooses: {_chosen(each)}"
 
 

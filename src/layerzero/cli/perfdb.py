@@ -55,6 +55,8 @@ def show(
         "times": [_plain(each) | {"here": holds(each)} for each in shown],
     }
     head = [f"{database.path or 'memory'}: {len(found)} times{f', the latest {limit}' if len(found) > limit else ''}"]
+    if not found:
+        head.append("next step: `layerzero tune` measures here; with a filter, look without it")
     return Answer(data, lambda: [*database.notes(), *head, *_table(shown, [holds(each) for each in shown])])
 
 

@@ -18,6 +18,7 @@ from layerzero.cli.rows import new_row, new_table
 from layerzero.cli.sizes import shapes_of, with_threads
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
+from layerzero.tuning.measuring.timing import carried
 from layerzero.tuning.measuring.tune import tune as run
 from layerzero.tuning.measuring.tuned import Choice, Step, Tuned
 
@@ -93,22 +94,30 @@ def _told(shown: Live, step: Step) -> None:
 def winner(found: Contest) -> str:
     """Who won, and by how much."""
     text, ahead, second = _first_two(found)
+    if second and ahead is None:
+        return f"{text}, no quicker than {second} within the noise"
     return f"{text}, {ahead:.2f} times quicker than {second}" if second else text
 
 
 def _fastest(found: Contest) -> str:
     """The same, short enough for a table."""
     text, ahead, second = _first_two(found)
+    if second and ahead is None:
+        return f"{text} (noise)"
     return f"{text} ({ahead:.2f}x)" if second else text
 
 
-def _first_two(found: Contest) -> tuple[str, float, str]:
-    """The winner with its time, how many times as long the next one takes, and who that is."""
-    timed = [(each.kernel.id, each.measurement.median_us) for each in found.entries if each.measurement is not None]
+def _first_two(found: Contest) -> tuple[str, float | None, str]:
+    """The winner with its time, how many times as long the next one takes (None within the noise), and who that is."""
+    timed = [(each.kernel.id, each.measurement) for each in found.entries if each.measurement is not None]
     if not timed:
-        return "nobody", 1.0, ""
-    text = f"{timed[0][0]} {timed[0][1]:.1f} us"
-    return (text, timed[1][1] / timed[0][1], timed[1][0]) if len(timed) > 1 else (text, 1.0, "")
+        return "nobody", None, ""
+    name, best = timed[0]
+    text = f"{name} {best.median_us:.1f} us"
+    if len(timed) == 1:
+        return text, None, ""
+    second, other = timed[1]
+    return text, carried(best.median_us, other.median_us, best.noise, other.noise), second
 
 
 def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = False) -> Iterator[RenderableType]:

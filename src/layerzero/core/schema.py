@@ -203,6 +203,7 @@ class OperationSchema:
         sizes: dict[str, tuple[int, str]] = {}
         lead = values.get(self.dtype_tensor.name)
         first = lead if isinstance(lead, torch.Tensor) else None
+        first_name = self.dtype_tensor.name
         for schema, axes in self.axes_in(layout):
             value = values.get(schema.name)
             if value is None:
@@ -212,8 +213,9 @@ class OperationSchema:
             if not isinstance(value, torch.Tensor):
                 problems.append(f"{schema.name}: wanted a tensor, got {type(value).__name__}")
                 continue
-            first = value if first is None else first
-            problems += _tensor_problem(schema, axes, value, first, sizes)
+            if first is None:
+                first, first_name = value, schema.name
+            problems += _tensor_problem(schema, axes, value, first, first_name, sizes)
         return problems
 
     def _param_problems(self, values: Mapping[str, object]) -> list[str]:
@@ -236,6 +238,7 @@ def _tensor_problem(
     axes: tuple[str, ...],
     value: torch.Tensor,
     first: torch.Tensor,
+    first_name: str,
     sizes: dict[str, tuple[int, str]],
 ) -> list[str]:
     problems = []
@@ -249,9 +252,9 @@ def _tensor_problem(
         )
     elif schema.same_dtype and value.dtype != first.dtype:
         wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
-        problems.append(f"{schema.name}: wanted dtype {wanted} like the first tensor, got {got}")
+        problems.append(f"{schema.name}: wanted dtype {wanted} like {first_name}, got {got}")
     if value is not first and value.device != first.device:
-        problems.append(f"{schema.name}: wanted device {first.device} like the first tensor, got {value.device}")
+        problems.append(f"{schema.name}: wanted device {first.device} like {first_name}, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
     for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):
         known = sizes.get(axis)

@@ -288,6 +288,7 @@ class Dispatcher:
             try:
                 another = self.choose(arguments, policy, failed=tried)
             except (NoKernelFoundError, CudaGraphUnsafeError) as nothing_left:
+                failing.log_failure(plan, error)
                 raise nothing_left from error
             failing.tell_fallback(plan, another, error)
             self.engine.health.fell_back(plan.kernel, plan.report.operation)

@@ -165,7 +165,8 @@ def check_retry(
         for failed in tried:
             engine.health.pardon(failed, operation, device)
         raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
-    log.warning("%s failed in %s: %s: %s", kernel.id, operation, type(error).__name__, error)
+    if sticky or mutated or not policy.fallback_enabled:
+        log_failure(plan, error)
     if "no kernel image" in str(error):
         hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
         engine.health.failed(
@@ -265,13 +266,22 @@ def _expected(plan: Plan, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...
     return [(tuple(result.shape), result.dtype) for result in results]
 
 
+def log_failure(plan: Plan, error: BaseException) -> None:
+    """Write down a failure that no fallback tells of: nothing else may run, or nothing else is left."""
+    log.warning("%s failed in %s: %s: %s", plan.kernel.id, plan.report.operation, type(error).__name__, error)
+
+
 def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
-    """Say once that a kernel failed and another one ran."""
-    _once(
-        (plan.kernel.id, plan.report.operation),
+    """Say that a kernel failed and another one ran: the first time by a warning, later in the log."""
+    key = (plan.kernel.id, plan.report.operation)
+    text = (
         f"{plan.kernel.id} failed in {plan.report.operation} ({type(error).__name__}: {error}); "
-        f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process.",
+        f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process."
     )
+    if _is_new(key):
+        warnings.warn(text, LayerZeroFallbackWarning, stacklevel=4)
+    else:
+        log.warning("%s", text)
 
 
 def tell_reference(plan: Plan) -> None:
@@ -311,12 +321,18 @@ def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, int]:
 
 
 def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:
-    with _told_lock:
-        if key in _told:
-            return
-        _told.add(key)
+    if not _is_new(key):
+        return
     log.warning("%s", message)
     warnings.warn(message, kind, stacklevel=5)
+
+
+def _is_new(key: tuple[str, str]) -> bool:
+    """Whether this was not told before; from now on it was."""
+    with _told_lock:
+        new = key not in _told
+        _told.add(key)
+    return new
 
 
 def forget_told() -> None:

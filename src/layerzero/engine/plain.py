@@ -100,6 +100,7 @@ class PlainDispatcher:
             try:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
             except NoKernelFoundError as nothing_left:
+                failing.log_failure(plan, error)
                 raise nothing_left from error
             failing.tell_fallback(plan, another, _plain_error(error))
             self.engine.health.fell_back(plan.kernel, plan.report.operation)

@@ -59,7 +59,7 @@ class Runner:
     def noise(self) -> float:
         """Relative difference between what every other sample and what the rest says; of the parts, if there are."""
         if len(self.taken) < 2 or self.device_us is None:
-            return differing(self.samples)
+            return max(differing(self.samples), stalled(self.samples))
         halves = [_by_parts(each) for each in (self.taken[::2], self.taken[1::2])]
         return abs(halves[0] - halves[1]) / _by_parts(self.taken)
 
@@ -103,6 +103,10 @@ class Effort:
     steady_s: float = math.inf
     most_s: float = math.inf
 
+
+STALLED = 0.1
+"""How far above a low quantile a median is, relative, before the samples are no longer those of one steady time: half
+of them waited for a core, and two halves that waited alike differ by nothing (a busy CPU told 16 ms of 32 us)."""
 
 CONTENDS = 1.5
 """Times the best: who is nearer may be the best one."""
@@ -221,7 +225,7 @@ def measurement(
         p95_us=quantile(samples, 0.95),
         variance_us2=statistics.pvariance(samples),
         samples=len(samples),
-        noise=differing(samples) if noise is None else noise,
+        noise=max(differing(samples), stalled(samples)) if noise is None else noise,
         first_call_us=first_call_us,
         graph=graph,
         condition=condition,
@@ -237,6 +241,31 @@ def differing(samples: Sequence[float]) -> float:
         return 0.03
     halves = statistics.median(samples[::2]), statistics.median(samples[1::2])
     return abs(halves[0] - halves[1]) / statistics.median(samples)
+
+
+def stalled(samples: Sequence[float]) -> float:
+    """How much longer than undisturbed the median says, relative; 0 up to :data:`STALLED`.
+
+    A median over one more than this is the low quantile: what the call takes where nothing interrupts the host.
+    """
+    if not samples:
+        return 0.0
+    above = statistics.median(samples) / quantile(samples, HOST_QUANTILE) - 1
+    return above if above > STALLED else 0.0
+
+
+def carried(time_us: float, other_us: float, noise: float | None, other_noise: float | None) -> float | None:
+    """How many times as long the other takes, as far as samples say so; None where noise may be all of it.
+
+    Beyond :data:`STALLED`, noise is taken off the ratio: a time that is mostly waiting says how long it is at least.
+    """
+    ratio, own, others = other_us / time_us, noise or 0.0, other_noise or 0.0
+    doubt = 1 + own + others
+    if max(ratio, 1 / ratio) <= doubt * (1 + 1e-9):  # at the edge, too: rounding decides nothing
+        return None
+    if max(own, others) <= STALLED:
+        return ratio
+    return ratio / doubt if ratio > 1 else ratio * doubt
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
