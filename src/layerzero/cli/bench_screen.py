@@ -66,6 +66,12 @@ def _behind(each: Benched) -> float | None:
     return None if own is None else times[0][0].gain_over(own, each.timed)
 
 
+def _over_torch(each: Benched) -> float | None:
+    """How many times as long torch's own function takes, as far as samples say so; None where it has no time."""
+    own = next((line for line in each.lines if line.name == TORCH), None)
+    return None if own is None else _times(each)[0][0].gain_over(own, each.timed)
+
+
 def result(each: Benched) -> str:
     """One call in a line: the fastest kernel, what it gains over torch's own function, and who is chosen."""
     times = _times(each)
@@ -73,8 +79,8 @@ def result(each: Benched) -> str:
         return f"{each.name}: no kernel has a time: {'; '.join(f'{line.name} {line.status}' for line in each.lines)}"
     best, time_us = times[0]
     text = f"{each.name}: {best.name} {_us(time_us)} us"
-    if best.against_torch is not None:
-        gain = best.against_torch
+    gain = _over_torch(each)
+    if gain is not None:
         text += (
             ", as quick as torch's own within the noise" if gain == 1.0 else f", {gain:.2f}x as quick as torch's own"
         )
@@ -102,7 +108,7 @@ def answer_of(found: Sequence[Benched], operation: str) -> Iterator[str]:
         yield f"Fastest for {result(timed[0])}."
         return
     yield _fastest(timed)
-    gains = {each.name: gain for each in timed if (gain := _times(each)[0][0].against_torch) is not None}
+    gains = {each.name: gain for each in timed if (gain := _over_torch(each)) is not None}
     if gains:
         most = max(gains, key=lambda name: gains[name])
         mean = math.exp(statistics.fmean(math.log(gain) for gain in gains.values()))
@@ -177,7 +183,8 @@ def _cells(each: Benched) -> list[str | Text]:
     if not times:
         return [name, "no kernel has a time", "", "", each.chosen or "nothing", ""]
     best, time_us = times[0]
-    gain = "" if best.against_torch is None else f"{best.against_torch:.2f}x"
+    over_torch = _over_torch(each)
+    gain = "" if over_torch is None else f"{over_torch:.2f}x"
     behind = _behind(each)
     style = "green" if behind is not None and behind <= AS_GOOD else "yellow"
     if best.chosen:

@@ -39,7 +39,7 @@ class Line:
         median_us, p95_us, noise, samples, first_call_us: its times, None where it has none.
         gb_s, tflop_s: by the operation's declared work.
         ceiling_share: the least time that the machine's ceiling allows over its time; above 1 from a cache.
-        against_torch: how many times quicker than torch's own function, as far as samples say so; 1 within the noise.
+        against_torch: how many times quicker than torch's own function, by these times, whatever their noise.
         error: largest distance from the reference in float64.
         detail: why it has no time.
         device_us: what the device needs, however slow the host launches; None on a CPU or where nobody asked.
@@ -174,8 +174,8 @@ def bench(
         alone = on_device(call, found.report, ran, beside=beside_name, samples=effort.samples)
         parts = {each.kernel.id: each.measurement.device_us for each in found.entries if each.measurement is not None}
         lines = [_with_device(line, alone.get(line.name), parts.get(line.name)) for line in lines]
-    of_torch = next((line for line in lines if line.name == TORCH), None)
-    lines = [_rated(line, timed, of_torch, work, best) for line in lines]
+    of_torch = next((line.by(timed) for line in lines if line.name == TORCH), None)
+    lines = [_rated(line, line.by(timed), of_torch, work, best) for line in lines]
     lines.sort(key=lambda line: (line.by(timed) is None, line.by(timed) or 0.0))
     sizes: dict[str, object] = dict(found.facts.sizes())
     described = {**sizes, **job.case.params, "dtype": dtype_name(dtype), "layout": found.facts.layout}
@@ -224,12 +224,11 @@ def _with_device(line: Line, alone: OnDevice | None, events_us: float | None) ->
     return replace(line, device_us=events_us, device_from=told, device_detail=alone.problem)
 
 
-def _rated(line: Line, timed: Timed, of_torch: Line | None, work: Work | None, best: Ceiling | None) -> Line:
+def _rated(line: Line, time_us: float | None, of_torch: float | None, work: Work | None, best: Ceiling | None) -> Line:
     """A line with GB/s, TFLOP/s, the share of the ceiling and the speed against torch, all by one time."""
-    time_us = line.by(timed)
     if time_us is None:
         return line
-    rated = replace(line, against_torch=None if of_torch is None else line.gain_over(of_torch, timed))
+    rated = replace(line, against_torch=None if of_torch is None else of_torch / time_us)
     if work is None or best is None:
         return rated
     gb_s, tflop_s = work.bytes / time_us / 1e3, work.flops / time_us / 1e6

@@ -104,9 +104,10 @@ class Effort:
     most_s: float = math.inf
 
 
-STALLED = 0.1
-"""How far above a low quantile a median is, relative, before the samples are no longer those of one steady time: half
-of them waited for a core, and two halves that waited alike differ by nothing (a busy CPU told 16 ms of 32 us)."""
+STALLED = 1.0
+"""How far above a low quantile a median is, relative, before most samples are no longer those of one steady time: they
+waited for a core (a busy CPU told 16 ms of 32 us), and two halves that waited alike differ by nothing. A host whose
+times merely scatter, by 10 or 25 %, is below: what the halves differ by tells of that."""
 
 CONTENDS = 1.5
 """Times the best: who is nearer may be the best one."""
