@@ -86,7 +86,7 @@ def optimize(
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
             What has no room is read as it lies, by whichever kernel is fastest then.
-        progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Of models, not of tokenizers.
+        progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
