@@ -42,6 +42,7 @@ SETS = {
     "layer": ("norm.*", "posenc.*", "mlp.silu_mul*", "mlp.gelu_mul*", "mlp.linear", "mlp.qkv*", "kv.*",
               "activation.*", "embedding.lookup"),
     "sampling": ("sampling.*",),
+    "experts": ("moe.experts",),
 }  # fmt: skip
 """Globs of operations; ``layer`` is everything between the attentions of a decoder."""
 

@@ -116,6 +116,21 @@ def test_results_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtyp
     assert (optimized - truth).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_what_is_found_does_not_depend_on_the_default_dtype(name: str) -> None:
+    model = made(name, torch.bfloat16)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            report = lz.optimize(model)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([(each.path, each.kind) for each in report.replaced])
+        report.undo()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_undo_gives_back_what_was(name: str) -> None:
     model = made(name)

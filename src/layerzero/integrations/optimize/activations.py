@@ -12,7 +12,9 @@ from torch.nn import Dropout, Module
 
 from layerzero.ops.activation.formulas import FUNCTIONS
 
-_GRID = torch.cat((torch.linspace(-12, 12, 193), torch.tensor([-0.3, 1e-3, -1e-3])))
+_GRID = torch.cat(
+    (torch.linspace(-12, 12, 193, dtype=torch.float32), torch.tensor([-0.3, 1e-3, -1e-3], dtype=torch.float32))
+)
 _SAME = 2e-6
 """The two forms of gelu are 5e-4 apart at most, so this tells them apart."""
 

@@ -283,13 +283,17 @@ def _of_pictures_or_sound(model: Any) -> dict[str, Any]:
     """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
     name, generator = model.main_input_name, torch.Generator().manual_seed(0)
     if name == "input_values":
-        return {name: torch.randn(2, SAMPLES, generator=generator)}
+        return {name: torch.randn(2, SAMPLES, generator=generator, dtype=torch.float32)}
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
     if name != "pixel_values" or size is None:
         return {}
     height, width = (size, size) if isinstance(size, int) else size
-    return {name: torch.randn(2, getattr(config, "num_channels", 3), height, width, generator=generator)}
+    return {
+        name: torch.randn(
+            2, getattr(config, "num_channels", 3), height, width, generator=generator, dtype=torch.float32
+        )
+    }
 
 
 def example_run(model: Any) -> Callable[[], Any]:

@@ -114,7 +114,7 @@ def distance(got: Any, expected: Any) -> float:
 def random_rows(module: Module, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Six rows in three axes, their mean away from 0, made without a draw from the caller's random numbers."""
     generator = torch.Generator().manual_seed(len(list(module.parameters())) + size)
-    return (torch.randn(2, 3, size, generator=generator, device="cpu") + 0.25).to(device, dtype)
+    return (torch.randn(2, 3, size, generator=generator, device="cpu", dtype=torch.float32) + 0.25).to(device, dtype)
 
 
 @contextmanager

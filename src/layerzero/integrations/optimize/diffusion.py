@@ -79,7 +79,10 @@ class AttentionOf(Together):
                 sizes.add((heads, product.out_features // heads, weight.dtype, weight.device))
         generator = torch.Generator().manual_seed(0)
         for heads, size, dtype, device in sorted(sizes, key=str):
-            made = (torch.randn(2, length, heads, size, generator=generator).to(device, dtype) for length in (5, 7, 7))
+            made = (
+                torch.randn(2, length, heads, size, generator=generator, dtype=torch.float32).to(device, dtype)
+                for length in (5, 7, 7)
+            )
             query, key, value = (each.transpose(1, 2) for each in made)
             yield query, key, value
 

@@ -126,7 +126,7 @@ class Numbers:
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self.device = device
-        self.temperature, self.p, self.min_p = (torch.ones(batch, device=device) for _ in range(3))
+        self.temperature, self.p, self.min_p = (torch.ones(batch, device=device, dtype=torch.float32) for _ in range(3))
         self.k = torch.ones(batch, dtype=torch.int32, device=device)
         self._last: dict[str, float] = {}
 

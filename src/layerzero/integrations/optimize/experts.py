@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -207,9 +208,9 @@ def _example(gate_up: Tensor, *, experts: int, dtype: torch.dtype) -> tuple[Tens
     """Six rows, each with two experts or, where there is one, with that; made without the caller's random numbers."""
     generator = torch.Generator().manual_seed(gate_up.shape[1] + experts)
     top_k = min(experts, 2)
-    rows = torch.randn(6, gate_up.shape[2], generator=generator, device="cpu") + 0.25
-    ids = torch.rand(6, experts, generator=generator, device="cpu").argsort(-1)[:, :top_k]
-    shares = torch.rand(6, top_k, generator=generator, device="cpu").to(gate_up.device, dtype)
+    rows = torch.randn(6, gate_up.shape[2], generator=generator, device="cpu", dtype=torch.float32) + 0.25
+    ids = torch.rand(6, experts, generator=generator, device="cpu", dtype=torch.float32).argsort(-1)[:, :top_k]
+    shares = torch.rand(6, top_k, generator=generator, device="cpu", dtype=torch.float32).to(gate_up.device, dtype)
     return rows.to(gate_up.device, dtype), ids.contiguous().to(gate_up.device), shares
 
 
@@ -223,7 +224,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
         gate_up, down = ((seen[name].mT if base.transposed else seen[name]) for name in (base.gate_up, base.down))
         rows, ids, shares = _example(gate_up, experts=1, dtype=dtype)
         size = (rows @ gate_up[0].mT).std().item()
-        if not size > 0:
+        if not 0 < size < math.inf:
             return "its weights are zero or infinite, which tells nothing about what it computes"
         inputs = [rows * (each / size) for each in _SIZES]
         try:

@@ -281,7 +281,8 @@ def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tup
     """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [
-        torch.randn(each.shape, generator=generator, device="cpu").to(each.device, each.dtype) for each, _ in calls
+        torch.randn(each.shape, generator=generator, device="cpu", dtype=torch.float32).to(each.device, each.dtype)
+        for each, _ in calls
     ]
     stock = stock_forward(module)
     with exchange.stock():
