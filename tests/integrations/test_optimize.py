@@ -304,8 +304,8 @@ def test_inputs_are_compared_and_timed() -> None:
     assert report.error < 1e-4
     assert report.timed is not None
     assert set(report.timed.gains) == {"attention", "layer", "norm", "linear"}
-    assert "times as fast" in str(report)
     kinds = {each.kind for each in report.replaced}
+    assert ("times as fast" if kinds else "nothing was kept, so it is as before") in str(report)  # by what it gained
     assert kinds.isdisjoint(report.timed.dropped)
     torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
     report.undo()

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.nn import Linear, Module
+from torch.nn import Module
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attending, diffusion
-from layerzero.integrations.optimize.blocks import Block, block
+from layerzero.integrations.optimize.blocks import Block
 from layerzero.integrations.optimize.bounding import Budget
-from layerzero.integrations.optimize.candidate import Candidate, compared
-from layerzero.integrations.optimize.experts import experts
+from layerzero.integrations.optimize.finding import find
 from layerzero.integrations.optimize.inputs import Workload, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.measured import measure
-from layerzero.integrations.optimize.norms import norm
-from layerzero.integrations.optimize.products import linear, linear_then
-from layerzero.integrations.optimize.refusing import refusal
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
 from layerzero.integrations.optimize.swapping import Packs, State, Swap, has_own_forward, is_swapped, weight_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
-KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear)
-"""Asked in this order: what covers others comes first."""
-
 LAYER = "lz.add_rms_norm, lz.rope_, lz.attention, lz.linear, lz.mlp"
 """What a layer calls, in short."""
 
 _Attention = tuple[str, attending.AttentionSwap, float | None, bool]
 """A model's path, its exchange, how far its attention was from the original, and whether it is exchanged."""
-
-MOST = 12
-"""Submodules of what is looked at as a whole."""
-
-NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; pass inputs= to measure"
 
 
 def optimize(
@@ -148,7 +135,7 @@ def _optimized(
     before = [] if workload is None else workload.run()
     attention = _attention(root, report, workload)
     whole, taken = _layers(attention, report)
-    found = _find(root, report, taken, measured=inputs is not None, tell=tell)
+    found = find(root, report, taken, measured=inputs is not None, tell=tell)
     _join([*(each.swap.state for each in whole if each.swap), *(each.swap.state for _, each in found)], root, report)
     for layer in whole:
         assert layer.swap is not None
@@ -268,68 +255,6 @@ def _layers(attention: list[_Attention], report: Optimized) -> tuple[list[Found]
             else:
                 whole.append(each)
     return whole, {id(inner) for each in whole for inner in each.module.modules()}
-
-
-def _find(
-    root: Module, report: Optimized, taken: set[int], *, measured: bool, tell: Progress
-) -> list[tuple[str, Candidate]]:
-    """Candidates that gave what the originals give, and in the report what is left and why."""
-    taken = set(taken)
-    found: list[tuple[str, Candidate]] = []
-    parents = {id(child): parent for parent in root.modules() for child in parent.children()}
-    modules = list(root.named_modules())
-    for number, (path, module) in enumerate(modules):
-        tell("checking modules", number, len(modules))
-        if id(module) in taken or not _is_small(module):
-            continue
-        why = refusal(module, parents.get(id(module)))
-        if why:
-            if _has_weights(module):
-                report.left.append(Left(path, type(module).__name__, why))
-            continue
-        for kind in KINDS:
-            candidate = _candidate(kind, module)
-            if candidate is None:
-                continue
-            if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
-                candidate = NO_GAIN
-            if isinstance(candidate, str):
-                report.left.append(Left(path, type(module).__name__, candidate))
-                if module._modules:  # what it is made of may be something else that is known
-                    continue
-                break
-            found.append((path, candidate))
-            taken |= {id(each) for each in candidate.covered}
-            break
-        else:
-            if not module._modules and any(True for _ in module.parameters(recurse=False)):
-                report.left.append(Left(path, type(module).__name__, "it computes nothing that LayerZero knows"))
-    return found
-
-
-def _has_weights(module: Module) -> bool:
-    """Whether it would have been one of the kinds, and no list of others."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return own or not module._modules or any(isinstance(each, Linear) for each in module.children())
-
-
-def _is_small(module: Module) -> bool:
-    """Whether it may be one of the kinds: it has parameters, and not many submodules."""
-    few = len(list(itertools.islice(module.modules(), MOST + 1))) <= MOST
-    return few and any(True for _ in module.parameters())
-
-
-def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module) -> Candidate | str | None:
-    """A checked candidate, or why there is none."""
-    candidate = kind(module)
-    if isinstance(candidate, Candidate):
-        try:
-            why = compared(candidate)
-        except InvalidCallError as error:
-            why = f"{candidate.calls} does not compute it: {error}"
-        if why:
-            return why
-    return candidate
 
 
 def _attention(root: Module, report: Optimized, workload: Workload | None) -> list[_Attention]:
