@@ -37,8 +37,6 @@ TOKENS = 64
 ROOM = {"max_position_embeddings": 128, "n_positions": 128, "max_target_positions": 128}
 """The models of the tests have room for 64 tokens, prompt included."""
 
-WITH_ENCODER = {"twice", "speech", "both", "prefix"}
-
 DRAWS = 20
 """Of prompts without padding, 1,020 tokens. Not the farthest of all: in bfloat16 one token of a thousand of DeepseekV3
 takes another expert than in float64, stock's as well as ours, and is 30 times farther off than others."""
@@ -46,7 +44,7 @@ takes another expert than in float64, stock's as well as ours, and is 30 times f
 WINDOW, BATCH, STEPS = 128, 16, 500
 """Of the model that is trained, in bytes; it reads batches of windows."""
 
-WRITERS = [each for each in architectures.everything() if each in architectures.decoders() or each.kind in WITH_ENCODER]
+WRITERS = architectures.generating()
 
 
 def made(architecture: architectures.Architecture, device: str) -> tuple[Any, Any]:

@@ -272,6 +272,11 @@ def everything() -> list[Architecture]:
     return [*decoders(), *encoders(), *writers(), *seers(), *hearers(), *both()]
 
 
+def generating() -> list[Architecture]:
+    """Those that write text."""
+    return [each for each in everything() if each in decoders() or each.kind in {"twice", "speech", "both", "prefix"}]
+
+
 def padded(side: str, batch: int = 3, length: int = 17) -> dict[str, torch.Tensor]:
     """Rows of three lengths."""
     ids = torch.randint(2, 99, (batch, length))

@@ -11,10 +11,9 @@ import sys
 from typing import Any
 
 import pytest
-from architectures import decoders, everything
+from architectures import generating
 
-WITH_ENCODER = {"twice", "speech", "both", "prefix"}
-WRITERS = [*(each.name for each in decoders()), *(each.name for each in everything() if each.kind in WITH_ENCODER)]
+WRITERS = [each.name for each in generating()]
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 

@@ -29,7 +29,7 @@ from layerzero.engine.state import in_transform
 from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, gated
 
 _CHECK = "_check_and_adjust_experts_implementation"
-_SCALES = (1.0, 10.0, 1000.0)
+SIZES = (1.0, 10.0, 1000.0)
 """Sizes of the values that tell a gate: what is cut off from 7 or 10 on looks like another gate below."""
 
 _SAME = 1e-5
@@ -143,12 +143,12 @@ def _learned(module: Any) -> Gate | str:
     width = module.gate_up_proj.shape[-1 if module.is_transposed else -2]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        rows = [torch.randn(8, width, generator=generator, dtype=torch.float32) * scale for scale in _SCALES]
+        rows = [torch.randn(8, width, generator=generator, dtype=torch.float32) * size for size in SIZES]
         try:
             expected = [module._apply_gate(each.clone()) for each in rows]
         except Exception as error:  # noqa: BLE001  # whatever a class of somebody else's raises
             return f"its gate cannot be asked for values ({type(error).__name__}: {str(error)[:80]})"
-        alpha, limit = (_number(getattr(module, name, None), default) for name, default in _NUMBERS)
+        alpha, limit = numbers_of(module)
         for activation in GATES:
             numbers = (alpha, limit) if activation == "swiglu_oai" else (ALPHA, LIMIT)
             got = [gated(each, activation, *numbers) for each in rows]
@@ -157,11 +157,14 @@ def _learned(module: Any) -> Gate | str:
     return f"its gate is none of {', '.join(GATES)}"
 
 
-_NUMBERS = (("alpha", ALPHA), ("limit", LIMIT))
-
-
-def _number(value: Any, default: float) -> float:
-    return float(value) if type(value) in {int, float} else default
+def numbers_of(module: Any) -> tuple[float, float]:
+    """What a module keeps as ``alpha`` and ``limit`` of its gate; those of gpt-oss where it keeps none."""
+    kept: list[Any] = [getattr(module, name, None) for name in ("alpha", "limit")]
+    alpha, limit = (
+        default if type(each) not in {int, float} else float(each)
+        for each, default in zip(kept, (ALPHA, LIMIT), strict=True)
+    )
+    return alpha, limit
 
 
 def _is_same(got: Tensor, expected: Any) -> bool:

@@ -24,11 +24,9 @@ from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock
+from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, reference
-
-_SIZES = (1.0, 10.0, 1000.0)
-"""Of a gate's values while its formula is learned; models cut off at 7 to 10."""
 
 _COUNT = "num_experts"
 """How many experts there are, as modules of Transformers call it."""
@@ -226,7 +224,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
         size = (rows @ gate_up[0].mT).std().item()
         if not 0 < size < math.inf:
             return "its weights are zero or infinite, which tells nothing about what it computes"
-        inputs = [rows * (each / size) for each in _SIZES]
+        inputs = [rows * (each / size) for each in SIZES]
         try:
             with quiet(alone):
                 expected = [alone(each.clone(), ids, shares) for each in inputs]
@@ -245,17 +243,13 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
 
 def _gates(module: Module, base: Form) -> Iterator[Form]:
     """A form with each gate that a module may have."""
-    alpha, limit = (_number(getattr(module, name, None), name) for name in ("alpha", "limit"))
+    alpha, limit = numbers_of(module)
     known = {name for name, _, _ in activations_of(module)}
     for activation in GATES:
         if activation == "swiglu_oai":
             yield dataclasses.replace(base, activation=activation, alpha=alpha, limit=limit)
         elif not known or activation in known:
             yield dataclasses.replace(base, activation=activation)
-
-
-def _number(value: Any, name: str) -> float:
-    return float(value) if type(value) in {int, float} else {"alpha": ALPHA, "limit": LIMIT}[name]
 
 
 def _alone(module: Module, parameters: dict[str, Parameter], dtype: torch.dtype) -> Module:

@@ -144,7 +144,7 @@ class Held:
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
         self.memory, self.length, self.stream = memory, length, stream_of(memory.index.device)
         self._cache: Callable[[], Any] = weakref.ref(cache)
-        self.windows = [(bool(each.is_sliding), getattr(each, "sliding_window", None)) for each in cache.layers]
+        self.windows = windows_of(cache)
         for number, each in enumerate(cache.layers):
             _hold(self, number, each)
         self._layers: list[Callable[[], Any]] = [weakref.ref(each) for each in cache.layers]  # copies share them
@@ -167,6 +167,11 @@ class Held:
         for each in self.layers:
             release(each, self)
         self.memory.held = None
+
+
+def windows_of(cache: Any) -> list[tuple[bool, int | None]]:
+    """Of each layer, whether it has a window, and which; those with a state in place of tokens know of none."""
+    return [(getattr(each, "is_sliding", False), getattr(each, "sliding_window", None)) for each in cache.layers]
 
 
 def why_not(cache: Any) -> str:

@@ -29,7 +29,7 @@ from layerzero.core.errors import (
 )
 from layerzero.integrations.optimize.attending import NAME
 from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
-from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not
+from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not, windows_of
 from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
 from layerzero.integrations.optimize.swapping import MARK, State, is_recorder, stock_forward
 from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
@@ -140,7 +140,7 @@ class Steps(State):
         cache, mask = named["past_key_values"], named.get("attention_mask")
         if self._has(cache) is None:
             why = why_not(cache)
-            if not why and _kinds(cache) != self._kinds:
+            if not why and windows_of(cache) != self._kinds:
                 why = "its cache has other windows than the model"
             if why:
                 return why
@@ -344,12 +344,7 @@ def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
     """Of each layer of a model's cache, whether it has a window, and which."""
     from transformers import DynamicCache
 
-    return _kinds(DynamicCache(config=model.config))
-
-
-def _kinds(cache: Any) -> list[tuple[bool, int | None]]:
-    """Layers with a state in place of tokens know of no window; why_not names them."""
-    return [(getattr(each, "is_sliding", False), getattr(each, "sliding_window", None)) for each in cache.layers]
+    return windows_of(DynamicCache(config=model.config))
 
 
 def stepping(model: Module) -> Callable[..., Any]:
