@@ -12,6 +12,7 @@ network are left out. Every time is the device's, of rounds in turn behind a flu
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -129,35 +130,39 @@ def timed(runs: dict[str, Call], device: str) -> dict[str, float]:
     return {name: each.device_us or sorted(each.samples)[len(each.samples) // 2] for name, each in raced.items()}
 
 
-def one(case: Case, layout: str, forge: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """All ways of one case, state by state; the same tensors in all."""
-    tensors, ours = case.tensors(layout, options.device), Ours()
-
-    def stock() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*tensors)
-
-    wanted, times, kernels, errors = stock(), {}, {}, {}
-    theirs, name = planned(forge, tensors) if forge is not None else (None, "not installed")
-    for state in ("fresh", "built", "tuned"):
-        if state == "built":
-            ours(*tensors)
-            BUILDS.idle.wait(options.wait_s)
-        if state == "tuned":
-            lz.tune(ours, tensors, budget_s=options.tune_s)
-        runs: dict[str, Call] = {"stock": stock, "lz": lambda: ours(*tensors)}
+def state_of(
+    state: str, cases: list[tuple[Case, str]], forge: Any, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All ways of every case in one state; what is measured for one case may not speak for another before its turn."""
+    ours, found = Ours(), []
+    if state == "built":
+        BUILDS.idle.wait(options.wait_s)
+    if state == "tuned":
+        for case, layout in cases:
+            lz.tune(ours, case.tensors(layout, options.device), budget_s=options.tune_s)
+    for case, layout in cases:
+        tensors = case.tensors(layout, options.device)
+        stock = functools.partial(F.scaled_dot_product_attention, *tensors)
+        runs: dict[str, Call] = {"stock": stock, "lz": functools.partial(ours, *tensors)}
+        name = "not installed"
         if forge is not None:
+            theirs, name = planned(forge, tensors)
             runs["AITune"] = theirs or stock
-        for way, run in runs.items():
-            errors[way if way != "lz" else f"lz {state}"] = off(run(), wanted)
-        times[state] = timed(runs, options.device)
-        kernels[state] = lz.explain("attention", *tensors, causal=False, layout="BHSD").kernel_id
-    return {"case": case.name, "layout": layout, "diffusion": case.diffusion, "us": times, "kernels": kernels,
-            "AITune": name, "off": errors}  # fmt: skip
+        wanted = stock()
+        errors = {way: off(run(), wanted) for way, run in runs.items()}
+        kernel = lz.explain("attention", *tensors, causal=False, layout="BHSD").kernel_id
+        us = timed(runs, options.device)
+        told = ", ".join(f"{way} {each:.1f} ({each / us['stock']:.3f})" for way, each in us.items())
+        print(f"{state} {case.name} {layout}: {told}; {kernel}; AITune took {name}; off {errors}", flush=True)
+        found.append({"state": state, "case": case.name, "layout": layout, "diffusion": case.diffusion, "us": us,
+                      "kernel": kernel, "AITune": name, "off": errors})  # fmt: skip
+        del tensors, runs, stock, wanted
+    return found
 
 
-def mean(found: list[dict[str, Any]], way: str, state: str, over: str = "stock") -> float:
+def mean(found: list[dict[str, Any]], way: str, over: str = "stock") -> float:
     """The geometric mean of a way's times over another's."""
-    ratios = [each["us"][state][way] / each["us"][state][over] for each in found]
+    ratios = [each["us"][way] / each["us"][over] for each in found]
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 
@@ -165,32 +170,26 @@ def main() -> None:
     """Run all cases, and print them as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--wait-s", type=float, default=30.0, help="for what the background builds, a case")
+    parser.add_argument("--wait-s", type=float, default=30.0, help="for what the background builds")
     parser.add_argument("--tune-s", type=float, default=20.0, help="of lz.tune, a case")
     parser.add_argument("--small", action="store_true", help="one tiny case, to see that it runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     forge, found, began = aitune(), [], time.monotonic()
+    cases = [(case, layout) for case in (SMALL if options.small else CASES) for layout in ("BSHD", "BHSD")]
     with torch.no_grad():
-        for case in SMALL if options.small else CASES:
-            for layout in ("BSHD", "BHSD"):
-                each = one(case, layout, forge, options)
-                found.append(each)
-                told = "; ".join(
-                    f"{state}: stock {us['stock']:.1f}, lz {us['lz']:.1f} ({us['lz'] / us['stock']:.3f}, "
-                    f"{each['kernels'][state]}), AITune {us.get('AITune', math.nan):.1f}"
-                    for state, us in each["us"].items()
-                )
-                print(f"{case.name} {layout}: {told}; AITune took {each['AITune']}; off {each['off']}", flush=True)
+        for state in ("fresh", "built", "tuned"):
+            found += state_of(state, cases, forge, options)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"\n{name}, torch {torch.__version__}, {time.monotonic() - began:.0f} s; geometric means over stock")
-    for kind, some in (("diffusion", [each for each in found if each["diffusion"]]), ("all", found)):
+    for kind, wanted in (("diffusion", True), ("others", False)):
         for state in ("fresh", "built", "tuned"):
+            some = [each for each in found if each["state"] == state and each["diffusion"] is wanted]
             if some:
-                theirs = f", AITune {mean(some, 'AITune', state):.3f}" if forge is not None else ""
-                print(f"{kind:10} {state:6} LayerZero {mean(some, 'lz', state):.3f}{theirs}")
+                theirs = f", AITune {mean(some, 'AITune'):.3f}" if forge is not None else ""
+                print(f"{kind:10} {state:6} LayerZero {mean(some, 'lz'):.3f}{theirs}")
 
 
 if __name__ == "__main__":

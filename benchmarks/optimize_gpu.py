@@ -144,10 +144,11 @@ class Bench:
             self.model(token, past_key_values=cache, position_ids=position, use_cache=True)
         return self.timed(graph.replay, keep=(cache, graph, token, position))
 
-    def compiled(self, batch: int) -> Run:
-        """Compiled after ``lz.optimize``, with CUDA graphs of the compiler's own."""
+    def compiled(self, batch: int, *, optimized: bool) -> Run:
+        """Compiled as it is or after ``lz.optimize``, with CUDA graphs of the compiler's own."""
         model = copy.deepcopy(self.model)
-        lz.optimize(model)
+        if optimized:
+            lz.optimize(model)
         cache, token = self.static(batch, model), self.ids(batch, 1)
         position = torch.full((batch, 1), self.kv, device=self.device)
         compiled = torch.compile(model, mode="reduce-overhead")
@@ -280,7 +281,8 @@ def decoding(bench: Bench, batch: int) -> Iterator[tuple[str, dict[str, float]]]
     if bench.device.type == "cuda":
         graphed["stock graph"] = "stock", lambda: bench.graphed(batch)
         if batch == 1:
-            graphed["compile after lz"] = "stock", lambda: bench.compiled(batch)
+            graphed["compile"] = "stock", lambda: bench.compiled(batch, optimized=False)
+            graphed["compile after lz"] = "stock", lambda: bench.compiled(batch, optimized=True)
     yield "graphs", bench.among(graphed)
 
 

@@ -2,10 +2,12 @@
 
     python benchmarks/serving.py                          decodes, mixed steps, ragged prefills, shared prefixes, ...
     python benchmarks/serving.py --only mixed,cascade     some of them
+    python benchmarks/serving.py --tune-s 60              after as long of lz.tune on the calls, half of it on replays
     python benchmarks/serving.py --device cpu --small     that it runs at all
 
-Times are medians of interleaved rounds, microseconds a call, launching included where the host is the slower one; then
-how many times the best they are, and the largest distance of their results from any other kernel's.
+Times are medians of interleaved rounds, microseconds a call: *called*, launching included where the host is the slower
+one, and *replayed* in a CUDA graph, as engines decode. Then how many times the best each is, and the largest distance
+of its results from any other kernel's.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import statistics
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +33,33 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 @dataclass
 class Scenario:
-    """One call, and the bytes that it has to read at least."""
+    """One call, and the bytes that it has to read at least; ``step_of`` is told whether it is for a graph."""
 
     name: str
     function: str
     operation: str
     arguments: dict[str, Any]
     least_bytes: float = 0.0
+    step_of: Callable[[bool], Any] | None = None
+    in_graph: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.step_of is not None:
+            self.arguments["step"] = self.step_of(False)
+            self.in_graph = {"step": self.step_of(True)}
+
+
+def step_of(made: Mapping[str, Any], host: tuple[torch.Tensor, ...]) -> Callable[[bool], lz.StepMetadata]:
+    """How the metadata of a call over pages is made."""
+    tables, lens, starts = made["block_tables"], made["context_lens"], made.get("cu_seqlens_q")
+    most = made["max_context_len"]
+
+    def make(capturable: bool) -> lz.StepMetadata:
+        return lz.StepMetadata(
+            tables, lens, cu_seqlens_q=starts, host=host, max_context_len=most, capturable=capturable
+        )
+
+    return make
 
 
 def paged(batch: int, lens: torch.Tensor, page: int, device: str, *, blocks: int = 0) -> dict[str, Any]:
@@ -68,11 +92,9 @@ def decodes(device: str, small: bool) -> Iterator[Scenario]:
             lens = torch.linspace(context // 2, context, batch).int() if batch > 1 else torch.tensor([context]).int()
             made = paged(batch, lens, page, device) | {"query": tokens(batch, device, single=True)}
             made["max_context_len"] = context
-            made["step"] = lz.StepMetadata(
-                made["block_tables"], made["context_lens"], host=(lens,), max_context_len=context
-            )
             name = f"decode B{batch} KV{context // 2}-{context} page {page}"
-            yield Scenario(name, "paged_attention", "attention.gqa.decode.paged", made, cache_bytes(lens))
+            least, step = cache_bytes(lens), step_of(made, (lens,))
+            yield Scenario(name, "paged_attention", "attention.gqa.decode.paged", made, least, step)
 
 
 def mixed(device: str, small: bool) -> Iterator[Scenario]:
@@ -85,15 +107,9 @@ def mixed(device: str, small: bool) -> Iterator[Scenario]:
         starts = torch.tensor([*range(first), *(first + chunk * each for each in range(chunks + 1))], dtype=torch.int32)
         made = paged(batch, lens, 16, device) | {"query": tokens(int(starts[-1]), device)}
         made |= {"cu_seqlens_q": starts.to(device), "max_seqlen_q": chunk, "decodes": first, "max_context_len": context}
-        made["step"] = lz.StepMetadata(
-            made["block_tables"],
-            made["context_lens"],
-            cu_seqlens_q=made["cu_seqlens_q"],
-            host=(lens, starts),
-            max_context_len=context,
-        )
         name = f"mixed {first} decodes and {chunks} x {chunk} at {context}"
-        yield Scenario(name, "paged_attention", "attention.gqa.mixed.paged", made, cache_bytes(lens))
+        least, step = cache_bytes(lens), step_of(made, (lens, starts))
+        yield Scenario(name, "paged_attention", "attention.gqa.mixed.paged", made, least, step)
 
 
 def ragged(device: str, small: bool) -> Iterator[Scenario]:
@@ -121,12 +137,12 @@ def cascade(device: str, small: bool) -> Iterator[Scenario]:
         shared = prefix // 16
         made["block_tables"][:, :shared] = made["block_tables"][:1, :shared]
         made |= {"shared_blocks": shared, "max_context_len": prefix + own}
-        made["step"] = lz.StepMetadata(
-            made["block_tables"], made["context_lens"], host=(lens,), max_context_len=prefix + own
-        )
-        least = cache_bytes(lens - prefix) + cache_bytes(torch.tensor([prefix]))
+        least, step = cache_bytes(lens - prefix) + cache_bytes(torch.tensor([prefix])), step_of(made, (lens,))
         name = f"cascade {batch} sequences, {prefix} shared, {own} own"
-        yield Scenario(name, "cascade_attention", "attention.cascade.decode.paged", made, least)
+        yield Scenario(name, "cascade_attention", "attention.cascade.decode.paged", made, least, step)
+        flat = {name: value for name, value in made.items() if name not in ("shared_blocks", "step")}
+        name = f"the same {batch} sequences, flat"
+        yield Scenario(name, "paged_attention", "attention.gqa.decode.paged", flat, least, step)
 
 
 def mla(device: str, small: bool) -> Iterator[Scenario]:
@@ -140,13 +156,12 @@ def mla(device: str, small: bool) -> Iterator[Scenario]:
         made |= {"ckv_cache": both[..., :512], "kpe_cache": both[..., 512:]}
         made["block_tables"] = torch.randperm(len(both), device=device).int().view(batch, columns)
         made |= {"context_lens": lens.to(device), "max_context_len": context}
-        made["step"] = lz.StepMetadata(
-            made["block_tables"], made["context_lens"], host=(lens,), max_context_len=context
+        name, least, step = (
+            f"mla B{batch} KV{context} {heads} heads",
+            batch * context * 576 * 2.0,
+            step_of(made, (lens,)),
         )
-        least = batch * context * 576 * 2.0
-        yield Scenario(
-            f"mla B{batch} KV{context} {heads} heads", "mla_attention", "attention.mla.decode.paged", made, least
-        )
+        yield Scenario(name, "mla_attention", "attention.mla.decode.paged", made, least, step)
 
 
 def sparse(device: str, small: bool) -> Iterator[Scenario]:
@@ -190,46 +205,111 @@ def timed(run: Callable[[], object], device: str) -> float:
     return float(begin.elapsed_time(end)) / CALLS * 1e3
 
 
-def locked(scenario: Scenario, kernel: str) -> Callable[[], Any]:
-    """The public function with one kernel."""
-    function = getattr(lz, scenario.function)
+class Way:
+    """The public function with one kernel, called and replayed.
 
-    def run() -> Any:
-        with lz.scope(locks={scenario.operation: kernel}, allow_jit_compile=True):
-            return function(**scenario.arguments)
+    Attributes:
+        result: of the call.
+        graph: so many calls, captured; None where the kernel is not captured.
+        called, replayed: times, us.
+    """
 
-    return run
+    def __init__(self, scenario: Scenario, kernel: str) -> None:
+        self.function, self.scenario = getattr(lz, scenario.function), scenario
+        self.locks = {scenario.operation: kernel}
+        self.called: list[float] = []
+        self.replayed: list[float] = []
+        with self.locked():
+            self.result = self.function(**scenario.arguments).float()
+        self.graph = self.captured() if self.result.is_cuda and scenario.in_graph else None
+
+    def locked(self) -> Any:
+        """Let this kernel run alone, and compile where it has to."""
+        return lz.scope(locks=self.locks, allow_jit_compile=True)
+
+    def captured(self) -> torch.cuda.CUDAGraph | None:
+        """Several calls in one graph."""
+        arguments = self.scenario.arguments | self.scenario.in_graph
+        try:
+            with self.locked():
+                for _ in range(2):
+                    self.function(**arguments)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(CALLS):
+                        self.function(**arguments)
+            graph.replay()
+            torch.cuda.synchronize()
+        except (lz.LayerZeroError, RuntimeError) as error:
+            print(f"    {next(iter(self.locks.values()))}: not captured: {' '.join(str(error).split())[:160]}")
+            return None
+        return graph
+
+    def sample(self, device: str, *, keep: bool) -> None:
+        """Take a time of each kind."""
+        with self.locked():
+            called = timed(lambda: self.function(**self.scenario.arguments), device)
+        replayed = timed(self.graph.replay, device) / CALLS if self.graph is not None else None
+        if keep:
+            self.called.append(called)
+            self.replayed += [] if replayed is None else [replayed]
+
+
+def tuned(wanted: Sequence[str], device: str, small: bool, budget_s: float) -> None:
+    """Measure the calls as a user does: they are recorded, then tuned, called and replayed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "calls.json")
+        with lz.record(file):
+            for name in wanted:
+                for scenario in GROUPS[name](device, small) if name in GROUPS else ():
+                    getattr(lz, scenario.function)(**scenario.arguments)
+        for graph in (False, True) if device == "cuda" else (False,):
+            started = time.perf_counter()
+            found = lz.tune(manifest=file, budget_s=budget_s / 2, graph=graph)
+            what = "replays" if graph else "calls"
+            print(
+                f"tuned {what} in {time.perf_counter() - started:.0f} s: {' '.join(str(found).split())[:200]}",
+                flush=True,
+            )
 
 
 def measure(scenario: Scenario, device: str, without: Sequence[str]) -> None:
     """Print a line for each kernel that takes the call."""
-    runs: dict[str, Callable[[], object]] = {}
-    results: dict[str, torch.Tensor] = {}
+    ways: dict[str, Way] = {}
+    report = lz.explain(scenario.function, **scenario.arguments)
+    elsewhere = {lz.ReasonCode.NOT_INSTALLED, lz.ReasonCode.PLATFORM_MISMATCH}
     for kernel in [each.id for each in lz.list_kernels() if scenario.operation in each.operations]:
         if any(fnmatch.fnmatchcase(kernel, each) for each in ("reference.*", *without)):  # a reference pads everything
             continue
-        run = locked(scenario, kernel)
-        try:
-            results[kernel] = run().float()
-        except Exception as error:  # noqa: BLE001  # told and left out
-            print(f"    {kernel}: left out: {' '.join(str(error).split())[:300]}")
+        if any(reason.code in elsewhere for reason in report.failures.get(kernel, ())):
             continue
-        runs[kernel] = run
-    chosen = lz.explain(scenario.function, **scenario.arguments).kernel_id
-    times: dict[str, list[float]] = {kernel: [] for kernel in runs}
+        try:
+            ways[kernel] = Way(scenario, kernel)
+        except Exception as error:  # noqa: BLE001  # told and left out
+            print(f"    {kernel}: left out: {' '.join(str(error).split())[:160]}")
     for number in range(ROUNDS + 1):
-        for kernel, run in runs.items():
-            spent = timed(run, device)
-            if number:  # the first round warms clocks and caches up
-                times[kernel].append(spent)
+        for way in ways.values():
+            way.sample(device, keep=bool(number))  # the first round warms clocks and caches up
     floor = scenario.least_bytes / 4.187e12 * 1e6
     print(f"{scenario.name}" + (f" (reading the cache: {floor:.0f} us on an H200)" if floor >= 1 else ""))
-    best = min(statistics.median(each) for each in times.values())
-    for kernel, each in sorted(times.items(), key=lambda item: statistics.median(item[1])):
-        middle = statistics.median(each)
-        away = max(float((results[kernel] - other).abs().max()) for other in results.values())
-        mark = "  <- chosen" if kernel == chosen else ""
-        print(f"  {middle:10.1f}  {middle / best:5.2f}  {away:8.1e}  {kernel}{mark}", flush=True)
+    chosen = lz.explain(scenario.function, **scenario.arguments).kernel_id
+    in_graph = ""
+    if device == "cuda" and scenario.in_graph:
+        arguments = scenario.arguments | scenario.in_graph
+        in_graph = str(lz.explain(scenario.function, capturing=True, **arguments).kernel_id)
+    called = {kernel: statistics.median(way.called) for kernel, way in ways.items()}
+    replayed = {kernel: statistics.median(way.replayed) for kernel, way in ways.items() if way.replayed}
+    for kernel, middle in sorted(called.items(), key=lambda item: item[1]):
+        away = max(float((ways[kernel].result - other.result).abs().max()) for other in ways.values())
+        line = f"  {middle:9.1f} {middle / min(called.values()):6.2f}"
+        if kernel in replayed:
+            line += f" | {replayed[kernel]:9.1f} {replayed[kernel] / min(replayed.values()):6.2f}"
+        elif replayed:
+            line += f" | {'':16}"
+        line += f" | {away:8.1e}  {kernel}"
+        marks = [text for text, its in (("chosen", chosen), ("chosen in a graph", in_graph)) if its == kernel]
+        print(line + (f"  <- {', '.join(marks)}" if marks else ""), flush=True)
 
 
 def bookkeeping(device: str, small: bool) -> None:
@@ -269,10 +349,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join((*GROUPS, "step")), help="groups, with commas")
     parser.add_argument("--without", default="", help="globs of kernels to leave out, with commas")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
+    parser.add_argument("--tune-s", type=float, default=0.0, help="seconds for measuring these calls first")
     given = parser.parse_args()
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
     torch.manual_seed(0)
     wanted = given.only.split(",")
+    if given.tune_s:
+        tuned(wanted, given.device, given.small, given.tune_s)
     for name, group in GROUPS.items():
         if name in wanted:
             for scenario in group(given.device, given.small):
