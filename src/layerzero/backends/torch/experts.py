@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ROWS_APART
+from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -31,7 +31,7 @@ def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
 
 
 def _load_loop(facts: Facts) -> Callable[..., Tensor]:
-    linear, cat = functional.linear, torch.cat
+    linear, cat = linear_for(facts), torch.cat
 
     def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         start, parts = 0, []
@@ -82,7 +82,7 @@ KERNELS = (
         operations=("mlp.grouped",),
         load=_load_loop,
         accepts=("bias",),
-        limits=(_FLOATS, ROWS_APART),
+        limits=(_FLOATS,),
         priority=30,
         stock=True,
         **_COMMON,

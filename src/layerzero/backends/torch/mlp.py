@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, ROWS_APART, onednn, pack
+from layerzero.backends.torch.linear import ONEDNN, onednn, pack, packed_as_stock, packed_without_gain
+from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -27,7 +28,7 @@ from layerzero.ops.linear.packed import PackedWeight
 
 def _load(facts: Facts) -> Callable[..., Any]:
     """Written over the activation where nobody records gradients, as the activations' own kernels are."""
-    linear, after = torch.nn.functional.linear, FUNCTIONS[str(facts["activation"])]
+    linear, after = linear_for(facts), FUNCTIONS[str(facts["activation"])]
     in_place, joined = not facts["requires_grad"], facts["operation"] == "mlp.fused.joined"
 
     def times(gate: Tensor, up: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ KERNELS = (
             backend=TORCH,
             load=_load,
             accepts=("activation", *biases),
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), ROWS_APART),
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
             grad=True,
             deterministic=True,
             graph_safe=True,
@@ -92,6 +93,7 @@ KERNELS = (
             handles_negated=True,
             device_guard=True,
             priority=50,
+            stock=packed_without_gain,
         )
         for ending, operations, biases in (
             ("", composed.PLAIN, composed.BIASES[:2]),
@@ -108,6 +110,7 @@ KERNELS = (
             limits=(*ONEDNN, *limits),
             deterministic=True,
             priority=55,
+            stock=packed_as_stock,
         )
         for ending, operations, accepts, limits in composed.variants()
     ),

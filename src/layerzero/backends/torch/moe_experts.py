@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ROWS_APART
+from layerzero.backends.torch.rows_apart import ROWS_APART, linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -39,7 +39,7 @@ def _bias(of_all: Tensor | None, number: int) -> Tensor | None:
 
 def _load_one(facts: Facts) -> Callable[..., Tensor]:
     """A token's experts, one after the other; their weights are views."""
-    linear, cat = functional.linear, torch.cat
+    linear, cat = linear_for(facts), torch.cat
 
     def one(
         input: Tensor,  # noqa: A002  # torch's name
@@ -77,7 +77,7 @@ def _load_one(facts: Facts) -> Callable[..., Tensor]:
 def _load_each(facts: Facts) -> Callable[..., Tensor]:
     if facts.size_bits("tokens") == 1:
         return _load_one(facts)
-    linear, cat = functional.linear, torch.cat
+    linear, cat = linear_for(facts), torch.cat
 
     def each(
         input: Tensor,  # noqa: A002
@@ -175,7 +175,7 @@ KERNELS = (
     Kernel(
         id="torch.experts_each",
         load=_load_each,
-        limits=(_FLOATS, ROWS_APART),
+        limits=(_FLOATS,),
         grad=True,
         priority=50,
         stock=_unpacked,

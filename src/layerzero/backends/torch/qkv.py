@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, ROWS_APART, onednn, pack
+from layerzero.backends.torch.linear import ONEDNN, onednn, pack, packed_as_stock, packed_without_gain
+from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -25,7 +26,7 @@ from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
 
 def _load_three(facts: Facts) -> Callable[..., Any]:
-    linear = torch.nn.functional.linear
+    linear = linear_for(facts)
 
     def apart(
         input: Tensor,  # noqa: A002  # torch's name
@@ -49,7 +50,7 @@ def _load_three(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_one(facts: Facts) -> Callable[..., Any]:
-    linear = torch.nn.functional.linear
+    linear = linear_for(facts)
 
     def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:  # noqa: A002
         return pieces(linear(input, q_weight, q_bias), kv_features)
@@ -58,7 +59,7 @@ def _load_one(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_joining(facts: Facts) -> Callable[..., Any]:
-    linear, cat = torch.nn.functional.linear, torch.cat
+    linear, cat = linear_for(facts), torch.cat
 
     def run(
         input: Tensor,  # noqa: A002
@@ -107,13 +108,14 @@ KERNELS = (
             backend=TORCH,
             load=load,
             accepts=accepts,
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), ROWS_APART),
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
             grad=True,
             deterministic=True,
             graph_safe=True,
             handles_negated=True,
             device_guard=True,
             priority=priority,
+            stock=packed_without_gain,
         )
         for name, operations, load, accepts, priority in _KINDS
     ),
@@ -127,6 +129,7 @@ KERNELS = (
             limits=(*ONEDNN, *limits),
             deterministic=True,
             priority=55,
+            stock=packed_as_stock,
         )
         for ending, operation, accepts, limits in composed.qkv_variants()
     ),

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ROWS_APART
 from layerzero.backends.torch.quantize import scales
+from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -37,6 +36,7 @@ _PLAIN, _WHOLE, _FLOAT8 = (QUANTIZED[each].name for each in ACTIVATIONS)
 def _load_widened(facts: Facts) -> Callable[..., Any]:
     """The weight in the input's dtype, its scales behind the product; before it in float16, whose sums end at 65504."""
     before, wide = facts["dtype"] is torch.float16, torch.promote_types(facts["dtype"], torch.float32)  # type: ignore[arg-type]
+    linear = linear_for(facts)
 
     def run(
         input: Tensor,  # noqa: A002  # torch's name
@@ -51,9 +51,9 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
         # a scale's gradient is a sum over the whole weight: from parts in float16 it was 1.3 % off where they cancel
         if before and not (weight_scale.requires_grad and torch.is_grad_enabled()):
             numbers = weight.to(wide) * weight_scale.reshape(-1, 1)
-            return functional.linear(rows, numbers.to(dtype), None if bias is None else bias.to(dtype))
+            return linear(rows, numbers.to(dtype), None if bias is None else bias.to(dtype))
         product = wide if before else dtype
-        output = functional.linear(rows.to(product), weight.to(product)) * of_outputs(weight_scale)
+        output = linear(rows.to(product), weight.to(product)) * of_outputs(weight_scale)
         return (output if bias is None else output + bias).to(dtype)
 
     return run
@@ -100,6 +100,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
     of = FORMATS[str(facts["operation"]).removeprefix(f"{_PLAIN}.")]
     wide = torch.float64 if facts["dtype"] is torch.float64 else torch.float32
     narrow = torch.bfloat16 if facts["dtype"] is torch.bfloat16 and facts["out_dtype"] is None else wide
+    linear = linear_for(facts)
 
     def run(
         input: Tensor,  # noqa: A002
@@ -110,7 +111,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
         out_dtype: torch.dtype | None,
     ) -> Tensor:
         codes, scale = quantized_rows(input.detach().to(wide), of)  # rounding lets no gradient through
-        output = functional.linear(codes.to(narrow), weight.to(narrow))
+        output = linear(codes.to(narrow), weight.to(narrow))
         return _behind(output, scale, weight_scale, bias, out_dtype or input.dtype)
 
     return run
@@ -161,7 +162,7 @@ KERNELS = (
         operations=(_PLAIN,),
         load=_load_widened,
         accepts=("bias", "out_dtype"),
-        limits=(limit.dtype(*_FLOATS), ROWS_APART),
+        limits=(limit.dtype(*_FLOATS),),
         grad=True,
         graph_safe=True,
         handles_negated=True,
@@ -190,7 +191,7 @@ KERNELS = (
         operations=(_WHOLE, _FLOAT8),
         load=_load_rows,
         accepts=("bias", "out_dtype"),
-        limits=(limit.dtype(*_FLOATS), ROWS_APART),
+        limits=(limit.dtype(*_FLOATS),),
         grad=True,
         graph_safe=True,
         priority=20,

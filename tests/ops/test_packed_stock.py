@@ -1,0 +1,70 @@
+"""Who computes with packed weights where no time is known: torch's own library, but on AMD's processors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+
+XEON = lz.Device(
+    "cpu",
+    "Intel(R) Xeon(R) Processor",
+    "intel",
+    architecture="x86_64",
+    instruction_sets=frozenset({"avx2", "avx512", "avx512_bf16", "amx_bf16"}),
+    dtypes=frozenset({"float32", "bfloat16"}),
+)
+EPYC = dataclasses.replace(XEON, name="AMD EPYC", vendor="amd", instruction_sets=XEON.instruction_sets - {"amx_bf16"})
+
+PACKED = {
+    "linear": ("packed",),
+    "mlp": ("packed_up", "packed_down"),
+    "qkv_linear": ("packed_q", "packed_k", "packed_v"),
+}
+
+
+def asked(function: str, dtype: torch.dtype, device: lz.Device, *, packed: bool = True) -> list[str]:
+    """Kernels of a product, or of products, the best one first."""
+    weight = torch.randn(64, 64, dtype=dtype)
+    names = PACKED[function]
+    forms = {name: lz.PackedWeight(weight) for name in names} if packed else {}
+    report = lz.explain(function, torch.randn(4, 64, dtype=dtype), *[weight] * len(names), **forms, device=device)
+    return [each.kernel.id for each in report.candidates if not each.reasons]
+
+
+def priority(kernel: str) -> int:
+    """What is declared of a kernel."""
+    return next(each.priority for each in lz.list_kernels() if each.id == kernel)
+
+
+@pytest.fixture(autouse=True)
+def without_times(monkeypatch):
+    monkeypatch.setattr(type(ENGINE.ledger), "evidence", lambda *_: {})
+
+
+@pytest.mark.parametrize("function", ["linear", "mlp", "qkv_linear"])
+def test_bfloat16_is_onednns_as_in_torch_itself(function):
+    first = asked(function, torch.bfloat16, XEON)[0]
+    assert first.startswith("torch.onednn_")
+    assert first.endswith("_packed")
+
+
+@pytest.mark.parametrize("function", ["linear", "mlp", "qkv_linear"])
+def test_float32_stays_with_torchs_own_library(function):
+    assert asked(function, torch.float32, XEON)[0] in {"torch.linear", "torch.mlp", "torch.qkv_linear"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", ["linear", "mlp", "qkv_linear"])
+def test_amds_processors_have_priorities(function, dtype):
+    kernels = asked(function, dtype, EPYC)
+    assert kernels == sorted(kernels, key=lambda name: -priority(name))
+
+
+@pytest.mark.parametrize("device", [XEON, EPYC], ids=["intel", "amd"])
+def test_a_weight_that_nobody_packed_is_torchs_own(device):
+    assert asked("linear", torch.bfloat16, device, packed=False)[0] == "torch.linear"
