@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 
@@ -13,6 +14,9 @@ from layerzero.backends.flashinfer import pod
 from layerzero.backends.flashinfer.cascade import _Cascade
 from layerzero.backends.flashinfer.latent import _Planned as PlannedLatent
 from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
+from layerzero.core.device import Device
+from layerzero.core.facts import FactsBuilder
+from layerzero.engine.registry import REGISTRY
 
 PAGE = 4
 ARGUMENTS = {"num_qo_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64, "causal": True, "window_left": -1}
@@ -173,3 +177,32 @@ def test_prefills_on_decodes_are_two_plans_of_one_wrapper(monkeypatch):
     step.context_lens[0], step.cu_seqlens_q[3] = 4, 6
     step.advance()
     assert wrapper.plans[1][0] == [[0, 4, 5], [0, 2, 3], [1, 3, 6], [4, 4], [0, 1, 2], [0, 1, 2], [7, 5], [4, 1]]
+
+
+def test_prefills_on_decodes_give_outputs_in_one_pair_and_sums_in_another(monkeypatch):
+    """As the wrapper's code returns them: ((prefill, decode), (prefill's sums, decode's sums)), in base 2."""
+
+    class Attends(Wrapper):
+        def run(self, prefills, _, decodes, __, *, causal_p, return_lse):
+            outputs = prefills + 1, decodes + 1
+            return (outputs, tuple(each.sum(-1) for each in (prefills, decodes))) if return_lse else outputs
+
+    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPODWithPagedKVCacheWrapper", Attends, raising=False)
+    monkeypatch.setattr(pod, "workspace", lambda *_, **__: None)
+    table, lens, starts = (
+        torch.tensor([[7, 2], [5, 0], [1, 3]]).int(),
+        torch.tensor([5, 1, 8]),
+        torch.tensor([0, 1, 2, 5]),
+    )
+    step = lz.StepMetadata(table, lens.int(), cu_seqlens_q=starts.int(), capturable=False)
+    query, cache = torch.randn(5, 4, 64).bfloat16(), torch.zeros(8, PAGE, 4, 64).bfloat16()
+    tensors = query, cache, cache, table, step.context_lens, step.cu_seqlens_q
+    given = {"causal": True, "decodes": 2, "step": step}
+    facts = FactsBuilder(REGISTRY.operation("attention.standard.mixed.paged")).build(
+        *tensors, device=Device.named("H100"), layout="NHD", **given
+    )
+    run = pod._load(facts)
+    assert torch.equal(run(*tensors, **given), query + 1)
+    output, lse = run(*tensors, **given, return_lse=True)
+    assert torch.equal(output, query + 1)
+    torch.testing.assert_close(lse, query.sum(-1).t() * math.log(2))

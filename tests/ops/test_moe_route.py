@@ -161,7 +161,21 @@ def test_what_means_nothing_is_refused(given, told):
         lz.moe_route(torch.randn(3, 8), **{"top_k": 2, **given})
 
 
-def test_a_kernel_that_never_ran_on_a_gpu_is_refused_until_it_was_vetted_there():
+def test_logits_off_a_boundary_are_copied_where_their_rows_are_read_by_vectors():
+    libraries, numbers = {"torch": "2.11.0+cu130", "vllm": "0.20.0"}, torch.randn(400)
+    copied = {}
+    with lz.scope(require_vetting=False):
+        for start, experts in ((0, 64), (3, 64), (1, 33), (1, 2), (2, 2)):
+            logits = numbers[start : start + 4 * experts].view(4, experts)
+            report = lz.explain("moe_route", logits, 2, device="H100", libraries=libraries)
+            (judged,) = [each for each in report.candidates if each.kernel.id == "vllm.topk_softmax"]
+            assert not judged.reasons
+            copied[start, experts] = [each.text for each in judged.adaptations]
+    text = ["copy logits into contiguous memory"]
+    assert copied == {(0, 64): [], (3, 64): text, (1, 33): [], (1, 2): text, (2, 2): []}
+
+
+def test_a_kernel_whose_demands_never_ran_on_a_gpu_is_refused_until_it_was_vetted_there():
     logits = torch.empty(5, 128, dtype=torch.bfloat16, device="meta")
     libraries = {"torch": "2.11.0+cu130", "vllm": "0.20.0"}
     report = lz.explain("moe_route", logits, 8, device="H100", libraries=libraries)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of norms share in limits: vector loads at the start of a row, and offsets in 32 bits."""
+"""What CUDA kernels over rows share in limits, norms first: vector loads at a row's start, and offsets in 32 bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 class RowsAligned(limit.Limit):
     """Rows start where the kernel's vector load may: it moves as many of 16 bytes as divide a row. A copy repairs it.
 
-    A row of 100 float16 values is read 8 bytes at a time, so its rows need 8 bytes of alignment and not 16.
+    A row of 100 float16 values is read 8 bytes at a time, so its rows need 8 bytes of alignment and not 16. ``size`` is
+    what a row has of elements.
     """
 
     tensors: tuple[str, ...]
+    size: str = "hidden"
 
     def check(self, facts: Facts) -> limit.Findings:
         found = []
@@ -27,7 +29,7 @@ class RowsAligned(limit.Limit):
             tensor = facts.tensors.get(name)
             if tensor is None:
                 continue
-            wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size("hidden") * tensor.dtype.itemsize)
+            wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize)
             got = tensor.row_alignment_bytes
             if got < wanted:
                 reason = Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes")
@@ -35,10 +37,10 @@ class RowsAligned(limit.Limit):
         return tuple(found)
 
     def facts_named(self) -> tuple[str, ...]:
-        return ("hidden", *self.tensors)
+        return (self.size, *self.tensors)
 
     def describe(self) -> str:
-        return "rows aligned to gcd(16, their bytes)"
+        return f"rows aligned to gcd(16, their bytes): {', '.join(self.tensors)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,10 @@ def _refresh(trial: Trial, call: RandomCall) -> None:
 
 
 def advanced(trial: Trial) -> Outcome:
-    """A handle is brought up to date after what it was made of changed: lower counts, the rest turned round."""
+    """A handle is brought up to date after what it was made of changed: lower counts, the rest turned round.
+
+    Counts that divide a tensor of the handle go on dividing it: its parts come in the opposite order.
+    """
     call = _with_handles(trial)
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
@@ -145,12 +148,20 @@ def advanced(trial: Trial) -> Outcome:
     plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     plan.run(**bound)
-    sources = {name for each in _made_of_tensors(trial) for name in each.made_of}
-    for name, tensor in tensors(call).items():
-        if name in sources and not tensor.is_floating_point() and tensor.ndim == 1:  # counts may shrink, not grow
+    sources = [name for each in _made_of_tensors(trial) for name in each.made_of]
+    schemas = [each for each in trial.facts.operation.schema.inputs if each.name in sources]
+    divided = {each.shape_vars[:1] for each in schemas}
+    for each in schemas:
+        tensor = call.arguments.get(each.name)
+        if not isinstance(tensor, Tensor):
+            continue
+        turned = compare.flipped(tensor, (0,))
+        if not each.counts:
+            tensor.copy_(turned)
+        elif each.counts in divided:  # where parts begin, and behind them where the last one ends
+            tensor.copy_(turned[:1] - turned)
+        else:  # may shrink, not grow
             tensor.copy_((tensor + 1) // 2)
-        elif name in sources:
-            tensor.copy_(compare.flipped(tensor, (0,)))
     _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)

@@ -2,7 +2,8 @@
 
 Decodes wait for memory and prefills for arithmetic, so that both on one multiprocessor take less than one after the
 other. Both plans live on an eager step; the wrapper has no buffers that a graph could go on reading. A step that turns
-out to be all decodes, or to have none, takes the plan of the whole batch. Log-sum-exps come in base 2 as (T, H).
+out to be all decodes, or to have none, takes the plan of the whole batch. Log-sum-exps come in base 2 as (T, H), as
+``((prefill, decode), (prefill's, decode's))``, whatever the docstring of the wrapper says.
 Read: BatchPODWithPagedKVCacheWrapper of flashinfer-python 0.7.2.post1; POD-Attention, arXiv:2410.18038.
 Library: flashinfer-python 0.7.2, Apache-2.0.
 """
@@ -59,7 +60,7 @@ class _Pod:
         self._wrapper.plan(*told[0], *told[1], **self._arguments)
 
     def run(self, prefills: Tensor, decodes: Tensor, caches: tuple[Tensor, Tensor], *, return_lse: bool) -> Any:
-        """Outputs of both, prefills first; with their log-sum-exps where they are wanted."""
+        """Outputs of prefills and decodes; with ``return_lse`` a pair of those and one of their log-sum-exps."""
         return self._wrapper.run(prefills, caches, decodes, caches, causal_p=self._causal, return_lse=return_lse)
 
 
@@ -87,10 +88,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
             result = whole.run(query, caches, return_lse=return_lse)
             return (result[0], natural(result[1])) if return_lse else result
         both = step.slot((owner, decodes), lambda each: _Pod(each, arguments, page_size, decodes))
-        prefill, decode = both.run(query[decodes:], query[:decodes], caches, return_lse=return_lse)
-        if not return_lse:
-            return torch.cat((decode, prefill))
-        return torch.cat((decode[0], prefill[0])), natural(torch.cat((decode[1], prefill[1])))
+        result = both.run(query[decodes:], query[:decodes], caches, return_lse=return_lse)
+        outputs, sums = result if return_lse else (result, None)
+        output = torch.cat(outputs[::-1])  # decodes come first in the batch
+        return output if sums is None else (output, natural(torch.cat(sums[::-1])))
 
     return run
 

@@ -33,6 +33,9 @@ def _backend(summary: str) -> Backend:
     )
 
 
+STABLE = "_C_stable_libtorch"
+"""The library that adds CUTLASS' products to ``torch.ops._C``, as a fragment beside what its owner registers."""
+
 VLLM = _backend("The CUDA operators of the vLLM server")
 VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
 VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
@@ -63,8 +66,8 @@ def variant_of_tokens_v2(facts: Facts) -> Hashable:
     return facts.device.sm, facts["dtype"], dims, facts.get("causal", False), window, softcap, slopes, paged
 
 
-_MARKS = {"_C": "_C::rms_norm"}
-"""An operator of each name space that vLLM's build for CPUs owns as well."""
+_MARKS = {"_C": "_C::rms_norm", STABLE: "_C::cutlass_scaled_mm"}
+"""An operator of each library that shares a name space: whether something owns it already, and on which devices."""
 
 
 @functools.cache

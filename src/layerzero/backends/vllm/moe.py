@@ -1,8 +1,10 @@
 """vLLM's choice of experts on CUDA: a softmax and the best of it in one kernel, a warp for a few rows.
 
-Read, and not run on a GPU yet, hence refused until it was vetted on the machine: csrc/moe/torch_bindings.cpp of vLLM
-(``topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, bool
-renormalize, Tensor? bias) -> ()``). Logits go in as float32, which every version reads; the third tensor is scratch.
+Read: csrc/moe/torch_bindings.cpp of vLLM (``topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor!
+token_expert_indices, Tensor gating_output, bool renormalize, Tensor? bias) -> ()``). Logits go in as float32, which
+every version reads; the third tensor is scratch. A row whose length is a power of two, or a multiple of 64, is read by
+vectors of at most 16 bytes: on an H200 float32 logits off such a boundary ended in a misaligned address, everything
+else was right (torch 2.11, 2026-11-23). With what it demands now it did not run yet, hence it is to be vetted.
 Its ``grouped_topk`` is left out: nothing says in which order it names the experts. Its products of experts are Triton
 code within the package, which is never imported.
 Library: vllm 0.20, Apache-2.0.
@@ -15,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -47,6 +50,7 @@ KERNELS = (
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("experts", max=512),
             limit.contiguous("logits"),
+            RowsAligned(("logits",), "experts"),
         ),
         deterministic=True,
         graph_safe=True,

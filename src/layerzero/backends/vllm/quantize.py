@@ -1,8 +1,11 @@
 """vLLM's int8 on CUDA: rows by scales of their own, all by one that is given, and CUTLASS' products of what they give.
 
-Argument orders are those of csrc/torch_bindings.cpp. None of these ran on a GPU yet: each has to be vetted where it is
-used. Rows of zeros get a scale of 0, which is made 1 here. Its float8 operators are left out: they clamp by fminf,
-which makes the largest number of NaN (csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so.
+Argument orders are those of csrc/torch_bindings.cpp and csrc/libtorch_stable/torch_bindings.cpp: vLLM 0.20 ships
+``cutlass_scaled_mm`` in a second library, which adds to the first one's name space. Both ways to quantize conform on an
+H200 (torch 2.11, 2026-11-23); the product did not run yet and has to be vetted. Before Hopper it reads a scale for each
+output and the bias by vectors of up to 16 bytes. Rows of zeros get a scale of 0, which is made 1 here. Its float8
+operators are left out: they clamp by fminf, which makes the largest number of NaN
+(csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so.
 Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 """
 
@@ -14,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.backends.torch.quantized_linear import on_boundary
+from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -61,14 +65,15 @@ def _load_given(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_linear(facts: Facts) -> Callable[..., Any]:
-    operator, features = _library().cutlass_scaled_mm.default, facts.size("in_features")
-    quantized, outputs, ndim = _rows(), facts.size("out_features"), facts["input_ndim"]
+    quantized = _rows()  # first: it finds out whose the name space is
+    operator = operators(f"{STABLE}.abi3.so", "_C", STABLE).cutlass_scaled_mm.default
+    features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
         rows = input if ndim == 2 else input.view(-1, features)
         codes, scale = quantized(rows)
         output = rows.new_empty((len(rows), outputs))
-        operator(output, codes, weight.t(), scale, weight_scale.reshape(-1), bias)
+        operator(output, codes, weight.t(), scale, on_boundary(weight_scale.reshape(-1)), bias)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)
 
     return run
@@ -79,7 +84,6 @@ _COMMON: dict[str, Any] = {
     "deterministic": True,
     "graph_safe": True,
     "device_guard": True,
-    "trust": Trust.UNTRIED,
 }
 _LIMITS = (
     limit.platform("cuda"),
@@ -119,10 +123,11 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("in_features", multiple=16),
             limit.dim("out_features", multiple=16),
-            limit.contiguous("input", "weight", "weight_scale", "bias"),
-            limit.aligned(16, "input", "weight"),
+            limit.contiguous("input", "weight", "bias"),
+            limit.aligned(16, "input", "weight", "bias"),
         ),
         priority=55,
+        trust=Trust.UNTRIED,
         **_COMMON,
     ),
 )

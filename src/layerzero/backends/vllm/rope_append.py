@@ -3,8 +3,8 @@
 Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
 FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
 has for float8 rounds queries, too (``ops/rope_append/quantized.py``): neither is one of these operations.
-Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22). Into one of float8 it never ran as
-a whole: its two halves did, apart.
+Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in
+the few random calls there that had one scale for all keys and one for all values (2026-11-23).
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -21,7 +21,7 @@ from layerzero.backends.vllm.paged import SCALES, load_append
 from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.ops.rope_append.composed import rotate_then_append
 
@@ -70,6 +70,5 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         priority=80,
-        trust=Trust.UNTRIED,
     ),
 )

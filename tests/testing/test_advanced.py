@@ -1,0 +1,95 @@
+"""The check of a handle that advances: it changes what the handle was made of into another legal call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from layerzero.core import values
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.sparse.declare import BLOCK_SPARSE, sparse_reference
+from layerzero.testing import compare, execution
+from layerzero.testing.sizes import Setting
+
+
+class Copied:
+    """What a kernel keeps of a pattern."""
+
+    def __init__(self, pattern):
+        self.tensors = [each.clone() for each in pattern.host]
+
+    def update(self, pattern):
+        self.tensors = [each.clone() for each in pattern.host]
+
+
+class Forgotten(Copied):
+    """The same by a kernel that heeds no change."""
+
+    def update(self, pattern):
+        pass
+
+
+def trial(kept=Copied):
+    """A planted kernel of attention to blocks that reads its pattern through the handle."""
+
+    def load(facts):
+        def run(query, key, value, *pattern, block_pattern=None, **blocks):
+            if block_pattern is not None:
+                pattern = block_pattern.slot("planted", kept).tensors
+            return sparse_reference(query, key, value, *pattern, **blocks)
+
+        return run
+
+    kernel = replace(
+        REGISTRY.kernel("torch.block_sparse_rows"),
+        id="planted.pattern",
+        load=load,
+        accepts=("block_rows", "block_cols", "block_pattern"),
+    )
+    return Setting(BLOCK_SPARSE, torch.float32, "cpu", "").attempt(kernel, BLOCK_SPARSE.cases[0])
+
+
+def test_a_pattern_advances_to_another_pattern(monkeypatch):
+    seen = []
+
+    def expected(call):
+        given = call.arguments
+        pattern, columns = [given[each] for each in ("block_indptr", "block_indices")], len(given["key"]) // 16
+        seen.append([each.tolist() for each in pattern])
+        assert values.problems(BLOCK_SPARSE.check_values(given["key"], *pattern, 16)) == []
+        assert max(seen[-1][1]) < columns
+        return truth(call)
+
+    truth = compare.expected
+    monkeypatch.setattr(compare, "expected", expected)
+    given = trial()
+    before = [given.call.arguments[each].tolist() for each in ("block_indptr", "block_indices")]
+    outcome = execution.advanced(given)
+    assert (outcome.status, outcome.message) == ("passed", "")
+    ((starts, columns),) = seen
+    assert columns == before[1][::-1]
+    assert starts == [before[0][-1] - each for each in reversed(before[0])]
+    assert [starts, columns] != before
+
+
+def test_a_kernel_that_keeps_the_pattern_of_before_is_found():
+    outcome = execution.advanced(trial(Forgotten))
+    assert outcome.status == "wrong"
+    assert outcome.message.startswith("after advance(): result 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("attention.gqa.decode.paged", "torch.paged_gather"), ("attention.gqa.mixed.paged", "torch.paged_sdpa")],
+)
+def test_lengths_of_contexts_shrink_and_their_tables_turn_round(monkeypatch, name, kernel):
+    operation, seen = REGISTRY.operation(name), []
+    truth = compare.expected
+    monkeypatch.setattr(compare, "expected", lambda call: seen.append(call) or truth(call))
+    given = Setting(operation, torch.float32, "cpu", "NHD").attempt(REGISTRY.kernel(kernel), operation.cases[0])
+    assert execution.advanced(given).status == "passed"
+    before, after = given.call.arguments, seen[0].arguments
+    assert torch.equal(after["context_lens"], (before["context_lens"] + 1) // 2)
+    assert torch.equal(after["block_tables"], before["block_tables"].flip(0))
