@@ -17,7 +17,7 @@ FLAGS = {
     "deterministic": "gives the same bits each time",
     "graph_safe": "may run under CUDA graph capture",
     "jit": "compiles; refused until `lz.warmup` built it",
-    "untried": "written after its library's sources, run on no device; refused until `layerzero vet` proved it",
+    "untried": "written after its library's sources, proved on no device; refused until `layerzero vet` proved it",
 }
 """Flags of a kernel that decide whether it is legal, and what they mean."""
 
