@@ -338,6 +338,7 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # lz.optimize
 
 
+@pytest.mark.usefixtures("packs")
 @pytest.mark.parametrize("make", [sd3, *(pytest.param(each, marks=pytest.mark.slow) for each in (wan, autoencoder))])
 def test_optimize_takes_attention_norms_and_products_and_tells_the_rest(make: Any) -> None:
     model, call = make()

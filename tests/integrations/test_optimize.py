@@ -405,6 +405,7 @@ def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}, report
 
 
+@pytest.mark.usefixtures("packs")
 def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Any) -> None:
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs version 6 of it")

@@ -63,6 +63,7 @@ def test_packed_forms_stay_within_their_limit(limit: int) -> None:
         assert not sum(each.barred for each in report.packs)
 
 
+@pytest.mark.usefixtures("packs")
 def test_a_bound_goes_with_copies_and_other_weights_and_is_gone_after_undo() -> None:
     model, stock = made(), made(kind="Llama")
     report = lz.optimize(model, memory_limit=20_000)
