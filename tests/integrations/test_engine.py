@@ -29,7 +29,7 @@ def example():
 def served(example):
     """A small model in float32, prompts, and what the model writes after each of them."""
     model = example.Llama(
-        example.Shape(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, longest=256)
+        example.Shape(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, wide=96, longest=256)
     )
     prompts = example.requests_of(6, 64)
     return model, prompts, example.one_by_one(model, prompts, TOKENS)
@@ -90,3 +90,89 @@ def test_it_runs_as_a_program(example, monkeypatch, capsys):
     assert "engine: " in told
     assert "tokens that are the same: 32 of 32" in told
     assert torch.get_default_dtype() is torch.float32
+
+
+class Captures:
+    """Stands for CUDA graphs: a replay calls the function again, and finds every buffer where the capture left it."""
+
+    def __init__(self):
+        self.rows, self.replays = [], []
+
+    def __call__(self, run):
+        engine_step = dict(zip(run.__code__.co_freevars, [each.cell_contents for each in run.__closure__], strict=True))
+        inputs, step = engine_step["inputs"], engine_step["step"]
+        tensors = (inputs, step.block_tables, step.context_lens)
+        places, rows = [each.data_ptr() for each in tensors], inputs.shape[1]
+        self.rows.append(rows)
+
+        def replay():
+            assert step.capturable
+            assert not step.is_stale
+            assert [each.data_ptr() for each in tensors] == places
+            self.replays.append(rows)
+            return run()
+
+        return replay
+
+
+@pytest.mark.parametrize(("pages", "budget"), [(64, 32), (64, 512), (20, 17)], ids=["chunks", "whole", "little room"])
+def test_captured_decodes_write_the_same_tokens(example, served, pages, budget):
+    model, prompts, wanted = served
+    captures = Captures()
+    engine = example.Engine(model, pages=pages, budget=budget, capture=captures)
+    for _again in range(2):  # the second time prefixes are known, and graphs are there
+        assert example.serve(engine, prompts, TOKENS) == wanted
+        assert sorted(engine.pages.free) == list(range(pages))
+    assert engine.reused > 0 or pages == 20  # where nothing known lasts
+    assert captures.replays
+    assert len(set(captures.rows)) == len(captures.rows)
+
+
+def test_batches_shrink_and_grow_through_buckets(example, served):
+    model, prompts, _ = served
+    counts = [2, 5, 9, 14, 20, 27]
+    wanted = [example.one_by_one(model, [prompt], count)[0] for prompt, count in zip(prompts, counts, strict=True)]
+    captures = Captures()
+    engine = example.Engine(model, pages=64, budget=512, capture=captures)
+    for _again in range(2):
+        requests = [engine.submit(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+        while engine.step():
+            pass
+        assert [each.written for each in requests] == wanted
+    once = captures.replays[: len(captures.replays) // 2]
+    assert [rows for rows, before in zip(once, [0, *once], strict=False) if rows != before] == [8, 4, 2, 1]
+    assert captures.replays == once * 2
+    assert captures.rows == [8, 4, 2, 1]
+
+
+def test_padding_writes_into_no_page_of_a_request(example, served):
+    model, prompts, _ = served
+    engine = example.Engine(model, pages=64, budget=512, capture=Captures())
+    requests = [engine.submit(prompt, 8) for prompt in prompts[:3]]
+    engine.step()
+    used = {page for each in requests for page in each.pages}
+    others = [page for page in range(64) if page not in used]
+    for cache in engine.caches:
+        cache.keys[others], cache.values[others] = 7.0, 7.0
+    while engine.step():
+        pass
+    assert list(engine.graphs) == [4]
+    assert all((cache.keys[others] == 7).all() and (cache.values[others] == 7).all() for cache in engine.caches)
+
+
+def test_decodes_are_captured_only_where_somebody_captures(example, served):
+    model, prompts, wanted = served
+    engine = example.Engine(model)
+    assert example.serve(engine, prompts, TOKENS) == wanted
+    assert not engine.graphs
+    assert engine.spent["tokens"] >= engine.spent["steps"] > 0
+
+
+def test_prompts_of_a_length_and_fewer_comparisons(example, monkeypatch, capsys):
+    asked = "--width 64 --tokens 2 --device cpu --requests 3 --prompt 50 --compare 1"
+    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
+    example.main()
+    assert "tokens that are the same: 2 of 2" in capsys.readouterr().out
+    prompts = example.requests_of(4, 64, 50)
+    assert [len(each) for each in prompts] == [50] * 4
+    assert prompts[1][:40] == prompts[3][:40] != prompts[0][:40]
