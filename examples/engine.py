@@ -1,10 +1,10 @@
-"""A small serving engine: continuous batching over a paged cache, mixed steps, and prefixes that requests share.
+"""A small serving engine: continuous batching over a paged cache, mixed steps, shared prefixes, graphs of decodes.
 
     python examples/engine.py --dtype bfloat16      16 requests, on the engine and one after the other in plain torch
+    python examples/engine.py --shape 8b --requests 64 --prompt 1024 --tokens 128      Llama-3-8B's sizes, on a GPU
 
-Each step takes one token of every request that writes, and fills up with chunks of prompts: prefills and decodes are
-one call of ``lz.paged_attention``. Full pages of prompts are kept by their tokens; a request that begins with the same
-ones takes them over. Weights are random; the engine writes what the plain model writes, request by request.
+A step takes one token of each request that writes, and fills up with chunks of prompts; where all write, it is a CUDA
+graph. Full pages of prompts are kept for those that begin with the same tokens. The weights are random ones.
 """
 
 from __future__ import annotations
@@ -13,168 +13,147 @@ import argparse
 import random
 import time
 import warnings
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections import Counter, deque, namedtuple
+from collections.abc import Callable
+from itertools import accumulate, islice, takewhile
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch import Tensor
+from torch.nn import functional
 
 import layerzero as lz
+from layerzero.tuning.measuring.ceiling import copy_gb_s
 
 PAGE, EPS = 16, 1e-6
+Shape = namedtuple("Shape", "vocabulary width layers heads kv_heads head_dim wide longest")  # noqa: PYI024  # of sizes
+LLAMA_8B = Shape(128256, 4096, 32, 32, 8, 128, 14336, 8192)
+PLAIN = SimpleNamespace(embedding=functional.embedding, linear=functional.linear)  # torch's, as LayerZero names them
+PLAIN.rms_norm = lambda hidden, weight, eps: functional.rms_norm(hidden, weight.shape, weight, eps)
+PLAIN.silu_mul = lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+PLAIN.greedy = lambda logits: logits.argmax(-1)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model."""
-
-    vocabulary: int = 512
-    width: int = 256
-    layers: int = 4
-    heads: int = 8
-    kv_heads: int = 2
-    head_dim: int = 32
-    longest: int = 512
-
-
-def layer_of(shape: Shape) -> nn.ParameterDict:
-    """The weights of one layer."""
-    heads, kv_heads, wide = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, 3 * shape.width
-    sizes = {"qkv": (heads + 2 * kv_heads, shape.width), "out": (shape.width, heads)}
-    sizes |= {"gate_up": (2 * wide, shape.width), "down": (shape.width, wide)}
-    weights = {name: torch.randn(size) * size[1] ** -0.5 for name, size in sizes.items()}
-    return nn.ParameterDict(weights | {name: torch.ones(shape.width) for name in ("before", "after")})
-
-
-class Llama(nn.Module):
-    """The weights of a model, and its plain forward pass: contiguous keys and values of one request."""
+class Llama:
+    """The weights of a model, made where they stay, and its pass over tokens."""
 
     def __init__(self, shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
+        def made(*size: int) -> Tensor:
+            tensor = torch.empty(size, device=device, dtype=dtype)
+            return tensor.fill_(1) if len(size) == 1 else tensor.normal_(std=size[1] ** -0.5)
+
         torch.manual_seed(0)
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList([layer_of(shape) for _ in range(shape.layers)])
-        self.norm = nn.Parameter(torch.ones(shape.width))
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.shape, width, query = shape, shape.width, shape.heads * shape.head_dim
+        sizes = {"before": (width,), "qkv": (query + 2 * shape.kv_heads * shape.head_dim, width), "out": (width, query)}
+        sizes |= {"after": (width,), "gate_up": (2 * shape.wide, width), "down": (width, shape.wide)}
+        self.layers = [{name: made(*size) for name, size in sizes.items()} for _ in range(shape.layers)]
+        self.embedding, self.head, self.norm = made(shape.vocabulary, width), made(shape.vocabulary, width), made(width)
         self.cos, self.sin = lz.rope_table(shape.longest, shape.head_dim, base=10000.0, device=device)
-        self.to(device, dtype)
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, H, D), keys and values (T, K, D)."""
-        heads, counts = qkv.unflatten(-1, (-1, self.shape.head_dim)), (self.shape.heads, *[self.shape.kv_heads] * 2)
-        return heads.split(counts, 1)
-
-    def rotate(self, tensor: Tensor, first: int) -> Tensor:
-        """Rotate (T, H, D) by the angles of the positions from ``first`` on."""
-        cos, sin = (each[first : first + len(tensor)].unsqueeze(1) for each in (self.cos, self.sin))
-        left, right = tensor.float().chunk(2, -1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(tensor.dtype)
-
-    def plain(self, ids: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The logits after the last of these tokens; appends to ``past``."""
-        hidden, width = self.embedding(ids), (self.shape.width,)
-        first = len(past[0][0]) if past else 0
+    def tokens(self, ids: Tensor, by: Any, attend: Callable[..., Tensor], rows: Any = slice(None)) -> Tensor:
+        """The likeliest token after each of these rows; ``by`` has operations, ``attend`` keys and values."""
+        hidden, counts = by.embedding(ids, self.embedding), (self.shape.heads, *[self.shape.kv_heads] * 2)
         for number, layer in enumerate(self.layers):
-            query, key, value = self.split(linear(rms_norm(hidden, width, layer["before"], EPS), layer["qkv"]))
-            query, key = self.rotate(query, first), self.rotate(key, first)
-            if first:
-                key, value = torch.cat((past[number][0], key)), torch.cat((past[number][1], value))
-            past[number : number + 1] = [(key, value)]
-            q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-            seen = scaled_dot_product_attention(q, k, v, is_causal=len(ids) > 1, enable_gqa=True)
-            hidden = hidden + linear(seen[0].transpose(0, 1).flatten(1), layer["out"])
-            gate, up = linear(rms_norm(hidden, width, layer["after"], EPS), layer["gate_up"]).chunk(2, -1)
-            hidden = hidden + linear(silu(gate) * up, layer["down"])
-        return self.head(rms_norm(hidden[-1:], width, self.norm, EPS))[0]
+            qkv = by.linear(by.rms_norm(hidden, layer["before"], EPS), layer["qkv"])
+            seen = attend(number, *qkv.unflatten(-1, (-1, self.shape.head_dim)).split(counts, 1))
+            hidden = hidden + by.linear(seen.reshape(len(ids), -1), layer["out"])
+            both = by.linear(by.rms_norm(hidden, layer["after"], EPS), layer["gate_up"])
+            hidden = hidden + by.linear(by.silu_mul(both), layer["down"])
+        return by.greedy(by.linear(by.rms_norm(hidden[rows], self.norm, EPS), self.head))
 
 
 @torch.inference_mode()
 def one_by_one(model: Llama, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """What somebody without an engine does: one request after the other, each to its end."""
-    written = []
+    """What somebody without an engine does in plain torch: one request after the other, each to its end."""
+
+    def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = past[number]
+        cos, sin = (each[len(keys) : len(keys) + len(query)].unsqueeze(1) for each in (model.cos, model.sin))
+        left, right = torch.cat((query, key), 1).float().chunk(2, -1)
+        rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(query.dtype)
+        query, key = rotated.split((query.shape[1], key.shape[1]), 1)
+        past[number] = torch.cat((keys, key)), torch.cat((values, value))
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, *past[number]))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=len(query) > 1, enable_gqa=True)
+        return seen[0].transpose(0, 1)
+
+    written, nothing = [], model.head.new_empty(0, model.shape.kv_heads, model.shape.head_dim)
     for prompt in prompts:
-        past, tokens, ids = [], [], torch.tensor(prompt, device=model.cos.device)
-        for _ in range(count):
-            tokens.append(int(model.plain(ids, past).argmax()))
-            ids = torch.tensor(tokens[-1:], device=model.cos.device)
-        written.append(tokens)
+        past, ids = [(nothing, nothing)] * len(model.layers), torch.tensor(prompt, device=nothing.device)
+        written.append([int(ids := model.tokens(ids, PLAIN, attend, slice(-1, None))) for _ in range(count)])
     return written
+
+
+class Request:
+    """A prompt, the tokens written after it, and its place in the cache: pages, and how many tokens they have."""
+
+    def __init__(self, prompt: list[int], count: int) -> None:
+        self.prompt, self.count, self.written, self.pages, self.cached = prompt, count, [], [], 0
 
 
 class Pages:
     """The pages of a cache: free ones, how often each is used, and those whose tokens are known."""
 
     def __init__(self, count: int) -> None:
-        self.free, self.users = deque(range(count)), [0] * count
+        self.free, self.users = dict.fromkeys(range(count)), [0] * count  # what lies idle longest comes first
         self.known, self.tokens = {}, {}  # pages by all tokens up to their ends, and the other way round
 
-    def begin(self, tokens: list[int], total: int) -> tuple[list[int], int] | None:
-        """Pages for ``total`` tokens, and how many of them are known, all but one at most; None without room."""
-        shared = []
-        for end in range(PAGE, len(tokens), PAGE):
-            if (page := self.known.get(tuple(tokens[:end]))) is None:
-                break
-            shared.append(page)
-        needed = -(-total // PAGE) - len(shared)
-        if needed > len(set(self.free) - set(shared)):
-            return None
-        for page in shared:
-            if self.users[page] == 0:
-                self.free.remove(page)
-        pages = shared + [self._take() for _ in range(needed)]
-        for page in pages:
+    def begin(self, request: Request) -> bool:
+        """Give it pages to its end, with all that is known of its prompt but for the last token; False without room."""
+        ends = (self.known.get(tuple(request.prompt[:end])) for end in range(PAGE, len(request.prompt), PAGE))
+        shared = list(takewhile(lambda page: page is not None, ends))
+        needed = -(-(len(request.prompt) + request.count) // PAGE) - len(shared)
+        fresh = list(islice((page for page in self.free if page not in shared), needed))
+        if len(fresh) < needed:
+            return False
+        for page in fresh:  # what they held is forgotten
+            self.known.pop(self.tokens.pop(page, ()), None)
+        for page in shared + fresh:
+            self.free.pop(page, None)
             self.users[page] += 1
-        return pages, len(shared) * PAGE
+        request.pages, request.cached = shared + fresh, len(shared) * PAGE
+        return True
 
-    def _take(self) -> int:
-        """The page that lies idle longest; what it held is forgotten."""
-        page = self.free.popleft()
-        self.known.pop(self.tokens.pop(page, ()), None)
-        return page
-
-    def publish(self, tokens: list[int], pages: list[int]) -> None:
+    def publish(self, request: Request) -> None:
         """Make the full pages of a prompt known."""
-        for number, page in enumerate(pages[: len(tokens) // PAGE], 1):
-            key = tuple(tokens[: number * PAGE])
-            if self.known.setdefault(key, page) == page:
+        for number, page in enumerate(request.pages[: len(request.prompt) // PAGE], 1):
+            if self.known.setdefault(key := tuple(request.prompt[: number * PAGE]), page) == page:
                 self.tokens[page] = key
 
-    def end(self, pages: list[int]) -> None:
-        """Give pages back; those that are known keep what they hold until somebody needs the room."""
-        for page in pages:
+    def end(self, request: Request) -> None:
+        """Take its pages back; those that are known keep what they hold until somebody needs the room."""
+        for page in request.pages:
             self.users[page] -= 1
             if self.users[page] == 0:
-                self.free.append(page)
+                self.free[page] = None
 
 
-@dataclass
-class Request:
-    """A prompt, the tokens after it, and its place in the cache."""
-
-    prompt: list[int]
-    count: int
-    written: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0
-
-    @property
-    def todo(self) -> list[int]:
-        """Tokens that are not in the cache yet."""
-        return (self.prompt + self.written)[self.cached :]
+def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of what ``run`` launches, as a function that replays it; the result stays where it is."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # what is chosen, built, planned and allocated on the way is there before the capture
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # kernels may build beside it
+        result = run()
+    return lambda: (graph.replay(), result)[1]
 
 
 class Engine:
-    """Serves requests that come at any time."""
+    """Serves requests that come at any time; ``capture`` makes replays of steps in which all decode."""
 
-    def __init__(self, model: Llama, pages: int = 256, budget: int = 128, most: int = 32) -> None:
-        self.model, self.pages, self.budget, self.most = model, Pages(pages), budget, most
-        sizes, weight = (pages, PAGE, model.shape.kv_heads, model.shape.head_dim), model.head.weight
-        like = {"dtype": weight.dtype, "device": weight.device}
-        self.caches = [lz.PagedCache.allocate(*sizes, **like) for _ in range(model.shape.layers)]
-        self.waiting, self.running, self.reused = deque(), [], 0
+    def __init__(self, model: Llama, pages: int = 256, budget: int = 128, most: int = 32, capture: Any = None) -> None:
+        self.model, self.budget, self.most, self.capture, self.device = model, budget, most, capture, model.head.device
+        sizes = (pages + most, PAGE, model.shape.kv_heads, model.shape.head_dim)
+        self.caches = [lz.PagedCache.allocate(*sizes, dtype=model.head.dtype, device=self.device) for _ in model.layers]
+        self.padding = [(Request([0], 1), [0]) for _ in range(most)]  # fill graphs up; each has a page aside to write
+        for page, (each, _) in enumerate(self.padding, pages):
+            each.table = torch.full((-(-model.shape.longest // PAGE),), page, dtype=torch.int32)
+        self.waiting, self.running, self.graphs = deque(), [], {}
+        self.pages, self.reused, self.spent = Pages(pages), 0, Counter()
 
     def submit(self, prompt: list[int], count: int) -> Request:
         """Queue a request. Raises: ValueError for one that no step could ever serve."""
@@ -184,90 +163,94 @@ class Engine:
         self.waiting.append(Request(prompt, count))
         return self.waiting[-1]
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.most:
-            first = self.waiting[0]
-            if (begun := self.pages.begin(first.prompt, len(first.prompt) + first.count)) is None:
-                return
-            first.pages, first.cached = begun
-            self.reused += first.cached
-            self.running.append(self.waiting.popleft())
-
     def _schedule(self) -> list[tuple[Request, list[int]]]:
         """Whose tokens are in the next step: one of each that writes, then chunks of prompts while the budget lasts."""
-        chosen = [(each, each.todo) for each in self.running if len(each.todo) == 1]
-        for each in self.running:
-            left = self.budget - sum(len(tokens) for _, tokens in chosen)
-            if len(each.todo) > 1 and left > 0:
-                chosen.append((each, each.todo[:left]))
+        while self.waiting and len(self.running) < self.most and self.pages.begin(self.waiting[0]):
+            self.running.append(first := self.waiting.popleft())
+            first.table = self.padding[0][0].table.clone()
+            first.table[: len(first.pages)] = torch.tensor(first.pages)
+            self.reused += first.cached
+        todo = [(each, each.prompt[each.cached :] or each.written[-1:]) for each in self.running]
+        chosen = [(each, tokens) for each, tokens in todo if len(tokens) == 1]
+        left = self.budget - len(chosen)
+        for each, tokens in todo:
+            if len(tokens) > 1 and left > 0:
+                chosen.append((each, tokens[:left]))
+                left -= len(tokens)
         return chosen
 
     @torch.inference_mode()
     def step(self) -> bool:
         """Run one step; False when there is nothing left to do."""
-        self._admit()
+        started = time.perf_counter()
         if not (chosen := self._schedule()):
             return False
-        device, last = self.model.cos.device, []
-        ends = [0, *accumulate(len(tokens) for _, tokens in chosen)]
-        lens = torch.tensor([each.cached + len(tokens) for each, tokens in chosen], dtype=torch.int32)
-        several = ends[-1] > len(chosen)  # tokens a sequence, in at least one of them
-        host = (lens, torch.tensor(ends, dtype=torch.int32)) if several else (lens,)
-        columns = max(len(each.pages) for each, _ in chosen)
-        tables = torch.tensor([each.pages + [0] * (columns - len(each.pages)) for each, _ in chosen], dtype=torch.int32)
-        starts = host[1].to(device) if several else None
-        step = lz.StepMetadata(tables.to(device), lens.to(device), cu_seqlens_q=starts, host=host)
-        ids = torch.tensor([token for _, tokens in chosen for token in tokens], device=device)
-        places = [each.cached + number for each, tokens in chosen for number in range(len(tokens))]
-        hidden = self._forward(ids, torch.tensor(places, device=device), step, [len(tokens) for _, tokens in chosen])
-        for (each, tokens), end in zip(chosen, ends[1:], strict=True):
+        for (each, tokens), token in zip(chosen, self._launch(chosen).tolist(), strict=False):  # padding comes last
             each.cached += len(tokens)
-            if each.cached == len(each.prompt) + len(each.written):
-                last.append((each, end - 1))
             if each.cached >= len(each.prompt) > each.cached - len(tokens):
-                self.pages.publish(each.prompt, each.pages)
-        if not last:  # chunks alone
-            return True
-        rows = torch.tensor([row for _, row in last], device=device)
-        logits = lz.linear(lz.rms_norm(hidden[rows], self.model.norm, EPS), self.model.head.weight)
-        for (each, _), token in zip(last, lz.greedy(logits).tolist(), strict=True):
-            each.written.append(token)
-            if len(each.written) == each.count:
-                self.running.remove(each)
-                self.pages.end(each.pages)
+                self.pages.publish(each)
+            if each.cached == len(each.prompt) + len(each.written):
+                each.written.append(token)
+                if len(each.written) == each.count:
+                    self.running.remove(each)
+                    self.pages.end(each)
+        if all(len(tokens) == 1 for _, tokens in chosen):
+            spent = {"seconds": time.perf_counter() - started, "read": sum(each.cached for each, _ in chosen)}
+            self.spent.update(spent, steps=1, tokens=len(chosen))
         return True
 
-    def _forward(self, ids: Tensor, places: Tensor, step: lz.StepMetadata, counts: list[int]) -> Tensor:
-        """The hidden state after the last layer, of every token of a step."""
-        model, slots, table = self.model, step.slot_mapping(PAGE), (self.model.cos, self.model.sin)
+    def _launch(self, chosen: list[tuple[Request, list[int]]]) -> Tensor:
+        """The token after each of these chunks, and after those that fill a graph up to 1, 2, 4, 8, ... rows."""
+        several = any(len(tokens) > 1 for _, tokens in chosen)
+        rows, replayed = 1 << (len(chosen) - 1).bit_length(), self.capture is not None and not several
+        chosen = chosen + self.padding[: rows - len(chosen) if replayed else 0]
+        counts = [len(tokens) for _, tokens in chosen]
+        tables = torch.stack([each.table for each, _ in chosen])
+        lens = torch.tensor([each.cached + len(tokens) for each, tokens in chosen], dtype=torch.int32)
+        host = (lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)) if several else (lens,)
+        places = [each.cached + number for each, tokens in chosen for number in range(len(tokens))]
+        given = (torch.tensor([[token for _, tokens in chosen for token in tokens], places]), tables, *host)
+        if not replayed or rows not in self.graphs:
+            inputs, *others = (each.to(self.device, copy=replayed) for each in given)
+            starts, more = others[2] if several else None, {"host": host, "host_tables": tables}
+            step = lz.StepMetadata(*others[:2], cu_seqlens_q=starts, capturable=replayed, **more)
+            if not replayed:
+                return self._tokens(inputs, step, counts)
+            self.graphs[rows] = (inputs, *others), step, self.capture(lambda: self._tokens(inputs, step, counts))
+        buffers, step, replay = self.graphs[rows]
+        for buffer, new in zip(buffers, given, strict=True):
+            buffer.copy_(new)
+        step.advance(host=host, host_tables=tables)  # what is planned on the host is planned here
+        return replay()
+
+    def _tokens(self, inputs: Tensor, step: lz.StepMetadata, counts: list[int]) -> Tensor:
+        """The token after the last of each request's; of all there are tokens and places, (2, T)."""
+        (ids, places), starts, slots = inputs, step.cu_seqlens_q, step.slot_mapping(PAGE)
         first = next((place for place, count in enumerate(counts) if count > 1), 0)  # those before it decode
-        longest = {} if step.cu_seqlens_q is None else {"max_seqlen_q": max(counts), "decodes": first or None}
-        hidden = lz.embedding(ids, model.embedding.weight)
-        for layer, cache in zip(model.layers, self.caches, strict=True):
-            query, key, value = model.split(lz.linear(lz.rms_norm(hidden, layer["before"], EPS), layer["qkv"]))
-            query = lz.rope_append(query, key, value, *table, cache.keys, cache.values, places, slots)
-            query = query.unsqueeze(1) if step.cu_seqlens_q is None else query
-            read = (cache.keys, cache.values, step.block_tables, step.context_lens)
-            seen = lz.paged_attention(query, *read, step=step, cu_seqlens_q=step.cu_seqlens_q, **longest)
-            hidden = hidden + lz.linear(seen.reshape(len(ids), -1), layer["out"])
-            both = lz.linear(lz.rms_norm(hidden, layer["after"], EPS), layer["gate_up"])
-            hidden = hidden + lz.linear(lz.silu_mul(both), layer["down"])
-        return hidden
+        longest = {} if starts is None else {"max_seqlen_q": max(counts), "decodes": first or None}
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.caches[number].keys, self.caches[number].values
+            query = lz.rope_append(query, key, value, self.model.cos, self.model.sin, keys, values, places, slots)
+            query, read = query.unsqueeze(1) if starts is None else query, (keys, values, step.block_tables)
+            return lz.paged_attention(query, *read, step.context_lens, step=step, cu_seqlens_q=starts, **longest)
+
+        return self.model.tokens(ids, lz, attend, slice(None) if starts is None else starts[1:] - 1)
 
 
-def requests_of(count: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 20 to 120 tokens, half of which begin with the same 40."""
+def requests_of(count: int, vocabulary: int, length: int = 0, seed: int = 0) -> list[list[int]]:
+    """Prompts of 20 to 120 tokens, or of ``length``; half of them begin with the same 40."""
     draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
-    system, *own = [draw.choices(range(vocabulary), k=each) for each in (40, *draw.choices(range(20, 80), k=count))]
-    return [(system if number % 2 else []) + prompt for number, prompt in enumerate(own)]
+    lengths = [length] * count if length else draw.choices(range(20, 80), k=count)
+    system, *own = [draw.choices(range(vocabulary), k=each) for each in (40, *lengths)]
+    return [((system if number % 2 else []) + prompt)[: length or None] for number, prompt in enumerate(own)]
 
 
-def serve(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Requests that come while others run: two at first, another after every other step."""
-    submitted, steps = [engine.submit(prompt, count) for prompt in prompts[:2]], 0
+def serve(engine: Engine, prompts: list[list[int]], count: int, at_first: int = 2) -> list[list[int]]:
+    """Requests that come while others run: some at first, another after every other step."""
+    submitted, steps = [engine.submit(prompt, count) for prompt in prompts[:at_first]], 0
     while engine.step() or len(submitted) < len(prompts):
-        steps += 1
-        if steps % 2 == 0 and len(submitted) < len(prompts):
+        if (steps := steps + 1) % 2 == 0 and len(submitted) < len(prompts):
             submitted.append(engine.submit(prompts[len(submitted)], count))
     return [each.written for each in submitted]
 
@@ -275,25 +258,42 @@ def serve(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int
 def main() -> None:
     """Serve the same requests both ways, compare what was written, and tell tokens a second."""
     parser = argparse.ArgumentParser(description="Serve requests on the engine, and one by one.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=48)
-    given = parser.parse_args()
+    parser.add_argument("--shape", choices=("small", "8b"), default="small")
+    parser.add_argument("--no-graphs", action="store_true")
+    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": "float32", "width": 512, "tokens": 48}
+    options |= {"requests": 16, "first": 2, "prompt": 0, "budget": 128, "compare": 10**6}
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    if large := parser.parse_args().shape == "8b":
+        parser.set_defaults(dtype="bfloat16", first=32, budget=2048, compare=2)
+    given, width = parser.parse_args(), parser.parse_args().width
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
-    shape = Shape(2048, given.width, 4, given.width // 64, max(given.width // 256, 1), 64)
-    model, prompts = Llama(shape, given.device, getattr(torch, given.dtype)), requests_of(16, shape.vocabulary)
-    results, total = {}, len(prompts) * given.tokens
-    for name in ("one by one", "engine"):
-        print(f"{name}: {len(prompts)} requests of {given.tokens} tokens, twice", flush=True)
-        for _round in range(2):  # the first one chooses kernels and warms caches up
-            started, engine = time.perf_counter(), Engine(model)
-            run, to = (serve, engine) if name == "engine" else (one_by_one, model)
-            results[name] = run(to, prompts, given.tokens)
+    shape = LLAMA_8B if large else Shape(2048, width, 4, width // 64, max(width // 256, 1), 64, 3 * width, 512)
+    prompts = requests_of(given.requests, shape.vocabulary, given.prompt)
+    longest, most = max(map(len, prompts)) + given.tokens, min(given.requests, 64)
+    model = Llama(shape._replace(longest=longest), given.device, getattr(torch, given.dtype))
+    capture = captured if model.head.is_cuda and not given.no_graphs else None
+    engine, results = Engine(model, pages := max(256, most * -(-longest // PAGE)), given.budget, most, capture), {}
+    runs = {"one by one": (one_by_one, model, prompts[: given.compare])}
+    runs["engine"] = (serve, engine, prompts, given.first)
+    for name, (run, to, asked, *more) in runs.items():
+        print(f"{name}: {len(asked)} requests of {given.tokens} tokens, twice", flush=True)
+        for _round in range(2):  # the first one chooses kernels, captures, and warms caches up
+            engine.pages, engine.reused, engine.spent = Pages(pages), 0, Counter()  # no prefix is known any more
+            started = time.perf_counter()
+            results[name] = run(to, asked, given.tokens, *more)
             spent = time.perf_counter() - started
-        print(f"{name}: {total / spent:.0f} tokens a second")
-    same = sum(a == b for pair in zip(*results.values(), strict=True) for a, b in zip(*pair, strict=True))
-    print(f"tokens that are the same: {same} of {total}; prompt tokens that were not computed again: {engine.reused}")
+        print(f"{name}: {len(asked) * given.tokens / spent:.0f} tokens a second")
+    if model.head.is_cuda and (spent := engine.spent):
+        speed, parts = copy_gb_s(engine.device), [{"head": model.head}, *model.layers]
+        read = spent["steps"] * sum(each.nbytes for part in parts for each in part.values())
+        read += spent["read"] * sum(each.keys[0, 0].nbytes + each.values[0, 0].nbytes for each in engine.caches)
+        share, got = read / speed / 1e9 / spent["seconds"], spent["tokens"] / spent["seconds"]
+        roof = f"{share:.0%} of the roof: {got / share:.0f}, weights, keys and values read at {speed:.0f} GB/s"
+        print(f"decode steps: {got:.0f} tokens a second, {roof}")
+    pairs = [pair for both in zip(*results.values(), strict=False) for pair in zip(*both, strict=True)]
+    same = f"tokens that are the same: {sum(one == other for one, other in pairs)} of {len(pairs)}"
+    print(f"{same}; prompt tokens that were not computed again: {engine.reused}")
 
 
 if __name__ == "__main__":

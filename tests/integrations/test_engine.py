@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
 
@@ -29,7 +31,7 @@ def example():
 def served(example):
     """A small model in float32, prompts, and what the model writes after each of them."""
     model = example.Llama(
-        example.Shape(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, longest=256)
+        example.Shape(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, wide=96, longest=256)
     )
     prompts = example.requests_of(6, 64)
     return model, prompts, example.one_by_one(model, prompts, TOKENS)
@@ -90,3 +92,109 @@ def test_it_runs_as_a_program(example, monkeypatch, capsys):
     assert "engine: " in told
     assert "tokens that are the same: 32 of 32" in told
     assert torch.get_default_dtype() is torch.float32
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what runs, with the tensors that it runs on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, output))
+        return output
+
+
+class Captures:
+    """Stands for CUDA graphs: a replay runs the same operators on the same tensors, and none of the engine's Python."""
+
+    def __init__(self):
+        self.rows, self.replays = [], []
+
+    def __call__(self, run):
+        run()
+        with Recorder() as recorder:
+            result = run()
+        self.rows.append(len(result))
+
+        def replay():
+            self.replays.append(len(result))
+            for operator, args, kwargs, output in recorder.calls:
+                again = operator(*args, **kwargs)
+                for kept, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+                    if isinstance(kept, torch.Tensor) and kept.data_ptr() != new.data_ptr():
+                        kept.copy_(new)
+            return result
+
+        return replay
+
+
+@pytest.fixture
+def captures():
+    with lz.scope(locks={"attention.paged": "torch.paged_gather"}):  # reads nothing on the host, as graphs want
+        yield Captures()
+
+
+@pytest.mark.parametrize(("pages", "budget"), [(64, 32), (64, 512), (20, 17)], ids=["chunks", "whole", "little room"])
+def test_captured_decodes_write_the_same_tokens(example, served, captures, pages, budget):
+    model, prompts, wanted = served
+    engine = example.Engine(model, pages=pages, budget=budget, capture=captures)
+    for _again in range(2):  # the second time prefixes are known, and graphs are there
+        assert example.serve(engine, prompts, TOKENS) == wanted
+        assert sorted(engine.pages.free) == list(range(pages))
+    assert engine.reused > 0 or pages == 20  # where nothing known lasts
+    assert captures.replays
+    assert len(set(captures.rows)) == len(captures.rows)
+
+
+def test_batches_shrink_and_grow_through_buckets(example, served, captures):
+    model, prompts, _ = served
+    counts = [2, 5, 9, 14, 20, 27]
+    wanted = [example.one_by_one(model, [prompt], count)[0] for prompt, count in zip(prompts, counts, strict=True)]
+    engine = example.Engine(model, pages=64, budget=512, capture=captures)
+    for _again in range(2):
+        requests = [engine.submit(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+        while engine.step():
+            pass
+        assert [each.written for each in requests] == wanted
+    once = captures.replays[: len(captures.replays) // 2]
+    assert [rows for rows, before in zip(once, [0, *once], strict=False) if rows != before] == [8, 4, 2, 1]
+    assert captures.replays == once * 2
+    assert captures.rows == [8, 4, 2, 1]
+    assert all(step.capturable for _, step, _ in engine.graphs.values())
+
+
+def test_padding_writes_into_no_page_of_a_request(example, served, captures):
+    model, prompts, _ = served
+    engines = [example.Engine(model, pages=64, budget=512, capture=each) for each in (None, captures)]
+    for engine in engines:
+        for cache in engine.caches:
+            cache.keys.zero_(), cache.values.zero_()
+        for prompt in prompts[:5]:
+            engine.submit(prompt, 8)
+        while engine.step():
+            pass
+    assert list(engines[1].graphs) == [8]
+    for plain, replayed in zip(*(engine.caches for engine in engines), strict=True):
+        torch.testing.assert_close(replayed.keys[:64], plain.keys[:64])
+        torch.testing.assert_close(replayed.values[:64], plain.values[:64])
+
+
+def test_decodes_are_captured_only_where_somebody_captures(example, served):
+    model, prompts, wanted = served
+    engine = example.Engine(model)
+    assert example.serve(engine, prompts, TOKENS) == wanted
+    assert not engine.graphs
+    assert engine.spent["tokens"] >= engine.spent["steps"] > 0
+
+
+def test_prompts_of_a_length_and_fewer_comparisons(example, monkeypatch, capsys):
+    asked = "--width 64 --tokens 2 --device cpu --requests 3 --prompt 50 --compare 1"
+    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
+    example.main()
+    assert "tokens that are the same: 2 of 2" in capsys.readouterr().out
+    prompts = example.requests_of(4, 64, 50)
+    assert [len(each) for each in prompts] == [50] * 4
+    assert prompts[1][:40] == prompts[3][:40] != prompts[0][:40]
