@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero.asking import drop_in
+from layerzero.asking.drop_in import call_made, refused
 from layerzero.asking.named import Named, function_named, name_of
 from layerzero.core.binding import misfit
 from layerzero.core.device import Device
@@ -31,8 +31,7 @@ from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
-from layerzero.ops.attention import torchs
+from layerzero.ops import DROP_INS, FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
 
 
 def explain(
@@ -69,13 +68,14 @@ def explain(
     plain = plain_function_of(name)
     if plain is not None:
         return _explain_plain(plain, name, args, kwargs, machine)
-    if name != torchs.NAME:
+    standing = DROP_INS.get(name)
+    if standing is None:
         return _explain_call(name, args, kwargs, machine, capturing=capturing)
-    call, notes = drop_in.attention_call(args, kwargs, device)
+    call, notes = call_made(standing, args, kwargs, device)
     try:
-        report = _explain_call(drop_in.ASKS, (), call, machine, capturing=capturing)
+        report = _explain_call(standing.function, (), call, machine, capturing=capturing)
     except InvalidCallError as error:
-        raise drop_in.refused(error) from None
+        raise refused(standing, error) from None
     return msgspec.structs.replace(report, notes=(*report.notes, *notes))
 
 
@@ -171,7 +171,7 @@ def list_kernels(operation: Named = "*") -> list[Kernel]:
     Raises: KeyError naming the nearest operation; TypeError for what names nothing.
     """
     name = name_of(operation, "list_kernels", ", or a pattern of names")
-    return REGISTRY.kernels(drop_in.ASKS if name == torchs.NAME else name)
+    return REGISTRY.kernels(DROP_INS[name].function if name in DROP_INS else name)
 
 
 def list_operations() -> list[Operation]:
@@ -213,7 +213,7 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         REGISTRY.ready()  # a plugin may bring it
     function = FUNCTIONS.get(name) or function_of(operation)
     if function is None:
-        known = [*FUNCTIONS, torchs.NAME, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+        known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
         raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
     call = CALLS[function.name]
     return call.dispatcher, call.function.bind(args, kwargs), name

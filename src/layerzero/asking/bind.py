@@ -24,8 +24,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.policy import Policy
-from layerzero.ops import plain_function_of
-from layerzero.ops.attention import torchs
+from layerzero.ops import DROP_INS, plain_function_of
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
 _OF_STATE = ("gradients are asked for", "deterministic algorithms", "autocast")
@@ -255,10 +254,9 @@ def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs:
         choosing raises.
     """
     wanted = name_of(function_or_operation, "bind")
-    if wanted == torchs.NAME:
-        problem = f"wanted a function that is bound as it is, got {wanted}, which changes its tensors first"
-        instead = 'lz.bind(lz.attention, ..., causal=False, layout="BHSD")'
-        raise InvalidCallError("bind", [f"{problem}; {instead} binds what it calls"])
+    if wanted in DROP_INS:
+        problem = f"wanted a function that passes its tensors on as they are, got {wanted}"
+        raise InvalidCallError("bind", [f"{problem}; lz.bind({DROP_INS[wanted].instead}) binds what it calls"])
     plain = plain_function_of(wanted)
     if plain is not None:
         return bind_plain(plain, wanted, args, kwargs, guard=guard)

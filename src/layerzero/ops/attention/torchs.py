@@ -1,14 +1,23 @@
 """Calls of torch's attention function as calls of ``lz.attention``, and which of them stay torch's own.
 
 ``lz.scaled_dot_product_attention`` makes these calls (:mod:`layerzero.integrations.torch`), and questions about it ask
-about them (:mod:`layerzero.asking.drop_in`).
+about them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
+
+from layerzero.core.arguments import told
+from layerzero.core.drop_in import DropIn, Made
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.attention.route import NAME as FUNCTION
 
 NAME = "scaled_dot_product_attention"
 LAYOUT = "BHSD"
@@ -68,3 +77,52 @@ def as_attention(
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
     return query, key, value, mask
+
+
+def _signature(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's own."""
+    raise AssertionError("the signature only")
+
+
+def _call(given: Mapping[str, Any], kind: str) -> Made:
+    """The call of ``lz.attention`` that a call of it becomes. Raises: InvalidCallError where torch's own runs."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given.values()
+    asked = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
+    problems = [
+        f"{name}: wanted a tensor, got {told(each)}" for name, each in asked.items() if not isinstance(each, Tensor)
+    ]
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    made = as_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa, kind=kind)
+    if isinstance(made, str):  # nested tensors of the newer kind are a class with torch functions of its own, too
+        why = NESTED if query.is_nested or key.is_nested or value.is_nested else made
+        raise InvalidCallError(NAME, [f"torch's own function runs this call: {why}"])
+    notes = []
+    if made[1].shape != key.shape:
+        seen, there = made[1].shape[2], key.shape[2]
+        notes.append(f"{NAME} is causal from the top left: {seen} of {there} keys are seen, the others left out")
+    if made[0].dtype != query.dtype:
+        notes.append(f"{NAME} casts to {dtype_name(made[0].dtype)} first, as autocast has it")
+    query, key, value, mask = made
+    arguments = {"query": query, "key": key, "value": value, "causal": is_causal, "scale": scale, "layout": LAYOUT}
+    return arguments | {"attn_mask": mask, "dropout_p": dropout_p}, tuple(notes)
+
+
+DROP_IN = DropIn(
+    name=NAME,
+    function=FUNCTION,
+    home="layerzero.integrations.torch",
+    library="torch",
+    signature=_signature,
+    call=_call,
+    instead=f'lz.{FUNCTION}, ..., causal=False, layout="{LAYOUT}"',
+)
