@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 import layerzero as lz
+from layerzero.asking import diagnosis
 from layerzero.core.device import Device
+from layerzero.engine import accelerator
 
 
 def test_a_device_that_cannot_be_asked_is_an_issue_and_no_error(monkeypatch):
@@ -21,3 +23,24 @@ def test_a_device_that_cannot_be_asked_is_an_issue_and_no_error(monkeypatch):
     told = lz.doctor()
     assert told.devices == (cpu,)
     assert sum("forked subprocess" in issue for issue in told.issues) == 2
+
+
+def test_how_calls_find_their_kernels_is_told_in_words(monkeypatch):
+    told = str(lz.doctor()).splitlines()
+    assert told[0].startswith(f"layerzero {lz.__version__}, torch {torch.__version__}, python ")
+    assert "hit path" not in told[0]
+    assert told[1].startswith("calls like earlier ones find their kernel in ")
+    assert told[2] == "the choice of kernels follows new times; lz.freeze() holds it"
+    monkeypatch.setattr(accelerator, "HOT", None)
+    monkeypatch.setattr(accelerator, "ABSENT", "it was not built")
+    lz.freeze()
+    try:
+        told = lz.doctor().head()
+    finally:
+        lz.thaw()
+    assert told[1] == "calls like earlier ones find their kernel in Python (it was not built)"
+    assert told[2] == "the choice of kernels is frozen for 0 classes of calls; lz.thaw() lets it follow new times"
+
+
+def test_all_ways_of_reading_tensors_have_words():
+    assert accelerator.HOT is None or accelerator.HOT.reader() in diagnosis._IN_C

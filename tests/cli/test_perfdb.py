@@ -63,13 +63,22 @@ def test_times_are_shown():
     assert result.exit_code == 0
     assert "perfdb.sqlite: 3 times" in result.stdout
     assert "hidden 64 rows 8" in result.stdout
-    assert "tune, 20 samples, temperature=warm" in result.stdout
     assert "does not count here" not in result.stdout
+    assert "tune, 20 samples, temperature=warm" in run("perfdb show --all").stdout
     data = answer('perfdb show --kernel "torch.*" --limit 1')
     assert data["rows"] == 2
     assert data["times"][0]["median_us"] == 20.0, "the latest"
     assert data["times"][0]["here"]
     assert answer("perfdb show --operation attention")["rows"] == 0
+
+
+def test_a_time_is_a_line():
+    facts = lz.facts("attention", *[torch.randn(1, 128, 8, 64)] * 3, layout="BSHD")
+    measured = Measurement(1234.5, 1300.0, 0.01, 20, condition="temperature=warm", device_us=1200.0, host_us=900.0)
+    ENGINE.ledger.record_time(REGISTRY.kernel("reference.attention.standard.prefill"), facts, measured)
+    lines = [line for line in run("perfdb show").stdout.splitlines() if line.strip()]
+    assert len(lines) == 3 + 4, "the file, a header and its rule, then the times"
+    assert "seq_k 128 seq_q 128   1234.5 us, device 1200.0 us, host 900.0   20" in lines[3]
 
 
 def test_times_of_another_version_are_told_apart(monkeypatch):

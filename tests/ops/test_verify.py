@@ -179,6 +179,7 @@ def test_bad_calls(problem):
     with pytest.raises(lz.InvalidCallError) as raised:
         lz.verify_speculative(**given)
     assert problem in str(raised.value)
+    assert raised.value.function == "verify_speculative"
     assert "row_temperature" not in str(raised.value)
 
 
@@ -189,7 +190,10 @@ def test_a_draft_of_no_probabilities_is_refused(parents, kernel, number, told):
     drafted = torch.full((1, 2, 4), 0.25)
     drafted[0, 1, 3] = number
     name = {"torch": "torch.verify*", "reference": "reference.*"}[kernel]
-    with lz.prefer(name), pytest.raises(lz.InvalidCallError, match=rf"draft_probs\[0, 1, 3\]: .* got {told}"):
+    with (
+        lz.prefer(name),
+        pytest.raises(lz.InvalidCallError, match=rf"^verify_speculative: draft_probs\[0, 1, 3\]: .* got {told}"),
+    ):
         lz.verify_speculative(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 3, 4), 0.25), drafted, parents)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from layerzero.asking.drop_in import call_made, refused
+from layerzero.asking.named import Named, function_named, name_of
 from layerzero.core.binding import misfit
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
@@ -29,11 +31,11 @@ from layerzero.engine.policy import covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
+from layerzero.ops import DROP_INS, FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
 
 
 def explain(
-    operation: str | Facts,
+    operation: Named | Facts,
     *args: Any,
     device: Device | str | None = None,
     libraries: Mapping[str, str] | None = None,
@@ -43,35 +45,55 @@ def explain(
     """Tell which kernel a call gets and why: every candidate, its score term by term, every reason. Nothing runs.
 
     Args:
-        operation: a function (``attention``), an operation, or an alias (``attention.causal``); or the facts of a call
-            made by :func:`facts`.
+        operation: a function (``lz.attention``) or its name, an operation or its name, or an alias
+            (``attention.causal``); or the facts of a call made by :func:`facts`. ``lz.scaled_dot_product_attention``
+            is asked about as the call of ``lz.attention`` that it makes.
         args, kwargs: the function's arguments. Tensors on ``meta`` will do.
         device: ask about another device, by name (``"H100"``) or description.
         libraries: ask about other installed libraries: distribution name to version.
         capturing: ask as if a CUDA graph were being captured.
-    Raises: InvalidCallError for a call that means nothing; KeyError for an unknown operation or device.
+    Raises: InvalidCallError for a call that means nothing, or one that ``lz.scaled_dot_product_attention`` leaves to
+        torch's own function, with the reason; KeyError for an unknown operation or device; TypeError for what names no
+        function.
     """
-    machine = Machine(described(device) if isinstance(device, str) else device, libraries)
-    policy = current_policy()
+    if isinstance(device, str):
+        device = described(device)
+    machine = Machine(device, libraries) if device is not None or libraries is not None else None
     if isinstance(operation, Facts):
         if args or kwargs:
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
-        asked = operation.on(machine.device or operation.device, capturing=capturing or bool(operation["capturing"]))
-        return _explain_facts(asked, machine if device or libraries is not None else probe.this_machine())
-    plain = plain_function_of(operation)
+        asked = operation.on(device or operation.device, capturing=capturing or bool(operation["capturing"]))
+        return _explain_facts(asked, machine or probe.this_machine())
+    name = name_of(operation, "explain", FACTS_TOO)
+    plain = plain_function_of(name)
     if plain is not None:
-        return _explain_plain(plain, operation, args, kwargs, machine if device or libraries is not None else None)
-    dispatcher, arguments, wanted = question(operation, args, kwargs)
+        return _explain_plain(plain, name, args, kwargs, machine)
+    standing = DROP_INS.get(name)
+    if standing is None:
+        return _explain_call(name, args, kwargs, machine, capturing=capturing)
+    call, notes = call_made(standing, args, kwargs, device)
+    try:
+        report = _explain_call(standing.function, (), call, machine, capturing=capturing)
+    except InvalidCallError as error:
+        raise refused(standing, error) from None
+    return msgspec.structs.replace(report, notes=(*report.notes, *notes))
+
+
+FACTS_TOO = ", or facts of lz.facts"
+"""What else explain takes."""
+
+
+def _explain_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None, *, capturing: bool
+) -> Report:
+    """The same for a call with tensors; ``machine`` is another one than this, if it is about another."""
+    policy, device = current_policy(), None if machine is None else machine.device
+    dispatcher, arguments, wanted = question(name, args, kwargs)
     call_state = None
     if capturing or device is not None:
-        call_state = _state(arguments, policy, dispatcher, capturing, machine.device if device is not None else None)
+        call_state = _state(arguments, policy, dispatcher, capturing, device)
     with _quiet_layouts():
-        report, _ = dispatcher.explain(
-            arguments,
-            policy,
-            machine=machine if device or libraries is not None else None,
-            call_state=call_state,
-        )
+        report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
     check_operation(wanted, report)
     return report
 
@@ -100,9 +122,10 @@ def described(name: str) -> Device:
     return Device.detect(name) if name.partition(":")[0] in ("cpu", "cuda") else Device.named(name)
 
 
-def which(operation: str | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
+def which(operation: Named | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
     """Tell which kernel a call gets: ``{"kernel_id", "score", "operation"}``. Takes what explain takes."""
-    report = explain(operation, *args, **kwargs)
+    asked = operation if isinstance(operation, Facts) else name_of(operation, "which", FACTS_TOO)
+    report = explain(asked, *args, **kwargs)
     return {
         "kernel_id": report.kernel_id,
         "score": round(report.chosen.score, 3) if report.chosen else None,
@@ -111,13 +134,17 @@ def which(operation: str | Facts, *args: Any, **kwargs: Any) -> dict[str, object
 
 
 def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Reason, ...]]:
-    """Tell whether one kernel may run a call: ``(valid, reasons)``. Takes what explain takes.
+    """Tell whether one kernel may run a call: ``(valid, reasons)``.
 
+    Takes the arguments of the kernel's function and what else explain takes. Before them may stand the function itself
+    (``lz.scaled_dot_product_attention``), where a call of another one than the kernel's own is meant.
     A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
     Raises: KeyError for an unknown kernel.
     """
     kernel = REGISTRY.kernel(kernel_id)
-    function = _function_of(kernel)
+    given = function_named(args[0]) if args else None
+    function = given or _function_of(kernel)
+    args = args[given is not None :]
     try:
         report = explain(function, *args, **kwargs)
     except InvalidCallError as error:
@@ -138,12 +165,13 @@ def _wrong_operation(kernel: Kernel, report: Report) -> Reason:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "operation", " or ".join(kernel.operations), operation.name)
 
 
-def list_kernels(operation: str = "*") -> list[Kernel]:
+def list_kernels(operation: Named = "*") -> list[Kernel]:
     """List the kernels of an operation, function, alias or glob, by priority.
 
-    Raises: KeyError naming the nearest operation.
+    Raises: KeyError naming the nearest operation; TypeError for what names nothing.
     """
-    return REGISTRY.kernels(operation)
+    name = name_of(operation, "list_kernels", ", or a pattern of names")
+    return REGISTRY.kernels(DROP_INS[name].function if name in DROP_INS else name)
 
 
 def list_operations() -> list[Operation]:
@@ -151,9 +179,9 @@ def list_operations() -> list[Operation]:
     return sorted(REGISTRY.operations().values(), key=lambda operation: operation.name)
 
 
-def facts(operation: str, *args: Any, device: Device | str | None = None, **kwargs: Any) -> Facts:
+def facts(operation: Named, *args: Any, device: Device | str | None = None, **kwargs: Any) -> Facts:
     """Name everything about a call; explain and which accept the result in place of tensors."""
-    return explain(operation, *args, device=device, **kwargs).facts
+    return explain(name_of(operation, "facts"), *args, device=device, **kwargs).facts
 
 
 def _explain_facts(call: Facts, machine: Machine) -> Report:
@@ -185,7 +213,7 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         REGISTRY.ready()  # a plugin may bring it
     function = FUNCTIONS.get(name) or function_of(operation)
     if function is None:
-        known = [*FUNCTIONS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+        known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
         raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
     call = CALLS[function.name]
     return call.dispatcher, call.function.bind(args, kwargs), name

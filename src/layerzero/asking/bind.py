@@ -10,10 +10,10 @@ import torch
 
 from layerzero.asking.answers import check_operation, question
 from layerzero.asking.bind_plain import bind_plain
+from layerzero.asking.named import Named, name_of
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
-from layerzero.core.operation import Operation
 from layerzero.core.plan import Plan, Report
 from layerzero.engine import accelerator
 from layerzero.engine.cache import Key, Table
@@ -22,10 +22,9 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.engine.plain import PLAIN_CALLS
 from layerzero.engine.planning import PlanUnusableError
 from layerzero.engine.policy import Policy
-from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS, plain_function_of
+from layerzero.ops import DROP_INS, plain_function_of
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
 _OF_STATE = ("gradients are asked for", "deterministic algorithms", "autocast")
@@ -223,9 +222,7 @@ class Bound:
                 yield f"{name}: {what}", tuple(each) if plain else each, tuple(other) if plain else other
 
 
-def bind(
-    function_or_operation: Callable[..., Any] | str | Operation, *args: Any, guard: bool = True, **kwargs: Any
-) -> Callable[..., Any]:
+def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs: Any) -> Callable[..., Any]:
     """Choose once for calls like this example; the result is called with the tensors alone and looks nothing up.
 
         attend = lz.bind(lz.attention, q, k, v, causal=True, layout="BSHD")
@@ -253,20 +250,13 @@ def bind(
         function_or_operation: ``lz.attention`` or its name, an operation or its name, an alias (``attention.causal``).
         args, kwargs: an example call of that function.
         guard: whether calls are looked at.
-    Raises: InvalidCallError for a wrong example; KeyError for an unknown name; what choosing raises.
+    Raises: InvalidCallError for a wrong example; KeyError for an unknown name, TypeError for what names nothing; what
+        choosing raises.
     """
-    if isinstance(function_or_operation, Operation):
-        wanted = function_or_operation.name
-    elif isinstance(function_or_operation, str):
-        wanted = function_or_operation
-    else:
-        ways = {id(way): name for name, call in list(CALLS.items()) for way in (call.fast, call.python)}
-        ways |= {id(way): name for name, (_, way) in list(PLAIN_CALLS.items())}
-        found = ways.get(id(function_or_operation))
-        if found is None:
-            wanted = ", ".join([*FUNCTIONS, *PLAIN_FUNCTIONS])
-            raise TypeError(f"bind: wanted a function of LayerZero ({wanted}), got {function_or_operation!r}")
-        wanted = found
+    wanted = name_of(function_or_operation, "bind")
+    if wanted in DROP_INS:
+        problem = f"wanted a function that passes its tensors on as they are, got {wanted}"
+        raise InvalidCallError("bind", [f"{problem}; lz.bind({DROP_INS[wanted].instead}) binds what it calls"])
     plain = plain_function_of(wanted)
     if plain is not None:
         return bind_plain(plain, wanted, args, kwargs, guard=guard)

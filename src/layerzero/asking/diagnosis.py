@@ -46,7 +46,7 @@ class Diagnosis:
     """What doctor found.
 
     Attributes:
-        versions: of python, torch, layerzero and the system.
+        versions: of python, torch, layerzero and the system; beside them, how calls find their kernels here.
         devices: devices that torch sees here.
         libraries: every library that LayerZero knows.
         resting: kernels that failed and rest, with the error.
@@ -107,8 +107,14 @@ class Diagnosis:
         earlier = [name for name in self.failures if name not in self.health]
         return lines + [f"{name}: failed in an earlier process, last: {self.failures[name]}" for name in earlier]
 
+    def head(self) -> list[str]:
+        """The versions in a line, and in words how calls find their kernels here."""
+        state = {"hit path": "calls like earlier ones find their kernel", "choices": "the choice of kernels"}
+        versions = ", ".join(f"{name} {each}" for name, each in self.versions.items() if name not in state)
+        return [versions, *(f"{what} {self.versions[name]}" for name, what in state.items() if name in self.versions)]
+
     def __str__(self) -> str:
-        lines = [", ".join(f"{name} {version}" for name, version in self.versions.items())]
+        lines = self.head()
         lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
         for library in self.libraries:
             state = f"usable{library.known}" if library.reason is None else str(library.reason)
@@ -188,6 +194,13 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
     )
 
 
+_IN_C = {
+    "handles": "in C, which reads tensors by torch's own C functions",
+    "dlpack": "in C, which reads tensors by DLPack",
+}
+"""By what the hit path in C reads tensors with."""
+
+
 def _versions() -> dict[str, str]:
     from layerzero import __version__
 
@@ -196,8 +209,10 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "hit path": f"Python ({accelerator.ABSENT})" if accelerator.HOT is None else f"C, {accelerator.HOT.reader()}",
-        "choices": "not frozen" if ENGINE.frozen is None else f"frozen for {len(ENGINE.frozen.choices)} classes",
+        "hit path": f"in Python ({accelerator.ABSENT})" if accelerator.HOT is None else _IN_C[accelerator.HOT.reader()],
+        "choices": "follows new times; lz.freeze() holds it"
+        if ENGINE.frozen is None
+        else f"is frozen for {len(ENGINE.frozen.choices)} classes of calls; lz.thaw() lets it follow new times",
     } | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 

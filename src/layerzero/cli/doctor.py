@@ -22,7 +22,7 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
     Libraries that are not installed, and those for other hardware, have a line each kind, unless ``everything`` is
     listed.
     """
-    yield Text(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    yield from map(Text, found.head())
     for device in found.devices:
         sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
         sets = ", ".join(sorted(device.instruction_sets))

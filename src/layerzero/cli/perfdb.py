@@ -34,10 +34,13 @@ def show(
     operation: OperationGlob = "*",
     here: OnlyHere = False,
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to show, latest first.", min=0)] = 40,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Of each time also its spread, samples, and the state of the machine.")
+    ] = False,
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """Show measured times, latest first."""
+    """Show measured times, latest first, a line each."""
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
@@ -57,7 +60,8 @@ def show(
     head = [f"{database.path or 'memory'}: {len(found)} times{f', the latest {limit}' if len(found) > limit else ''}"]
     if not found:
         head.append("next step: `layerzero tune` measures here; with a filter, look without it")
-    return Answer(data, lambda: [*database.notes(), *head, *_table(shown, [holds(each) for each in shown])])
+    counts = [holds(each) for each in shown]
+    return Answer(data, lambda: [*database.notes(), *head, *_table(shown, counts, everything=everything)])
 
 
 @perfdb.command(
@@ -287,7 +291,8 @@ def _plain(value: Row | HeldOut) -> dict[str, Any]:
     return {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in data.items()}
 
 
-def _table(shown: Sequence[Row], here: Sequence[bool]) -> list[Any]:
+def _table(shown: Sequence[Row], here: Sequence[bool], *, everything: bool) -> list[Any]:
     from layerzero.cli import tables
 
-    return [tables.times(shown, here)] if shown else []
+    table = tables.times_in_full if everything else tables.times
+    return [table(shown, here)] if shown else []

@@ -227,15 +227,24 @@ def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
 
 
 def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
-    """Measured times, and whether each counts on this machine."""
+    """Measured times, a line each, and whether each counts on this machine."""
+    table = table_of("kernel", "work", "time", "from")
+    for column in table.columns:
+        column.no_wrap = True
+    for row, counts in zip(rows, here, strict=True):
+        whence = "imported" if row.source else row.written_at[:10]
+        whence += "" if counts else ", does not count here"
+        time = ", ".join([f"{row.median_us:.1f} us", *_parts(row)])
+        add_row(table, row.kernel, " ".join(_work(row)), time, Text(whence, style="dim" if counts else "yellow"))
+    return table
+
+
+def times_in_full(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
+    """The same with spread, samples and the state of the machine, some lines each."""
     table = table_of("kernel", "work", "time", "from")
     for row, counts in zip(rows, here, strict=True):
-        sizes = " ".join(f"{name} {size}" for name, size in row.work.sizes.items())
-        head = f"{row.facts.get('operation', '')} {row.facts.get('dtype', '')}{' in a graph' if row.graph else ''}"
-        spread = f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}"
-        if row.device_us is not None:
-            host = f", host {row.host_us:.1f}" if row.host_us is not None else ""
-            spread += f"\ndevice {row.device_us:.1f} us{host}"
+        head, sizes = _work(row)
+        spread = "\n".join([f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}", *_parts(row)])
         origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
         whence = f"imported from {row.source}" if row.source else row.written_at[:16]
         add_row(
@@ -246,3 +255,16 @@ def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
             lines_of(origin, Text(whence, style="dim")),
         )
     return table
+
+
+def _work(row: Row) -> tuple[str, str]:
+    """What was timed: operation and dtype, and the sizes."""
+    sizes = " ".join(f"{name} {size}" for name, size in row.work.sizes.items())
+    return f"{row.facts.get('operation', '')} {row.facts.get('dtype', '')}{' in a graph' if row.graph else ''}", sizes
+
+
+def _parts(row: Row) -> list[str]:
+    """What the device and the host take of a time, where they were told apart."""
+    if row.device_us is None:
+        return []
+    return [f"device {row.device_us:.1f} us{f', host {row.host_us:.1f}' if row.host_us is not None else ''}"]

@@ -106,6 +106,7 @@ class Report(msgspec.Struct, frozen=True):
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
         varies: axes whose size the route did not depend on, within its bit length.
+        timed: whether a candidate had a time, so that how memory lies was part of the choice.
     """
 
     operation: str
@@ -115,6 +116,7 @@ class Report(msgspec.Struct, frozen=True):
     locked: str = ""
     notes: tuple[str, ...] = ()
     varies: tuple[str, ...] = ()
+    timed: bool = False
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

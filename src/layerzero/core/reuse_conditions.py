@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from layerzero.core import layouts
+from layerzero.core.dtypes import INDEX
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
 from layerzero.core.watched import EVERYTHING
@@ -185,6 +186,22 @@ def strides_read(reads: Iterable[str], call: SizedCall) -> Iterable[Condition]:
         elif part == "last_stride":
             last = call.kernel_axes(name)[-1:]
             yield from _stepping(name, [axis for axis in last if call.facts.tensors[name].shape[axis] > 1], call)
+
+
+def orders(call: SizedCall) -> Iterable[Condition]:
+    """The conditions under which the data lies as it does where it is dense: in the caller's order, or a layout's.
+
+    Times are kept apart by that (:func:`layerzero.core.evidence.call_work`), and the coarse key tells it of vectors
+    alone. What is dense in no order has no condition: a view of a cache that grows is one class.
+    """
+    schema = call.facts.operation.schema
+    seen = [replace(call, layout=layout) for layout in (None, *schema.layouts)]
+    for name, tensor in call.facts.tensors.items():
+        if tensor.dtype in INDEX or name in schema.one_by_one or sum([size > 1 for size in tensor.shape]) < 2:
+            continue
+        lying = next((each for each in seen if each.is_dense(name)), None)
+        if lying is not None:
+            yield from lying.dense(name)
 
 
 def _stepping(name: str, axes: Iterable[int], call: SizedCall) -> Iterable[Condition]:

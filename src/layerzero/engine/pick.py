@@ -51,6 +51,7 @@ def pick(
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
     locked = ""
+    timed = later is None and any(candidate.time_us is not None for candidate in legal)
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
@@ -73,7 +74,7 @@ def pick(
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
-    return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies)
+    return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies, timed)
 
 
 def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Report:

@@ -25,6 +25,7 @@ from layerzero.core.reuse_conditions import (
     SizedCall,
     axes_read,
     conditions,
+    orders,
     strides_read,
 )
 from layerzero.core.watched import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
@@ -74,7 +75,7 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     """What a call of the same coarse key must satisfy to run this plan; None if only the exact call may.
 
     ``order`` has the function's tensors by number. No key tells the negative bit: where a limit reads it, the plan has
-    it asked for.
+    it asked for. Where times were weighed, calls whose memory lies in another order have times of their own.
     """
     facts = plan.report.facts
     if EVERYTHING in plan.reads or plan.transforms_data:
@@ -89,7 +90,10 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     for operands in outline.classes:
         product = math.prod([shapes[each >> 8][each >> 1 & 0x7F] for each in operands])
         classes.append((CLASS, operands, (product.bit_length(),)))
-    return (*exact, *classes, *outline.fixed, *demanded)
+    told = (*exact, *classes, *outline.fixed, *demanded)
+    if not plan.report.timed:
+        return told
+    return (*told, *[each for each in orders(SizedCall(facts, None, order, outline.varying)) if each not in told])
 
 
 def _kind(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Kind:

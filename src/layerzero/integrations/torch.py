@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import has_torch_function
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.ops.attention.torchs import LAYOUT, as_attention
 
 _torch_function = functional.scaled_dot_product_attention
 """torch's, as it was when this was imported: whoever puts ours in its place must not call himself."""
@@ -29,7 +28,8 @@ def scaled_dot_product_attention(
     Beside :func:`layerzero.attention`: **not causal unless asked**, causality aligned top-left where the lengths
     differ, heads before the sequence, ``is_causal`` for ``causal``. What ``lz.attention`` does not compute goes to
     torch's function: tensors of other than four axes, axes to broadcast, nested and other special tensors, more causal
-    queries than keys, and whatever torch refuses, so that its errors stay its own.
+    queries than keys, and whatever torch refuses, so that its errors stay its own. ``lz.explain`` takes this function
+    and says which kernel runs, or why torch's does.
 
     Shapes: query (B, H, S_q, D), key (B, K, S_k, D), value (B, K, S_k, D_v) → (B, H, S_q, D_v); K is H, or with
         enable_gqa a divisor of it.
@@ -42,37 +42,10 @@ def scaled_dot_product_attention(
         enable_gqa: whether several queries' heads may share one of keys and values.
     Raises: what torch's raises.
     """
-    if is_causal and attn_mask is None and query.ndim == key.ndim == value.ndim == 4:
-        queries = query.shape[2]
-        if queries < key.shape[2]:  # from the top left, no query sees more keys than there are queries
-            key, value = key[:, :, :queries], value[:, :, :queries]
-    if not _expressible(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa):
-        return _torch_function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    kind = query.device.type
-    tensors = query, key, value
-    if torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(dtype)
-    try:
-        return lz.attention(*tensors, is_causal, scale, layout="BHSD", attn_mask=attn_mask, dropout_p=dropout_p)
-    except InvalidCallError:  # torch's function says in its own words what is wrong, or knows what to do
-        return _torch_function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _expressible(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, enable_gqa: bool
-) -> bool:
-    """Whether both functions mean the same by these tensors."""
-    tensors = query, key, value
-    if has_torch_function(tensors) or any(each.is_nested or each.ndim != 4 for each in tensors):
-        return False
-    if mask is not None and (is_causal or has_torch_function((mask,))):
-        return False
-    (batch, heads, queries, _), (_, kv_heads, keys, _) = query.shape, key.shape
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or 0 in (*query.shape, *key.shape, *value.shape):
-        return False
-    if heads != kv_heads and not (enable_gqa and heads % kv_heads == 0):
-        return False
-    return not is_causal or queries == keys
+    made = as_attention(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    if not isinstance(made, str):
+        try:
+            return lz.attention(*made[:3], is_causal, scale, layout=LAYOUT, attn_mask=made[3], dropout_p=dropout_p)
+        except InvalidCallError:  # torch's function says in its own words what is wrong, or knows what to do
+            pass
+    return _torch_function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -3,8 +3,9 @@
 Add an operation: write its block in its family's folder (schema, reference, fake, cases, tolerance) and name it in the
 ``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are
 such things, ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find beside the functions) and
-``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by). Operations that take no
-tensors stand in ``PLAIN_OPERATIONS`` and ``PLAIN_FUNCTIONS``.
+``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by) and ``DROP_INS`` (functions
+that stand for another library's). Operations that take no tensors stand in ``PLAIN_OPERATIONS`` and
+``PLAIN_FUNCTIONS``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from layerzero.core.drop_in import DropIn
 from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
@@ -29,6 +31,9 @@ PLAIN_FUNCTIONS: dict[str, PlainFunction] = {}
 
 EXPORTS: dict[str, str] = {}
 """What families offer users beside their functions (a handle's class): the name and the module that it lives in."""
+
+DROP_INS: dict[str, DropIn] = {}
+"""Functions with another library's signature, by name."""
 
 
 def plain_function_of(name: str) -> PlainFunction | None:
@@ -54,5 +59,6 @@ for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if ea
     PLAIN_OPERATIONS |= {operation.name: operation for operation in getattr(_module, "PLAIN_OPERATIONS", ())}
     PLAIN_FUNCTIONS |= {function.name: function for function in getattr(_module, "PLAIN_FUNCTIONS", ())}
     OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
+    DROP_INS |= {each.name: each for each in getattr(_module, "DROP_INS", ())}
     EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)
     register_kinds(getattr(_module, "LIMITS", {}))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from layerzero.ops.attention.declare import DECODE, OPERATIONS, PREFILL
 from layerzero.ops.attention.limits import KINDS as LIMITS
 from layerzero.ops.attention.route import FUNCTIONS
+from layerzero.ops.attention.torchs import DROP_IN
 
-__all__ = ["ALIASES", "FUNCTIONS", "LIMITS", "OPERATIONS"]
+__all__ = ["ALIASES", "DROP_INS", "FUNCTIONS", "LIMITS", "OPERATIONS"]
+
+DROP_INS = (DROP_IN,)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "attention.causal": (PREFILL, {"causal": True}),

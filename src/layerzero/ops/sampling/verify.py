@@ -23,7 +23,7 @@ from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.sampling import stock
-from layerzero.ops.sampling.checks import bits_of, check_drawable, drawable, number_of
+from layerzero.ops.sampling.checks import bits_of, check_drawable, drawable, function_of, number_of
 from layerzero.ops.sampling.declare import COUNTS, IDS, SEED, generator_for, kind_of_generator
 from layerzero.ops.sampling.formulas import generator_of, probabilities
 from layerzero.ops.sampling.judging import NEAR
@@ -107,7 +107,7 @@ def check_draft(drafted: Tensor | None, name: str) -> None:
         return
     least, most = drafted.aminmax()  # NaN if there is one
     if not (least >= 0 and most.isfinite()):
-        raise InvalidCallError(name, _draft_problems(drafted))
+        raise InvalidCallError(function_of(name), _draft_problems(drafted))
 
 
 def _draft_problems(drafted: Tensor) -> list[str]:

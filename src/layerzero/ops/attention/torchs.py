@@ -1,0 +1,128 @@
+"""Calls of torch's attention function as calls of ``lz.attention``, and which of them stay torch's own.
+
+``lz.scaled_dot_product_attention`` makes these calls (:mod:`layerzero.integrations.torch`), and questions about it ask
+about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from layerzero.core.arguments import told
+from layerzero.core.drop_in import DropIn, Made
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.attention.route import NAME as FUNCTION
+
+NAME = "scaled_dot_product_attention"
+LAYOUT = "BHSD"
+
+LISTENING = (
+    "a mode listens to torch's functions (a default device, `with torch.device(...)`), or a tensor's class does; "
+    "call it outside of that, with plain tensors"
+)
+NESTED = "a tensor is nested; lz.ragged_attention takes sequences of several lengths one after the other"
+RANK = "a tensor has other than four axes; pass query, key and value as (B, H, S, D)"
+TWO_MASKS = "attn_mask stands beside is_causal=True; put the causal part into the mask"
+EMPTY = "a tensor has no elements, so that there is nothing to choose"
+BROADCAST = "batches, or heads and lengths of key and value, differ; expand them to equal sizes"
+HEADS = "key has other heads than query; pass enable_gqa=True, with a multiple of key's heads in query"
+QUERIES = "there are more causal queries than keys, counted from the top left; pass attn_mask in place of is_causal"
+
+
+def as_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+    kind: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | str:
+    """The tensors that ``lz.attention`` gets, or why torch's function runs and what would change that.
+
+    From the top left no query sees more keys than there are queries, so that further ones are left out. ``kind`` is the
+    type of device whose autocast counts, that of the tensors if empty.
+    """
+    tensors = query, key, value
+    if has_torch_function(tensors) or (mask is not None and has_torch_function((mask,))):
+        return LISTENING
+    if query.is_nested or key.is_nested or value.is_nested:
+        return NESTED
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return RANK
+    if mask is not None and is_causal:
+        return TWO_MASKS
+    (batch, heads, queries, _), (_, kv_heads, keys, _) = query.shape, key.shape
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return EMPTY
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
+        return BROADCAST
+    if heads != kv_heads and not (enable_gqa and heads % kv_heads == 0):
+        return HEADS
+    if is_causal and queries != keys:
+        if queries > keys:
+            return QUERIES
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    kind = kind or query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+    return query, key, value, mask
+
+
+def _signature(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's own."""
+    raise AssertionError("the signature only")
+
+
+def _call(given: Mapping[str, Any], kind: str) -> Made:
+    """The call of ``lz.attention`` that a call of it becomes. Raises: InvalidCallError where torch's own runs."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given.values()
+    asked = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
+    problems = [
+        f"{name}: wanted a tensor, got {told(each)}" for name, each in asked.items() if not isinstance(each, Tensor)
+    ]
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    made = as_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa, kind=kind)
+    if isinstance(made, str):  # nested tensors of the newer kind are a class with torch functions of its own, too
+        why = NESTED if query.is_nested or key.is_nested or value.is_nested else made
+        raise InvalidCallError(NAME, [f"torch's own function runs this call: {why}"])
+    notes = []
+    if made[1].shape != key.shape:
+        seen, there = made[1].shape[2], key.shape[2]
+        notes.append(f"{NAME} is causal from the top left: {seen} of {there} keys are seen, the others left out")
+    if made[0].dtype != query.dtype:
+        notes.append(f"{NAME} casts to {dtype_name(made[0].dtype)} first, as autocast has it")
+    query, key, value, mask = made
+    arguments = {"query": query, "key": key, "value": value, "causal": is_causal, "scale": scale, "layout": LAYOUT}
+    return arguments | {"attn_mask": mask, "dropout_p": dropout_p}, tuple(notes)
+
+
+DROP_IN = DropIn(
+    name=NAME,
+    function=FUNCTION,
+    home="layerzero.integrations.torch",
+    library="torch",
+    signature=_signature,
+    call=_call,
+    instead=f'lz.{FUNCTION}, ..., causal=False, layout="{LAYOUT}"',
+)
