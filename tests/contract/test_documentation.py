@@ -90,15 +90,14 @@ def test_every_function_has_its_libraries_listed(name):
 
 
 def test_kernels_that_never_ran_are_marked():
-    """A reader of the tables would take them for the others."""
+    """A reader of the tables would take them for the others; there may be none."""
     untried = {each.id for each in pages.builtin_kernels() if each.trust is Trust.UNTRIED}
-    assert untried
     rows = [line.split(" | ") for line in page("support.md").splitlines() if line.startswith("| `")]
     assert {name.strip("| `") for name, *_, limits in rows if "*untried*" in limits} == untried
     sections = page("kernels.md").split("\n### ")[1:]
     assert {each.partition("\n")[0] for each in sections if "`untried`" in each} == untried
     listed = json.loads(run("kernels quantized_linear --json").output)
-    assert {each["id"] for each in listed if each["untried"]} == {each["id"] for each in listed} & untried != set()
+    assert {each["id"] for each in listed if each["untried"]} == {each["id"] for each in listed} & untried
 
 
 def test_generated_files_are_current():

@@ -110,6 +110,7 @@ def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypat
     assert not integration._only_hides_the_future(mask, 3)
 
 
+@pytest.mark.usefixtures("packs")
 @named(EVERY, {*QUICK, "GPTNeoX", "Bamba", "Wav2Vec2"})
 def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: Architecture) -> None:
     """Also those whose layers cannot be run by themselves: their cache has another name, or they return a tuple."""

@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from clock import Clock
+from layerzero.core.evidence import Measurement
 from layerzero.core.kernel import Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
@@ -21,12 +22,14 @@ from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.clocks import CpuClock
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.rehearsal import Rehearsed
 from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS
@@ -377,3 +380,17 @@ def test_builds_that_are_under_way_are_waited_for_where_vetting_gets_nowhere(vet
     run(norms(64), Deadline(100.0, Clock()), isolate=True)
     assert under_way == []
     assert vetting.rounds == [1, 1]
+
+
+def test_times_of_eager_calls_do_not_keep_replays_from_being_measured(tmp_path, monkeypatch):
+    """They stand for replays that nobody timed; whoever asks for these is not told that they are known."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+    (job,) = norms(64)
+    report = lz.explain(job.facts("cpu"))
+    kernel = report.chosen.kernel
+    record_times(report.facts, {kernel: Measurement(30.0, 31.0, 0.0, 40, noise=0.01, device_us=9.0, host_us=30.0)})
+    given = {"jobs": [job], "device": torch.device("cpu"), "clock": CpuClock(), "effort": Effort(3, 0.0)}
+    given |= {"deadline": Deadline(None), "modules": (), "leave_out": (), "again": False, "isolate": False}
+    assert running._Run(**given).unknown([kernel], report) == []
+    assert running._Run(**given, graph=True).unknown([kernel], report) == [kernel]

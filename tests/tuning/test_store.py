@@ -113,8 +113,10 @@ def test_what_the_device_took_of_eager_calls_stands_for_replays_that_nobody_time
     assert min(eager, key=eager.get) == "user.c"
     assert eager["user.b"] < eager["user.a"], "a caller waits for the host"
     assert times(store, kernels, facts(capturing=True)) == {"user.a": 2.0, "user.b": 4.0}
+    assert all(each.stands_in for each in store.evidence(kernels, facts(capturing=True)).values())
     store.record(kernels[1], facts(), replace(TIME, median_us=1.5, graph=True))
     assert times(store, kernels, facts(capturing=True)) == {"user.b": 1.5}
+    assert not store.evidence(kernels, facts(capturing=True))["user.b"].stands_in
 
 
 def test_replays_of_sizes_between_eager_ones_that_the_device_decided_are_predicted(folder, kernels):

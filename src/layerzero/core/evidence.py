@@ -33,6 +33,7 @@ class Evidence(msgspec.Struct, frozen=True):
         noise: relative spread between repeated measurements; differences below it do not count.
         median_us: the median that was measured, whatever the host's pace was; None of an estimate.
         device_us: what the device takes of it; None where that is not told apart.
+        stands_in: whether it is of eager calls, for replays that nobody timed.
     """
 
     time_us: float
@@ -41,6 +42,7 @@ class Evidence(msgspec.Struct, frozen=True):
     noise: float = 0.03
     median_us: float | None = None
     device_us: float | None = None
+    stands_in: bool = False
 
 
 @dataclass(frozen=True, slots=True)

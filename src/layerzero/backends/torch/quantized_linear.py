@@ -27,7 +27,7 @@ from layerzero.backends.torch.quantize import scales
 from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
 from layerzero.ops.quantize.formats import FORMATS, Format
 
@@ -243,7 +243,6 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=30,
-        trust=Trust.UNTRIED,
         **_COMMON,
     ),
     Kernel(
@@ -262,7 +261,6 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=30,
-        trust=Trust.UNTRIED,
         **_COMMON,
     ),
 )

@@ -21,7 +21,7 @@ from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 
 
 def _load(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -55,7 +55,6 @@ KERNELS = (
         deterministic=True,
         graph_safe=True,
         device_guard=True,
-        trust=Trust.UNTRIED,
         priority=30,
     ),
 )

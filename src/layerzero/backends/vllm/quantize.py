@@ -21,7 +21,7 @@ from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.quantized import QUANTIZED
 
 
@@ -127,7 +127,6 @@ KERNELS = (
             limit.aligned(16, "input", "weight", "bias"),
         ),
         priority=55,
-        trust=Trust.UNTRIED,
         **_COMMON,
     ),
 )

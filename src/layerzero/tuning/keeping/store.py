@@ -153,6 +153,8 @@ class TimeStore:
                         estimate.noise,
                         device_us=estimate.device_us,
                     )
+        if of_device:
+            return {name: msgspec.structs.replace(each, stands_in=True) for name, each in found.items()}
         return found
 
     def _times(self, database: Database, key: bytes, graph: bool) -> list[Time]:

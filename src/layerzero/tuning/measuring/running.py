@@ -95,6 +95,7 @@ class _Run(InTurn):
             and not (
                 kernel.id in evidence
                 and evidence[kernel.id].provenance == Provenance.MEASURED
+                and not evidence[kernel.id].stands_in
                 and evidence[kernel.id].confidence >= self.usable
             )
         ]
