@@ -68,3 +68,23 @@ def test_amds_processors_have_priorities(function, dtype):
 @pytest.mark.parametrize("device", [XEON, EPYC], ids=["intel", "amd"])
 def test_a_weight_that_nobody_packed_is_torchs_own(device):
     assert asked("linear", torch.bfloat16, device, packed=False)[0] == "torch.linear"
+
+
+@pytest.mark.parametrize(("tokens", "device", "own"), [(1, XEON, False), (64, XEON, True), (64, EPYC, False)])
+def test_packed_experts_stay_with_torch_where_tiles_pay_that_the_library_has_not(tokens, device, own):
+    gate_up, down = torch.empty(4, 128, 64, dtype=torch.bfloat16), torch.empty(4, 64, 64, dtype=torch.bfloat16)
+    ids, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
+    report = lz.explain(
+        "moe_experts",
+        torch.empty(tokens, 64, dtype=torch.bfloat16),
+        gate_up,
+        down,
+        ids,
+        weights,
+        packed_gate_up=lz.PackedWeight(gate_up),
+        packed_down=lz.PackedWeight(down),
+        device=device,
+    )
+    if report.chosen is None or not any("packed" in each.kernel.id for each in report.candidates if not each.reasons):
+        pytest.skip("needs a kernel with packed weights")
+    assert (report.kernel_id == "torch.experts_each") is own
