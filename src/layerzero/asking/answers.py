@@ -142,10 +142,11 @@ def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Rea
     A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
     Raises: KeyError for an unknown kernel; TypeError for what is no id.
     """
-    if not isinstance(kernel_id, str):
-        name = function_named(kernel_id)
+    given_first: object = kernel_id  # who forgets the id passes a function, or a tensor
+    if not isinstance(given_first, str):
+        name = function_named(given_first)
         of = "" if name is None else repr(name)
-        got = told(kernel_id) if name is None else f"the function {name}, which goes behind it"
+        got = told(given_first) if name is None else f"the function {name}, which goes behind it"
         raise TypeError(f"validate: wanted the id of a kernel first, got {got}; lz.list_kernels({of}) has them")
     kernel = REGISTRY.kernel(kernel_id)
     given = function_named(args[0]) if args else None
