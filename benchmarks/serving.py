@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py                          decodes, mixed steps, ragged prefills, shared prefixes, ...
     python benchmarks/serving.py --only mixed,cascade     some of them
-    python benchmarks/serving.py --tune-s 60              after as long of lz.tune on the calls, half of it on replays
+    python benchmarks/serving.py --tune-s 60              after as long of lz.tune; on a GPU half of it for replays
     python benchmarks/serving.py --device cpu --small     that it runs at all
 
 Times are medians of interleaved rounds, microseconds a call: *called*, launching included where the host is the slower
@@ -264,9 +264,10 @@ def tuned(wanted: Sequence[str], device: str, small: bool, budget_s: float) -> N
             for name in wanted:
                 for scenario in GROUPS[name](device, small) if name in GROUPS else ():
                     getattr(lz, scenario.function)(**scenario.arguments)
-        for graph in (False, True) if device == "cuda" else (False,):
+        ways = (False, True) if device == "cuda" else (False,)
+        for graph in ways:
             started = time.perf_counter()
-            found = lz.tune(manifest=file, budget_s=budget_s / 2, graph=graph)
+            found = lz.tune(manifest=file, budget_s=budget_s / len(ways), graph=graph)
             what = "replays" if graph else "calls"
             print(
                 f"tuned {what} in {time.perf_counter() - started:.0f} s: {' '.join(str(found).split())[:200]}",
@@ -354,6 +355,8 @@ def main() -> None:
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
     torch.manual_seed(0)
     wanted = given.only.split(",")
+    if unknown := set(wanted) - {*GROUPS, "step"}:
+        parser.error(f"--only: wanted some of {', '.join((*GROUPS, 'step'))}, got {', '.join(sorted(unknown))}")
     if given.tune_s:
         tuned(wanted, given.device, given.small, given.tune_s)
     for name, group in GROUPS.items():

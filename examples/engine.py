@@ -22,17 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.benchmark import Timer
 
 import layerzero as lz
-from layerzero.tuning.measuring.ceiling import copy_gb_s
 
 PAGE, EPS = 16, 1e-6
 Shape = namedtuple("Shape", "vocabulary width layers heads kv_heads head_dim wide longest")  # noqa: PYI024  # of sizes
 LLAMA_8B = Shape(128256, 4096, 32, 32, 8, 128, 14336, 8192)
-PLAIN = SimpleNamespace(embedding=functional.embedding, linear=functional.linear)  # torch's, as LayerZero names them
-PLAIN.rms_norm = lambda hidden, weight, eps: functional.rms_norm(hidden, weight.shape, weight, eps)
+PLAIN = SimpleNamespace(embedding=functional.embedding, linear=functional.linear, greedy=lambda rows: rows.argmax(-1))
+PLAIN.rms_norm = lambda hidden, weight, eps: functional.rms_norm(hidden, weight.shape, weight, eps)  # as lz has it
 PLAIN.silu_mul = lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
-PLAIN.greedy = lambda logits: logits.argmax(-1)
 
 
 class Llama:
@@ -125,8 +124,7 @@ class Pages:
         """Take its pages back; those that are known keep what they hold until somebody needs the room."""
         for page in request.pages:
             self.users[page] -= 1
-            if self.users[page] == 0:
-                self.free[page] = None
+            self.free |= {} if self.users[page] else {page: None}
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -134,8 +132,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # what is chosen, built, planned and allocated on the way is there before the capture
-            run()
+        run(), run()  # what is chosen, built, planned and allocated on the way is there before the capture
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # kernels may build beside it
         result = run()
@@ -258,15 +255,17 @@ def serve(engine: Engine, prompts: list[list[int]], count: int, at_first: int = 
 def main() -> None:
     """Serve the same requests both ways, compare what was written, and tell tokens a second."""
     parser = argparse.ArgumentParser(description="Serve requests on the engine, and one by one.")
-    parser.add_argument("--shape", choices=("small", "8b"), default="small")
-    parser.add_argument("--no-graphs", action="store_true")
-    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": "float32", "width": 512, "tokens": 48}
-    options |= {"requests": 16, "first": 2, "prompt": 0, "budget": 128, "compare": 10**6}
-    for name, default in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--shape", choices=("small", "8b"), default="small", help="Llama-3-8B's has other defaults")
+    parser.add_argument("--no-graphs", action="store_true", help="launch each kernel of a decode step, on a GPU, too")
+    options = {"device": ("cuda" if torch.cuda.is_available() else "cpu", "where"), "dtype": ("float32", "of weights")}
+    options |= {"width": (512, "in the small shape, from 64"), "requests": (16, "in all"), "first": (2, "at once")}
+    options |= {"tokens": (48, "to write"), "prompt": (0, "its length; 0: 20 to 119"), "budget": (128, "tokens a step")}
+    options |= {"compare": (10**6, "so many requests with those one by one; 0: none")}
+    for name, (default, text) in options.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     if large := parser.parse_args().shape == "8b":
         parser.set_defaults(dtype="bfloat16", first=32, budget=2048, compare=2)
-    given, width = parser.parse_args(), parser.parse_args().width
+    width = (given := parser.parse_args()).width
     warnings.simplefilter("ignore", lz.LayerZeroWarning)
     shape = LLAMA_8B if large else Shape(2048, width, 4, width // 64, max(width // 256, 1), 64, 3 * width, 512)
     prompts = requests_of(given.requests, shape.vocabulary, given.prompt)
@@ -274,7 +273,7 @@ def main() -> None:
     model = Llama(shape._replace(longest=longest), given.device, getattr(torch, given.dtype))
     capture = captured if model.head.is_cuda and not given.no_graphs else None
     engine, results = Engine(model, pages := max(256, most * -(-longest // PAGE)), given.budget, most, capture), {}
-    runs = {"one by one": (one_by_one, model, prompts[: given.compare])}
+    runs = {"one by one": (one_by_one, model, prompts[: given.compare])} if given.compare > 0 else {}
     runs["engine"] = (serve, engine, prompts, given.first)
     for name, (run, to, asked, *more) in runs.items():
         print(f"{name}: {len(asked)} requests of {given.tokens} tokens, twice", flush=True)
@@ -285,15 +284,16 @@ def main() -> None:
             spent = time.perf_counter() - started
         print(f"{name}: {len(asked) * given.tokens / spent:.0f} tokens a second")
     if model.head.is_cuda and (spent := engine.spent):
-        speed, parts = copy_gb_s(engine.device), [{"head": model.head}, *model.layers]
-        read = spent["steps"] * sum(each.nbytes for part in parts for each in part.values())
+        copy = Timer("block.clone()", globals={"block": torch.ones(2**30, dtype=torch.uint8, device=engine.device)})
+        speed = 2**31 / copy.blocked_autorange().median / 1e9  # as many bytes are written as are read
+        read = spent["steps"] * sum(each.nbytes for part in ({0: model.head}, *model.layers) for each in part.values())
         read += spent["read"] * sum(each.keys[0, 0].nbytes + each.values[0, 0].nbytes for each in engine.caches)
         share, got = read / speed / 1e9 / spent["seconds"], spent["tokens"] / spent["seconds"]
-        roof = f"{share:.0%} of the roof: {got / share:.0f}, weights, keys and values read at {speed:.0f} GB/s"
-        print(f"decode steps: {got:.0f} tokens a second, {roof}")
+        roof = f"{got / share:.0f}, weights, keys and values read at {speed:.0f} GB/s"
+        print(f"decode steps: {got:.0f} tokens a second, {share:.0%} of the roof: {roof}")
     pairs = [pair for both in zip(*results.values(), strict=False) for pair in zip(*both, strict=True)]
-    same = f"tokens that are the same: {sum(one == other for one, other in pairs)} of {len(pairs)}"
-    print(f"{same}; prompt tokens that were not computed again: {engine.reused}")
+    same = f"{sum(one == other for one, other in pairs)} of {len(pairs)}" if len(results) > 1 else "none compared"
+    print(f"tokens that are the same: {same}; prompt tokens that were not computed again: {engine.reused}")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,19 @@ def test_validate_takes_the_function_before_its_arguments():
     assert [reason.fact for reason in reasons] == ["operation"]
 
 
+def test_validate_says_that_the_kernel_comes_first():
+    wanted = "^validate: wanted the id of a kernel first, got"
+    for function, name in (
+        (lz.rms_norm, "rms_norm"),
+        (lz.scaled_dot_product_attention, "scaled_dot_product_attention"),
+    ):
+        behind = rf"{wanted} the function {name}, which goes behind it; lz\.list_kernels\('{name}'\) has them$"
+        with pytest.raises(TypeError, match=behind):
+            lz.validate(function, X, W)
+    with pytest.raises(TypeError, match=rf"{wanted} a tensor \(3, 8\) of float32; lz\.list_kernels\(\) has them$"):
+        lz.validate(X, W)
+
+
 def test_the_drop_in_by_name_and_as_itself():
     q, k, v = heads(queries=3, keys=7)
     asked = lz.explain("attention", q, k, v, False, layout="BHSD")

@@ -93,6 +93,18 @@ def test_what_runs_is_what_explain_says_whichever_order_came_first(first):
     assert len(CALLS["attention"].dispatcher.cache.current) == 2, "a plan for each order, and hits of both"
 
 
+@pytest.mark.parametrize("timed", [*ORDERS, "part"])
+@pytest.mark.parametrize("first", ORDERS)
+def test_times_of_one_order_count_though_a_call_of_another_came_first(first, timed):
+    """Who has no time keeps the plan of a priority; it may serve nobody who has one."""
+    calls = {order: [tensor(order) for _ in range(3)] for order in (*ORDERS, "part")}
+    quickest("user.second", calls[timed])
+    ENGINE.bump()
+    for order in (first, timed, first):
+        assert ran(calls[order]) == told(calls[order])
+    assert ran(calls[timed]) == "user.second"
+
+
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.fixed_dictionaries({orders: st.sampled_from(KERNELS) for orders in ALL}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -198,3 +199,26 @@ def test_prompts_of_a_length_and_fewer_comparisons(example, monkeypatch, capsys)
     prompts = example.requests_of(4, 64, 50)
     assert [len(each) for each in prompts] == [50] * 4
     assert prompts[1][:40] == prompts[3][:40] != prompts[0][:40]
+
+
+def test_nothing_is_compared_where_nobody_asks_for_it(example, monkeypatch, capsys):
+    asked = "--width 64 --tokens 2 --device cpu --requests 3 --compare 0"
+    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
+    example.main()
+    told = capsys.readouterr().out
+    assert "tokens that are the same: none compared" in told
+    assert "one by one" not in told
+
+
+def test_every_option_says_what_it_does(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["engine.py", "--help"])
+    with pytest.raises(SystemExit):
+        example.main()
+    told = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
+    assert len(told) == 12
+    assert all(re.search(r" {2,}[a-zA-Z]", each) for each in told), told
+
+
+def test_it_needs_nothing_that_is_private():
+    """Whoever copies it into a project of his own has the public names alone."""
+    assert re.findall(r"^(?:from|import) layerzero.*", FILE.read_text(), re.MULTILINE) == ["import layerzero as lz"]

@@ -12,6 +12,7 @@ import msgspec
 
 from layerzero.asking.drop_in import call_made, refused
 from layerzero.asking.named import Named, function_named, name_of
+from layerzero.core.arguments import told
 from layerzero.core.binding import misfit
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
@@ -139,8 +140,14 @@ def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Rea
     Takes the arguments of the kernel's function and what else explain takes. Before them may stand the function itself
     (``lz.scaled_dot_product_attention``), where a call of another one than the kernel's own is meant.
     A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
-    Raises: KeyError for an unknown kernel.
+    Raises: KeyError for an unknown kernel; TypeError for what is no id.
     """
+    given_first: object = kernel_id  # who forgets the id passes a function, or a tensor
+    if not isinstance(given_first, str):
+        name = function_named(given_first)
+        of = "" if name is None else repr(name)
+        got = told(given_first) if name is None else f"the function {name}, which goes behind it"
+        raise TypeError(f"validate: wanted the id of a kernel first, got {got}; lz.list_kernels({of}) has them")
     kernel = REGISTRY.kernel(kernel_id)
     given = function_named(args[0]) if args else None
     function = given or _function_of(kernel)

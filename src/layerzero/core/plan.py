@@ -106,7 +106,8 @@ class Report(msgspec.Struct, frozen=True):
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
         varies: axes whose size the route did not depend on, within its bit length.
-        timed: whether a candidate had a time, so that how memory lies was part of the choice.
+        timed: whether calls of this class may have times, so that how memory lies is part of the choice: a call whose
+            memory lies otherwise may have some where this one has none.
     """
 
     operation: str

@@ -179,7 +179,9 @@ class Dispatcher:
             )
         times = ledger if frozen is None and later is None else NO_TIMES
         ranked = score.rank(judged, facts, policy, times)
-        report = pick(ranked, routed, facts, policy, self.engine.registry.lock_for(policy, facts), later)
+        timed = times is not NO_TIMES and not ledger.untimed(facts)  # of another order of memory, where not of this one
+        lock = self.engine.registry.lock_for(policy, facts)
+        report = pick(ranked, routed, facts, policy, lock, later, timed=timed)
         return report if frozen is None else frozen.held(report, policy), ranked
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:

@@ -45,13 +45,17 @@ def pick(
     policy: Policy,
     lock: Lock | None,
     later: Later | None = None,
+    *,
+    timed: bool = False,
 ) -> Report:
-    """Take the best legal candidate, or the one that a lock names; ``later`` judges those that cannot win."""
+    """Take the best legal candidate, or the one that a lock names; ``later`` judges those that cannot win.
+
+    ``timed`` says whether calls like this one may have times, see :class:`layerzero.core.plan.Report`.
+    """
     legal = [candidate for candidate in ranked if not candidate.reasons]
     chosen = legal[0] if legal else None
     notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
     locked = ""
-    timed = later is None and any(candidate.time_us is not None for candidate in legal)
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)

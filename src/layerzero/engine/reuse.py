@@ -75,7 +75,7 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     """What a call of the same coarse key must satisfy to run this plan; None if only the exact call may.
 
     ``order`` has the function's tensors by number. No key tells the negative bit: where a limit reads it, the plan has
-    it asked for. Where times were weighed, calls whose memory lies in another order have times of their own.
+    it asked for. Where there are times, calls whose memory lies in another order have their own.
     """
     facts = plan.report.facts
     if EVERYTHING in plan.reads or plan.transforms_data:
