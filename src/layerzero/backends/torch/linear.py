@@ -166,24 +166,27 @@ _PACKED = ("packed", "packed_up", "packed_q")
 """Facts of products and blocks of products that say whether their weights are packed; all of a call are, or none."""
 
 
-def packed_by_torch(facts: Facts) -> bool:
-    """Whether torch's own libraries are the champions of packed weights: torch's function, where none of them packs.
-
-    In float32 it is MKL's: one row of 1024 numbers took it 54 us where oneDNN's packed product took 82. In bfloat16 it
-    stands behind oneDNN's packed product, by priority, and before other libraries where that is refused. On AMD's
-    processors there is no champion: zentorch is made for them, and took 0.4 to 1.0 of oneDNN's time on two of them. On
-    an Intel Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23).
-    """
-    return any(facts.get(name, "none") != "none" for name in _PACKED) and facts.device.vendor != "amd"
-
-
 def packed_as_stock(facts: Facts) -> bool:
-    """Whether oneDNN's kernel for packed weights is a champion: torch's own product is oneDNN's in bfloat16."""
-    return facts["dtype"] is torch.bfloat16 and packed_by_torch(facts)
+    """Whether oneDNN's kernel for packed weights is the champion: torch's own product is oneDNN's in bfloat16.
+
+    On AMD's processors nothing is: zentorch is made for them, and took 0.4 to 1.0 of that on two of them. On an Intel
+    Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23).
+    """
+    packed = any(facts.get(name, "none") != "none" for name in _PACKED)
+    return packed and facts["dtype"] is torch.bfloat16 and facts.device.vendor != "amd"
+
+
+def packed_without_gain(facts: Facts) -> bool:
+    """Whether torch's own function is the champion of packed weights: in float32 it is another library's, MKL's.
+
+    One row of 1024 numbers took it 54 us where oneDNN's packed product took 82 (Intel Xeon, 2026-11-23).
+    """
+    packed = any(facts.get(name, "none") != "none" for name in _PACKED)
+    return packed and facts["dtype"] is not torch.bfloat16 and facts.device.vendor != "amd"
 
 
 def _own(facts: Facts) -> bool:
-    return facts["packed"] == "none" or packed_by_torch(facts)
+    return facts["packed"] == "none" or packed_without_gain(facts)
 
 
 ONEDNN = (
@@ -229,7 +232,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=50,
-        stock=packed_by_torch,
+        stock=packed_without_gain,
     ),
     Kernel(
         id="torch.mm_wide",
