@@ -5,7 +5,8 @@
 #     LIBRARIES=.gpu bash benchmarks/gpu.sh     with folders that bring an unpack.sh each, for a host without an index
 #
 #     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, tests, build, times
-#                               by default; layers, hour, tune, ship, serving, cache and models, minutes each, when named
+#                               by default; when named, minutes each: layers, hour, tune, ship, serving, diffusion,
+#                               engine, cache, tokens and models
 #
 # Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md, and of the other
 # steps a text and what the script keeps. Steps go on where one fails; LIMIT_S is the longest that a command may take.
@@ -55,7 +56,10 @@ for step in $steps; do
     tune) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 -m layerzero tune attention --budget-s "${BUDGET_S:-300}" ;;
     ship) in_shards python3 benchmarks/ship_times.py dense paged layer
       measured python3 benchmarks/ship_times.py dense paged layer --budget-s "${BUDGET_S:-250}" --out "$out/tables" ;;
-    serving) measured python3 benchmarks/serving.py ;;
+    serving) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/serving.py --tune-s "${BUDGET_S:-90}" \
+        --only "${ONLY:-step,cascade,mla,ragged,sparse,decode,mixed}" ;;
+    diffusion) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/diffusion_gpu.py --out "$out/diffusion.json" ;;
+    engine) measured python3 examples/engine.py --shape 8b --requests 64 --prompt 1024 --tokens 128 --compare 2 ;;
     cache) measured python3 benchmarks/kv_cache.py ;;
     tokens) measured python3 benchmarks/same_tokens.py --device cuda ;;
     models) for step in ${MODELS:-llama8b}; do measured python3 benchmarks/optimize_gpu.py "$step"; done ;;

@@ -347,7 +347,7 @@ def main() -> None:
     """Run what was asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default=",".join((*GROUPS, "step")), help="groups, with commas")
+    parser.add_argument("--only", default=",".join(("step", *GROUPS)), help="groups in their order, with commas")
     parser.add_argument("--without", default="", help="globs of kernels to leave out, with commas")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--tune-s", type=float, default=0.0, help="seconds for measuring these calls first")
@@ -359,12 +359,12 @@ def main() -> None:
         parser.error(f"--only: wanted some of {', '.join((*GROUPS, 'step'))}, got {', '.join(sorted(unknown))}")
     if given.tune_s:
         tuned(wanted, given.device, given.small, given.tune_s)
-    for name, group in GROUPS.items():
-        if name in wanted:
-            for scenario in group(given.device, given.small):
-                measure(scenario, given.device, given.without.split(","))
-    if "step" in wanted:
-        bookkeeping(given.device, given.small)
+    for name in wanted:
+        if name == "step":
+            bookkeeping(given.device, given.small)
+            continue
+        for scenario in GROUPS[name](given.device, given.small):
+            measure(scenario, given.device, given.without.split(","))
 
 
 if __name__ == "__main__":
