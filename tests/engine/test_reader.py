@@ -93,4 +93,5 @@ def test_the_number_is_that_of_the_header():
 
 
 def test_doctor_names_the_reader():
-    assert accelerator.HOT.reader() in str(lz.doctor())
+    words = {"handles": "torch's own C functions", "dlpack": "DLPack"}
+    assert f"reads tensors by {words[accelerator.HOT.reader()]}" in str(lz.doctor())

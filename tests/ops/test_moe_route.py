@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 import layerzero as lz
 from drawing import examples
-from layerzero.core.reasons import ReasonCode
 from layerzero.engine.functions import CALLS
 
 
@@ -175,8 +174,8 @@ def test_logits_off_a_boundary_are_copied_where_their_rows_are_read_by_vectors()
     assert copied == {(0, 64): [], (3, 64): text, (1, 33): [], (1, 2): text, (2, 2): []}
 
 
-def test_a_kernel_whose_demands_never_ran_on_a_gpu_is_refused_until_it_was_vetted_there():
+def test_a_kernel_that_was_right_on_a_gpu_runs_there_without_vetting():
     logits = torch.empty(5, 128, dtype=torch.bfloat16, device="meta")
     libraries = {"torch": "2.11.0+cu130", "vllm": "0.20.0"}
     report = lz.explain("moe_route", logits, 8, device="H100", libraries=libraries)
-    assert {reason.code for reason in report.reasons("vllm.topk_softmax")} == {ReasonCode.NOT_VETTED}
+    assert not report.reasons("vllm.topk_softmax")
