@@ -9,7 +9,7 @@ thread, torch 2.13.0, AMD EPYC with AVX512-VNNI, 2026-11-23); float8 is widened 
 numbers up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be multiplied in that.
 ``_scaled_mm`` with a scale for each row gives bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm``
 raised for columns in place of rows and for what lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with
-steps as one without; all else was right. With what is demanded now neither ran there yet, and both are to be vetted.
+steps as one without; with what is demanded now both conform there.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 

@@ -4,7 +4,7 @@ Read: csrc/moe/torch_bindings.cpp of vLLM (``topk_softmax(Tensor! topk_weights, 
 token_expert_indices, Tensor gating_output, bool renormalize, Tensor? bias) -> ()``). Logits go in as float32, which
 every version reads; the third tensor is scratch. A row whose length is a power of two, or a multiple of 64, is read by
 vectors of at most 16 bytes: on an H200 float32 logits off such a boundary ended in a misaligned address, everything
-else was right (torch 2.11, 2026-11-23). With what it demands now it did not run yet, hence it is to be vetted.
+else was right; with what it demands now it conforms there (torch 2.11, 2026-11-23).
 Its ``grouped_topk`` is left out: nothing says in which order it names the experts. Its products of experts are Triton
 code within the package, which is never imported.
 Library: vllm 0.20, Apache-2.0.
