@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import msgspec
 from layerzero.asking.drop_in import call_made, refused
 from layerzero.asking.named import Named, function_named, name_of
 from layerzero.core.arguments import told
-from layerzero.core.binding import misfit
+from layerzero.core.binding import bound
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
 from layerzero.core.facts import CallState, Facts
@@ -103,15 +102,10 @@ def _explain_plain(
     function: PlainFunction, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None
 ) -> Report:
     """The same for a call without tensors."""
-    signature = inspect.signature(function.signature)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise misfit(function.name, error, kwargs, signature.parameters) from None
-    bound.apply_defaults()
+    given = bound(function.name, function.signature, args, kwargs)
     REGISTRY.ready()
     dispatcher, _ = PLAIN_CALLS[function.name]
-    found = plain_facts(function.route(dict(bound.arguments)), None if machine is None else machine.device)
+    found = plain_facts(function.route(given), None if machine is None else machine.device)
     report, _ = dispatcher.explain(found, current_policy(), machine=machine)
     if wanted not in PLAIN_FUNCTIONS:
         check_operation(wanted, report)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from layerzero.core.binding import misfit
+from layerzero.core.binding import bound
 from layerzero.core.device import Device
 from layerzero.core.drop_in import DropIn, Made
 from layerzero.core.errors import InvalidCallError
@@ -27,13 +26,8 @@ def call_made(of: DropIn, args: tuple[Any, ...], kwargs: Mapping[str, Any], devi
 
     Raises: TypeError for a call that does not fit the signature; InvalidCallError where the library's own runs.
     """
-    signature = inspect.signature(of.signature)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise misfit(of.name, error, kwargs, signature.parameters) from None
-    bound.apply_defaults()
-    return of.call(bound.arguments, "" if device is None else device.torch_type)
+    given = bound(of.name, of.signature, args, kwargs)
+    return of.call(given, "" if device is None else device.torch_type)
 
 
 def refused(of: DropIn, error: InvalidCallError) -> InvalidCallError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ def public(name: str) -> Callable[[_Init], _Init]:
             try:
                 init(self, *args, **kwargs)
             except TypeError:
-                _check(name, init, (self, *args), kwargs)
+                bound(name, init, (self, *args), kwargs)
                 raise
 
         return made  # type: ignore[return-value]  # the same signature
@@ -40,9 +40,12 @@ def public(name: str) -> Callable[[_Init], _Init]:
     return of
 
 
-def _check(name: str, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    signature = inspect.signature(init)
+def bound(name: str, of: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, defaults filled in. Raises: TypeError with the public name for a misfit."""
+    signature = inspect.signature(of)
     try:
-        signature.bind(*args, **kwargs)
+        found = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise misfit(name, error, kwargs, signature.parameters) from None
+    found.apply_defaults()
+    return dict(found.arguments)

@@ -166,14 +166,20 @@ _PACKED = ("packed", "packed_up", "packed_q")
 """Facts of products and blocks of products that say whether their weights are packed; all of a call are, or none."""
 
 
+def _has_champion(facts: Facts) -> bool:
+    """Whether weights are packed, on a processor where what torch computes with comes first without times.
+
+    That is not so on AMD's, for which zentorch is made: it took 0.4 to 1.0 of oneDNN's time on two of them.
+    """
+    return facts.device.vendor != "amd" and any(facts.get(name, "none") != "none" for name in _PACKED)
+
+
 def packed_as_stock(facts: Facts) -> bool:
     """Whether oneDNN's kernel for packed weights is the champion: torch's own product is oneDNN's in bfloat16.
 
-    On AMD's processors nothing is: zentorch is made for them, and took 0.4 to 1.0 of that on two of them. On an Intel
-    Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23).
+    On an Intel Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23).
     """
-    packed = any(facts.get(name, "none") != "none" for name in _PACKED)
-    return packed and facts["dtype"] is torch.bfloat16 and facts.device.vendor != "amd"
+    return _has_champion(facts) and facts["dtype"] is torch.bfloat16
 
 
 def packed_without_gain(facts: Facts) -> bool:
@@ -181,8 +187,7 @@ def packed_without_gain(facts: Facts) -> bool:
 
     One row of 1024 numbers took it 54 us where oneDNN's packed product took 82 (Intel Xeon, 2026-11-23).
     """
-    packed = any(facts.get(name, "none") != "none" for name in _PACKED)
-    return packed and facts["dtype"] is not torch.bfloat16 and facts.device.vendor != "amd"
+    return _has_champion(facts) and facts["dtype"] is not torch.bfloat16
 
 
 def _own(facts: Facts) -> bool:

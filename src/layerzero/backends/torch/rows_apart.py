@@ -23,9 +23,14 @@ _TILE = 32
 _FEATURES = ("in_features", "hidden", "inner_features")
 
 
+def has_tiles(facts: Facts) -> bool:
+    """Whether oneDNN computes such a call with the tiles of AMX."""
+    return facts["dtype"] is torch.bfloat16 and "amx_bf16" in facts.device.instruction_sets
+
+
 def _first_uneven(facts: Facts) -> str | None:
     """The first length of a row that tiles do not fill; None where nothing reads over an end."""
-    if facts["dtype"] is not torch.bfloat16 or "amx_bf16" not in facts.device.instruction_sets:
+    if not has_tiles(facts):
         return None
     uneven = (name for name in _FEATURES if facts.get(name) is not None and facts.size(name) % _TILE)
     return next(uneven, None)

@@ -1,9 +1,9 @@
 """vLLM's int8 on CUDA: rows by scales of their own, all by one that is given, and CUTLASS' products of what they give.
 
 Argument orders are those of csrc/torch_bindings.cpp and csrc/libtorch_stable/torch_bindings.cpp: vLLM 0.20 ships
-``cutlass_scaled_mm`` in a second library, which adds to the first one's name space. Both ways to quantize and the product
-conform on an H200 (torch 2.11, 2026-11-23). Before Hopper, where none of this ran, the product reads a scale for each
-output and the bias by vectors of up to 16 bytes. Rows of zeros get a scale of 0, which is made 1 here. Its float8
+``cutlass_scaled_mm`` in a second library, which adds to the first one's name space. All three conform on an H200 (torch
+2.11, 2026-11-23). Before Hopper, where none of them ran, the product reads a scale for each output and the bias by
+vectors of up to 16 bytes. Rows of zeros get a scale of 0, which is made 1 here. Its float8
 operators are left out: they clamp by fminf, which makes the largest number of NaN
 (csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so.
 Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
