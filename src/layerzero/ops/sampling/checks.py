@@ -85,22 +85,21 @@ def check_drawable(total: Tensor, tensor: Tensor, operation: str, called: str = 
     bad = ~(total.isfinite() & (total > 0))
     if not bool(bad.any()):
         return
-    name = "probs" if operation.endswith(".probs") else "logits"
+    name = "probs" if (called or operation).endswith("probs") else "logits"
     problems = undrawable(tensor, name)
     if problems:
-        raise InvalidCallError(function_of(operation), [each.replace(name, called or name, 1) for each in problems])
+        raise InvalidCallError(called_by(operation), [each.replace(name, called or name, 1) for each in problems])
     wanted = f"{called or name}: wanted rows that something can be drawn of"
     got = f"one whose probabilities add up to {total[bad][0].item():g}"
     hint = "; is a row_temperature NaN?" if name == "logits" else ""  # only what draws of logits has that argument
-    raise InvalidCallError(function_of(operation), [f"{wanted}, got {got}{hint}"])
+    raise InvalidCallError(called_by(operation), [f"{wanted}, got {got}{hint}"])
 
 
-def function_of(operation: str) -> str:
+def called_by(operation: str) -> str:
     """The public function whose calls an operation serves, by its name: what a caller knows an error by."""
-    _, *parts = operation.split(".")
-    if parts[0] == "verify":
-        return "verify_speculative"
-    return "_".join(["sample", *[each for each in parts if each != "categorical"]])
+    from layerzero.ops.calls import function_for  # which imports every family, this one as well
+
+    return function_for(operation).name
 
 
 def check_signs(tensor: Tensor, operation: str) -> None:

@@ -23,7 +23,7 @@ from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.sampling import stock
-from layerzero.ops.sampling.checks import bits_of, check_drawable, drawable, function_of, number_of
+from layerzero.ops.sampling.checks import bits_of, called_by, check_drawable, drawable, number_of
 from layerzero.ops.sampling.declare import COUNTS, IDS, SEED, generator_for, kind_of_generator
 from layerzero.ops.sampling.formulas import generator_of, probabilities
 from layerzero.ops.sampling.judging import NEAR
@@ -95,7 +95,7 @@ def _reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def check_target(target: Tensor, name: str) -> None:
     """Raise where nothing can be drawn of a row of the target's. Raises: InvalidCallError."""
     total = torch.where((target >= 0).all(-1), target.sum(-1), -1.0)
-    check_drawable(total, target, f"{name}.probs", "target_probs")
+    check_drawable(total, target, name, "target_probs")
 
 
 def check_draft(drafted: Tensor | None, name: str) -> None:
@@ -107,7 +107,7 @@ def check_draft(drafted: Tensor | None, name: str) -> None:
         return
     least, most = drafted.aminmax()  # NaN if there is one
     if not (least >= 0 and most.isfinite()):
-        raise InvalidCallError(function_of(name), _draft_problems(drafted))
+        raise InvalidCallError(called_by(name), _draft_problems(drafted))
 
 
 def _draft_problems(drafted: Tensor) -> list[str]:
