@@ -142,7 +142,7 @@ def cascade(device: str, small: bool) -> Iterator[Scenario]:
         yield Scenario(name, "cascade_attention", "attention.cascade.decode.paged", made, least, step)
         flat = {name: value for name, value in made.items() if name not in ("shared_blocks", "step")}
         name = f"the same {batch} sequences, flat"
-        yield Scenario(name, "paged_attention", "attention.gqa.decode.paged", flat, least, step)
+        yield Scenario(name, "paged_attention", "attention.gqa.decode.paged", flat, least, step_of(flat, (lens,)))
 
 
 def mla(device: str, small: bool) -> Iterator[Scenario]:
