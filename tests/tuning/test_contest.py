@@ -18,8 +18,9 @@ from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
 from layerzero.ops.norm.sweep import norm_case
 from layerzero.ops.paged.sweep import paged_case
+from layerzero.ops.ragged import parts
 from layerzero.testing.compare import expected
-from layerzero.testing.generate import case_call
+from layerzero.testing.generate import case_call, random_call
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.measuring import truth
 from layerzero.tuning.measuring.baseline import torch_default
@@ -191,6 +192,25 @@ def test_parts_of_decoding_agree_with_the_whole(monkeypatch):
         found = truth.truth_of(call, job.facts("cpu"))
         assert found.whole is None
         assert found.error(expected(call).results[0]) < 1e-9
+
+
+@pytest.mark.parametrize("function", ["ragged_attention", "paged_attention"])
+def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
+    monkeypatch.setattr(truth, "MAX_ELEMENTS", {"cpu": -1})
+    monkeypatch.setattr(parts, "MOST_SCORES", 64)
+    pieces = 0
+    for number in range(120):
+        call = random_call(0, number, function=function, dtype=torch.float64)
+        facts = lz.facts(function, **call.arguments)
+        if facts.operation.parts not in (parts.of_keys, parts.of_pages) or not facts.size("tokens"):
+            continue
+        found = truth.truth_of(call, facts)
+        assert found.whole is None
+        pieces += len(found.parts)
+        whole = expected(call).results[0]
+        for part in found.parts:
+            torch.testing.assert_close(part.place(whole), part.truth.results[0], rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert pieces > 60
 
 
 def test_a_call_with_a_mask_is_compared_whole(monkeypatch):

@@ -9,6 +9,7 @@
  *   table.c       keys to plans
  *   bound.c       kernels with their constants in place, and callables that are bound to a plan
  *   indices.c     whether indices in memory are where they must be
+ *   slots.c       where new tokens belong in a paged cache
  *   call.c        the callable of a function: one hit from end to end
  *   module.c      declaring a function, and the module
  *
@@ -24,7 +25,7 @@
 
 #include "dlpack.h"
 
-#define INTERFACE 6 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
+#define INTERFACE 7 /* counts what layerzero.engine.accelerator calls; a build of older sources is left out */
 
 #define MAX_PARAMETERS 24
 #define MAX_TENSORS 24
@@ -193,6 +194,10 @@ int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan,
 PyObject *indices_distinct(PyObject *module, PyObject *tensor);
 PyObject *indices_within(PyObject *module, PyObject *args);
 PyObject *indices_firsts_within(PyObject *module, PyObject *args);
+
+/* slots.c */
+
+PyObject *slots_fill(PyObject *module, PyObject *args);
 
 /* module.c */
 

@@ -251,6 +251,8 @@ static PyMethodDef module_methods[] = {
     {"within", indices_within, METH_VARARGS, "within(tensor, low, high): whether all are from low to below high"},
     {"firsts_within", indices_firsts_within, METH_VARARGS,
      "firsts_within(table, counts, per, high): the same for the first counts / per of each row, from 0"},
+    {"slots", slots_fill, METH_VARARGS,
+     "slots(tables, lens, starts, tokens, page_size, pages, out): how many tokens are lost; -1 for starts that are none"},
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };

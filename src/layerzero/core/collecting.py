@@ -1,4 +1,4 @@
-"""Python's garbage collector, held off while modules of this package load."""
+"""Python's garbage collector, held off while modules of this package load, and while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def held_off() -> Iterator[None]:
     collector look through every object of torch, 80 of 190 ms (docs/measurements/first_call.md). Nothing is frozen, no
     threshold is changed, and what was made inside is looked at later, like everything else. A thread that switches the
     collector off meanwhile finds it on afterwards: Python tells nobody who switched it.
+
+    A CUDA graph that nobody holds any more may lie in a cycle of references, and to free one while another is captured
+    breaks the capture: FlashAttention 3 ended the process over it (vllm 0.20.0, torch 2.11, H200, 2026-11-23).
     """
     if not gc.isenabled():
         yield

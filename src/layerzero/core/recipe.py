@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from layerzero.core.dtypes import dtype_name
@@ -42,6 +44,11 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             params |= facts.operation.plain.recipe(facts)
         grad = bool(facts["requires_grad"])
         return CallRecipe(facts.operation.name, facts.layout, facts.device.torch_type, tensors, params, grad)
+
+    def for_graph(self, handles: Collection[str]) -> CallRecipe:
+        """The same call with handles that a captured graph can go on reading."""
+        kept = {name: "capturable" for name in handles if self.params.get(name) == "eager"}
+        return msgspec.structs.replace(self, params=self.params | kept) if kept else self
 
 
 def _plain(value: object) -> Value:

@@ -36,7 +36,7 @@ class Passed(NamedTuple):
     constant: object = None
 
 
-INTERFACE = 6
+INTERFACE = 7
 """What ``_native/hot.h`` calls so: an extension of other sources than these is left out."""
 
 
@@ -88,6 +88,7 @@ def _load() -> Any:
         raise _Absent(f"the extension does not fit torch {torch.__version__}: {error}") from error
     SCOPES.watch(hot.set_scopes)
     indices.NAMES.update(distinct=hot.distinct, within=hot.within, firsts_within=hot.firsts_within)
+    indices.IN_C["slots"] = hot.slots
     return hot
 
 

@@ -47,6 +47,7 @@ def arguments_of(
     layout: str | None = None,
     generator: torch.Generator | None = None,
     promised: bool = False,
+    capturable: bool = False,
 ) -> dict[str, Any]:
     """What the function is called with in a case: random tensors, the case's parameters, the layout.
 
@@ -56,6 +57,7 @@ def arguments_of(
         layout: of tensors that have one; the schema's if None.
         generator: draws the numbers on its device; one of the CPU draws the same everywhere. The device's own if None.
         promised: also bring the bounds and handles that a serving engine brings, so that kernels plan once.
+        capturable: these handles are such as a captured graph can go on reading.
     """
     schema, target = operation.schema, torch.device(device)
     sizes = sizes_of(operation, case)
@@ -75,7 +77,7 @@ def arguments_of(
         for name in schema.bounds:
             for bounded in schema.param(name).made_of:  # of a bound of anything else the examples tell
                 made.setdefault(name, schema.tensor(bounded).most(sizes))
-        made |= handles_of(operation, made)
+        made |= handles_of(operation, made, capturable=capturable)
     return made
 
 

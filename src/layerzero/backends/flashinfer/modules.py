@@ -111,20 +111,30 @@ _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4
 _SUFFIX = {"fa2": "_kv_stride_equal", "fa3": "_sm90"}
 
 
+_INDEX = "_dtype_idx_i32"
+
+
 def _named(kind: str, facts: Facts, index: str = "") -> str | None:
     """The name of a module for a call, up to what each kind has at its end; None for a dtype that none is made for."""
-    dtype, held, _, head_dim, value_dim, positions, windowed, capped = compiled_for(facts)
+    dtype, held, _, head_dim, value_dim, _, windowed, capped = compiled_for(facts)
+    return _spelled(kind, (dtype, held), (head_dim, value_dim), windowed=windowed, capped=capped, index=index)
+
+
+def _spelled(
+    kind: str, dtypes: tuple[Any, Any], dims: tuple[int, int], *, windowed: bool, capped: bool, index: str = ""
+) -> str | None:
+    dtype, held = dtypes
     if dtype not in _SHORT or held not in _SHORT:
         return None
     short = _SHORT[dtype]
     return (
-        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}{index}_head_dim_qk_{head_dim}"
-        f"_head_dim_vo_{value_dim}_posenc_{positions}_use_swa_{windowed}_use_logits_cap_{capped}"
+        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}{index}_head_dim_qk_{dims[0]}"
+        f"_head_dim_vo_{dims[1]}_posenc_{NO_POSITIONS}_use_swa_{windowed}_use_logits_cap_{capped}"
     )
 
 
 def _for_batches(backend: str, facts: Facts) -> str | None:
-    name = _named("batch_prefill", facts, "_dtype_idx_i32")
+    name = _named("batch_prefill", facts, _INDEX)
     return None if name is None else f"{name}_f16qk_False{_SUFFIX[backend]}"
 
 
@@ -164,6 +174,48 @@ def batches_prebuilt(backend: str) -> Callable[[Facts], bool]:
     def check(facts: Facts) -> bool:
         name = _for_batches(backend, facts)
         return name is not None and is_built(name, facts)
+
+    return check
+
+
+def decode_prebuilt(tensor_cores: bool) -> Callable[[Facts], bool]:
+    """Whether decoding over pages compiles nothing: tensor cores take the module for batches of several queries."""
+
+    def on_cuda_cores(facts: Facts) -> bool:
+        name = _named("batch_decode", facts, _INDEX)
+        return name is not None and is_built(name, facts)
+
+    return batches_prebuilt("fa2") if tensor_cores else on_cuda_cores
+
+
+def pod_prebuilt(facts: Facts) -> bool:
+    """Whether prefill on decode compiles nothing: its own module, and that of its plans."""
+    dtype, held, _, head_dim, _, _, windowed, _ = compiled_for(facts)
+    if dtype not in _SHORT or held not in _SHORT:
+        return False
+    short = _SHORT[dtype]
+    halves = (f"posenc_{half}_{NO_POSITIONS}_use_swa_{half}_{windowed}_use_logits_cap_{half}_False" for half in "pd")
+    name = (
+        f"batch_pod_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}_head_dim_{head_dim}"
+        f"_{'_'.join(halves)}{_INDEX}_f16qk_False"
+    )
+    return is_built(name, facts) and batches_prebuilt("fa2")(facts)
+
+
+def blocks_prebuilt(tiles: Callable[[Facts], bool]) -> Callable[[Facts], bool]:
+    """Whether attention to blocks compiles nothing: on Hopper the library takes FlashAttention 3's module for tiles.
+
+    Args:
+        tiles: whether a call fills tiles of queries; one that does not takes the module for decoding.
+    """
+
+    def check(facts: Facts) -> bool:
+        dims = facts.size("head_dim"), facts.size("value_dim")
+        kind = "batch_prefill" if tiles(facts) else "batch_decode"
+        name = _spelled(kind, (facts["dtype"], facts["dtype"]), dims, windowed=False, capped=False, index=_INDEX)
+        backend = "fa3" if facts.device.sm == (9, 0) else "fa2"
+        end = f"_f16qk_False{_SUFFIX[backend]}" if tiles(facts) else ""
+        return name is not None and is_built(name + end, facts)
 
     return check
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import decode_prebuilt
 from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -209,6 +210,7 @@ def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limi
         graph_safe=True,
         jit=True,
         build_key=_build_key,
+        prebuilt=decode_prebuilt(tensor_cores),
         workspace_bytes=lambda _facts: WORKSPACE_BYTES,
         priority=priority,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import batches_key
+from layerzero.backends.flashinfer.modules import batches_key, pod_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.varlen import (
     LEFT_WINDOW,
@@ -114,6 +114,7 @@ KERNELS = (
         ),
         jit=True,
         build_key=lambda facts: ("pod", batches_key("fa2")(facts)),
+        prebuilt=pod_prebuilt,
         device_guard=True,
         workspace_bytes=lambda _: 2 * WORKSPACE_BYTES,
         priority=60,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_alone, workspace
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -85,10 +86,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _tiles(facts: Facts) -> bool:
+    rows: Any = facts["block_rows"]
+    return bool(rows * facts.size("group") >= 4)
+
+
 def _module(facts: Facts) -> Hashable:
     """FlashInfer compiles one for each dtype and head dim, for tiles or for single queries."""
-    rows: Any = facts["block_rows"]
-    return "block_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim"), rows * facts.size("group") >= 4
+    return "block_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim"), _tiles(facts)
 
 
 KERNELS = (
@@ -110,6 +115,7 @@ KERNELS = (
         ),
         jit=True,
         build_key=_module,
+        prebuilt=blocks_prebuilt(_tiles),
         device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=60,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -77,6 +78,7 @@ KERNELS = (
         ),
         jit=True,
         build_key=lambda facts: ("variable_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim")),
+        prebuilt=blocks_prebuilt(lambda _: True),
         device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=50,

@@ -41,6 +41,7 @@ from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, R
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.mixed_sweep import sweep_of
 from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.ragged import parts
 from layerzero.ops.ragged.declare import INT32, MAX_SEQLEN_Q
 from layerzero.ops.ragged.reference import without_padding
 from layerzero.ops.ragged.starts import bounds_of, checks, guard, longest_of, spread, to_the_right
@@ -279,6 +280,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         guard=_guard,
         examples=_examples(mixed),
         scratch=_scratch,
+        parts=parts.of_pages,
         sweep=sweep_of(name),
     )
 

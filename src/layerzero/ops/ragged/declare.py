@@ -34,7 +34,7 @@ from layerzero.ops.attention.declare import (
     visible_pairs,
 )
 from layerzero.ops.attention.limits import grouped, torch_alone
-from layerzero.ops.ragged import stock
+from layerzero.ops.ragged import parts, stock
 from layerzero.ops.ragged.reference import ragged_attention_reference, ragged_fake
 from layerzero.ops.ragged.starts import bounds_of, checks, guard, spread
 from layerzero.ops.ragged.step import RaggedMetadata
@@ -175,6 +175,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         examples=_examples,
         work=_work,
         scratch=_scratch,
+        parts=parts.of_keys,
         sweep=sweep_of(name),
         stock=stock.attention,
     )

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from layerzero.asking.answers import explain
+from layerzero.core.collecting import held_off
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import Facts
@@ -252,6 +254,7 @@ def taking_part(
     report: Report, leave_out: Collection[str] = (), only: Collection[str] = (), *, graph: bool = False
 ) -> list[Candidate]:
     """The legal kernels that are measured: all but the reference, or the reference where it is alone."""
+    uncaptured = without_a_handle(report) if graph else ()
     legal = [
         each
         for each in report.candidates
@@ -259,8 +262,17 @@ def taking_part(
         and not any(names_kernel(pattern, each.kernel) for pattern in leave_out)
         and (not only or any(names_kernel(pattern, each.kernel) for pattern in only))
         and (each.kernel.graph_safe or not graph)
+        and each.kernel.id not in uncaptured
     ]
     return [each for each in legal if not each.kernel.is_reference] or legal
+
+
+def without_a_handle(report: Report) -> set[str]:
+    """Ids of the kernels that a capture takes with another handle only, such as a step whose buffers stay in place."""
+    facts = report.facts
+    inside = explain(facts.on(facts.device, capturing=True))
+    handles = facts.operation.schema.handles
+    return {name for name, reasons in inside.failures.items() if any(each.fact in handles for each in reasons)}
 
 
 def bound_plan(candidate: Candidate, report: Report, call: RandomCall) -> tuple[Plan, Run]:
@@ -328,7 +340,7 @@ def _captured(run: Run) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may build meanwhile
         run()
     replay: Callable[[], None] = graph.replay
     return replay

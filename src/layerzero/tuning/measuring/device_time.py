@@ -18,6 +18,8 @@ from typing import Protocol
 
 import torch
 
+from layerzero.core.collecting import held_off
+
 Run = Callable[[], object]
 
 TARGET_US = 400.0
@@ -58,7 +60,7 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may build meanwhile
+            with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may build meanwhile
                 kept = [call() for call in calls]
         except Exception:
             _generator_freed()

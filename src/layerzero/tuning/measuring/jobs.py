@@ -36,6 +36,7 @@ class Job:
         layout: of tensors that have one; the operation's first if None.
         recipe: a recorded call, in place of case, dtype and layout.
         count: how often a workload made it.
+        for_graph: its handles are such as a captured graph can go on reading.
     """
 
     operation: str
@@ -44,6 +45,7 @@ class Job:
     layout: str | None = None
     recipe: CallRecipe | None = None
     count: int = 1
+    for_graph: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class Job:
     def make(self, device: torch.device | str) -> RandomCall:
         """The call, with random data on a device."""
         if self.recipe is not None:
-            call = rebuilt(self.recipe)
+            call = rebuilt(self._recipe)
             return RandomCall(call.function, call.arguments, self.name)
         torch.manual_seed(0)
         return RandomCall(self._function, self._arguments(device), self.name)
@@ -68,8 +70,15 @@ class Job:
     def facts(self, device: torch.device | str) -> Facts:
         """The facts of the call on a device, without making its data."""
         if self.recipe is not None:
-            return _facts_of_recipe(self.recipe)
+            return _facts_of_recipe(self._recipe)
         return facts_of(self._function, device=str(device), **self._arguments("meta"))
+
+    @property
+    def _recipe(self) -> CallRecipe:
+        assert self.recipe is not None
+        if not self.for_graph:
+            return self.recipe
+        return self.recipe.for_graph(REGISTRY.operation(self.operation).schema.handles)
 
     @property
     def _function(self) -> str:
@@ -77,7 +86,9 @@ class Job:
 
     def _arguments(self, device: torch.device | str) -> dict[str, Any]:
         operation, dtype = REGISTRY.operation(self.operation), dtype_named(self.dtype)
-        made = arguments_of(operation, self.case, dtype, device, layout=self.layout, promised=True)
+        made = arguments_of(
+            operation, self.case, dtype, device, layout=self.layout, promised=True, capturable=self.for_graph
+        )
         return accepted(function_for(operation), made)
 
 

@@ -290,6 +290,8 @@ def run_jobs(
 ) -> Tuned:
     """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
     deadline, tell = deadline or Deadline(budget_s), progress or _silent
+    if graph:
+        jobs = [dataclasses.replace(job, for_graph=True) for job in jobs]
     run = _Run(
         jobs=jobs,
         device=device,

@@ -43,7 +43,7 @@ class Truth:
         """What is wrong with a kernel that runs the call's arguments."""
         if self.whole is not None:
             return check(self.call, run, for_kernel(self.whole, kernel))
-        output = run(**self.call.arguments)
+        output = as_tuple(run(**self.call.arguments))[0]
         found = []
         for part in self.parts:
             truth = for_kernel(part.truth, kernel)

@@ -1,0 +1,104 @@
+"""What an earlier process compiled is found by the name that the library gave it, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerzero.backends.flashinfer import modules
+from layerzero.core.device import Device
+from layerzero.core.facts import FactsBuilder
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.calls import arguments_of
+
+NO_OTHER_WAY = {
+    "aiter.flash_attn": "it compiles into its own package, and nothing was run on AMD's GPUs",
+    "flex_attention.cuda": "torch compiles it in the process that calls it",
+}
+"""Kernels that compile anew in each process."""
+
+PREFILL = (
+    "batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{d}_head_dim_vo_{d}"
+)
+PREFILL += "_posenc_0_use_swa_{swa}_use_logits_cap_{cap}_f16qk_False"
+DECODE = (
+    "batch_decode_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{d}_head_dim_vo_{d}"
+)
+DECODE += "_posenc_0_use_swa_{swa}_use_logits_cap_{cap}"
+POD = "batch_pod_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_head_dim_{d}_posenc_p_0_use_swa_p_{swa}"
+POD += "_use_logits_cap_p_False_posenc_d_0_use_swa_d_{swa}_use_logits_cap_d_False_dtype_idx_i32_f16qk_False"
+"""Names as flashinfer-python 0.7.2.post1 gave them on an H200; of its FlashAttention 2 one more ending."""
+
+
+def named(pattern, **values):
+    return pattern.format(**{"q": "bf16", "kv": "bf16", "d": 64, "swa": False, "cap": False, **values})
+
+
+def facts_of(operation, device="H200", **params):
+    """A call of the operation's first case, on a GPU that is described."""
+    declared = REGISTRY.operation(operation)
+    case = declared.cases[0]
+    made = arguments_of(declared, case, torch.bfloat16, "cpu")
+    made |= {
+        name: value.new_zeros((*value.shape[:-1], 64))
+        for name, value in made.items()
+        if name in ("query", "key", "value", "key_cache", "value_cache")
+    }
+    return FactsBuilder(declared).of_valid({**declared.schema.neutral, **made, **params}, device=Device.named(device))
+
+
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """A folder of FlashInfer's, into which modules are put by name."""
+    monkeypatch.setattr(modules, "_folders", lambda sm: [tmp_path])
+
+    def put(*names):
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / f"{name}.so").touch()
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operation", "names"),
+    [
+        ("flashinfer.paged_decode", "attention.gqa.decode.paged", [named(DECODE)]),
+        ("flashinfer.paged_decode_tensor_cores", "attention.gqa.decode.paged", [named(PREFILL) + "_kv_stride_equal"]),
+        (
+            "flashinfer.pod.paged",
+            "attention.gqa.mixed.paged",
+            [named(POD), named(PREFILL) + "_kv_stride_equal"],
+        ),
+        ("flashinfer.block_sparse", "attention.sparse.block", [named(PREFILL) + "_sm90"]),
+        ("flashinfer.variable_sparse", "attention.sparse.variable", [named(PREFILL) + "_sm90"]),
+    ],
+)
+def test_modules_are_found_by_the_librarys_names(built, kernel, operation, names):
+    prebuilt, facts = REGISTRY.kernel(kernel).prebuilt, facts_of(operation)
+    for name in names:
+        assert not prebuilt(facts)
+        built(name)
+    assert prebuilt(facts)
+
+
+def test_a_window_a_cap_and_another_cache_are_other_modules(built):
+    prebuilt = REGISTRY.kernel("flashinfer.paged_decode").prebuilt
+    built(named(DECODE, swa=True))
+    assert prebuilt(facts_of("attention.gqa.decode.paged", window=(8, 0)))
+    assert not prebuilt(facts_of("attention.gqa.decode.paged", softcap=30.0))
+    built(named(DECODE, cap=True))
+    assert prebuilt(facts_of("attention.gqa.decode.paged", softcap=30.0))
+    assert not prebuilt(facts_of("attention.gqa.decode.paged"))
+
+
+def test_blocks_take_another_module_where_the_gpu_is_no_hopper(built):
+    prebuilt = REGISTRY.kernel("flashinfer.block_sparse").prebuilt
+    built(named(PREFILL) + "_kv_stride_equal")
+    assert prebuilt(facts_of("attention.sparse.block", device="A100"))
+    assert not prebuilt(facts_of("attention.sparse.block"))
+
+
+def test_every_kernel_that_compiles_says_how_another_process_finds_what_was_built():
+    silent = {each.id for each in REGISTRY.kernels() if each.jit and not each.builds_apart}
+    assert silent == set(NO_OTHER_WAY)
