@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import types
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 import layerzero as lz
-from layerzero.tuning.measuring.contest import taking_part
+from layerzero.core import limits as limit
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring import contest as contests
+from layerzero.tuning.measuring.contest import Status, contest, taking_part
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.manifest import jobs_of
+from others import OTHERS
 from paged_calls import PAGE, paged
 
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0"}
@@ -61,3 +70,66 @@ def test_who_plans_on_the_host_is_not_replayed_without_a_step_that_stays(kind, t
         eager = {each.kernel.id for each in taking_part(report)}
     assert "flashinfer.paged_decode" in eager
     assert ("flashinfer.paged_decode" in named) is takes_part
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Captures as far as a contest sees of them: what is called inside, and replays that call it again."""
+    inside, graphs = [], []
+
+    @contextlib.contextmanager
+    def graph(made, **_):
+        inside.append(made)
+        yield
+        inside.pop()
+
+    def made():
+        graphs.append(types.SimpleNamespace(replay=lambda: None))
+        return graphs[-1]
+
+    stream = types.SimpleNamespace(wait_stream=lambda _: None)
+    for name, stub in {
+        "Stream": lambda: stream, "stream": lambda _: contextlib.nullcontext(), "current_stream": lambda: stream,
+        "synchronize": lambda: None, "CUDAGraph": made, "graph": graph,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(contests.torch.cuda, name, stub)
+    return inside
+
+
+def replayed(kernel):
+    REGISTRY.register_kernel(kernel)
+    job = next(each for each in default_grid("cpu", ("float32",)) if each.operation == "norm.rms")
+    effort = contests.Effort(samples=3, budget_s=0.05)
+    found = contest(job.make("cpu"), effort=effort, graph=True, leave_out=OTHERS, clock=contests.clock_of("cpu"))
+    return next(each for each in found.entries if each.kernel.id == kernel.id)
+
+
+def test_what_is_captured_is_the_plan_that_a_capture_gets(captures):
+    """An eager one may refuse to run there, which is no failure of the kernel."""
+    ran = []
+
+    def load(facts):
+        capturing = bool(facts["capturing"])
+
+        def run(input, weight, *, eps):
+            ran.append((capturing, bool(captures)))
+            return rms_norm(input, weight.shape, weight, eps)
+
+        return run
+
+    kernel = dataclasses.replace(REGISTRY.kernel("torch.rms_norm"), id="mine.captured", load=load, stock=False)
+    assert replayed(kernel).status is Status.TIMED
+    assert {each for each in ran if each[1]} == {(True, True)}
+    assert (True, False) not in ran
+
+
+def test_a_capture_that_refuses_a_kernel_is_no_failure_of_it(captures):
+    def eager_alone(facts):
+        return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "its plan", "made before", "none") if facts["capturing"] else None
+
+    plain = REGISTRY.kernel("torch.rms_norm")
+    refuses = limit.Custom("capture: its plan", eager_alone)
+    entry = replayed(dataclasses.replace(plain, id="mine.eager", limits=(*plain.limits, refuses), stock=False))
+    assert (entry.status, entry.measurement) == (Status.UNCAPTURED, None)
+    assert "made before" in entry.detail
+    assert not ENGINE.ledger.failures()

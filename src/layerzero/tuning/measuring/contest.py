@@ -57,6 +57,8 @@ class Status(StrEnum):
     """A child process ran it first, and it crashed, hung or was wrong there."""
     UNTRIED = "not tried"
     """A child process was to run it first, and nobody waited for it any longer."""
+    UNCAPTURED = "not captured"
+    """It ran, and a capture refuses it."""
     HOPELESS = "cannot win"
     """What its plan copies alone takes longer than another kernel took for the call."""
 
@@ -283,6 +285,18 @@ def bound_plan(candidate: Candidate, report: Report, call: RandomCall) -> tuple[
     return plan, functools.partial(plan.run, *values)
 
 
+def plan_in_a_capture(kernel: Kernel, report: Report, call: RandomCall) -> tuple[Plan, Run] | str:
+    """The plan that the engine would write inside a capture, where an eager one may refuse to run, and a call of it.
+
+    What the kernel made in its first run is there by now. Why a capture refuses the kernel all the same, if it does.
+    """
+    report = explain(report.facts.on(report.facts.device, capturing=True))
+    candidate = next(each for each in report.candidates if each.kernel.id == kernel.id)
+    if not candidate.legal:
+        return "; ".join(map(str, report.failures.get(kernel.id, ())))
+    return bound_plan(candidate, report, call)
+
+
 def _made_ready(
     candidate: Candidate, report: Report, call: RandomCall, truth: Truth, clock: Clock, graph: bool
 ) -> _Ready | Entry:
@@ -302,7 +316,12 @@ def _made_ready(
             return Entry(kernel, Status.WRONG, None, "; ".join(problems), error)
         if kernel.jit:
             BUILT.add(kernel, facts)
-        return _Ready(kernel, _captured(run) if graph else run, first_call_us, error)
+        if not graph:
+            return _Ready(kernel, run, first_call_us, error)
+        inside = plan_in_a_capture(kernel, report, call)
+        if isinstance(inside, str):  # it has done no wrong
+            return Entry(kernel, Status.UNCAPTURED, None, inside, error)
+        return _Ready(kernel, _captured(run, inside[1]), first_call_us, error)
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on
         if lost_context(facts.device):
             raise
@@ -331,16 +350,16 @@ def _bound(call: RandomCall, given: Mapping[str, Any]) -> dict[str, Any]:
     return CALLS[call.function].function.bind((), given)
 
 
-def _captured(run: Run) -> Callable[[], None]:
-    """The replay of a graph of one call."""
+def _captured(before: Run, inside: Run) -> Callable[[], None]:
+    """The replay of a graph of one call, after another one before the capture."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()
+        before()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may build meanwhile
-        run()
+        inside()
     replay: Callable[[], None] = graph.replay
     return replay

@@ -17,7 +17,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.functions import CALLS
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.baseline import torch_default
-from layerzero.tuning.measuring.contest import bound_plan, window
+from layerzero.tuning.measuring.contest import plan_in_a_capture, window
 from layerzero.tuning.measuring.device_time import Device, Run, cache_bytes, copies_needed, device_times
 
 MOST_BYTES = 4 * 2**30
@@ -82,7 +82,11 @@ def on_device(
             if not candidate.kernel.graph_safe:
                 found[candidate.kernel.id] = OnDevice(None, state, UNSAFE)
                 continue
-            plan, _ = bound_plan(candidate, report, call)
+            inside = plan_in_a_capture(candidate.kernel, report, call)
+            if isinstance(inside, str):
+                found[candidate.kernel.id] = OnDevice(None, state, inside)
+                continue
+            plan, _ = inside
             bind = CALLS[call.function].dispatcher.function.bind
             runs[candidate.kernel.id] = [
                 functools.partial(plan.run, *bind((), each.arguments).values()) for each in calls
