@@ -186,7 +186,8 @@ def test_parts_of_an_attention_agree_with_the_whole(heads, batch, seq, causal, l
 
 def test_parts_of_decoding_agree_with_the_whole(monkeypatch):
     monkeypatch.setattr(truth, "MAX_ELEMENTS", {"cpu": 0})
-    for case in (decode_case(Heads(8, 2, 16), 3, 40), paged_case(Heads(8, 2, 16), 3, 40)):
+    shared = "attention.cascade.decode.paged", OPERATIONS["attention.cascade.decode.paged"].cases[0]
+    for case in (decode_case(Heads(8, 2, 16), 3, 40), paged_case(Heads(8, 2, 16), 3, 40), shared):
         job = Job(*case, "float32")
         call = job.make("cpu")
         found = truth.truth_of(call, job.facts("cpu"))

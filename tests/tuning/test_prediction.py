@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.core.arguments import Axis
-from layerzero.core.evidence import Measurement, Provenance
+from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
@@ -34,7 +34,7 @@ from layerzero.tuning.predicting.prediction import (
     meaning_of,
     predict,
 )
-from layerzero.tuning.predicting.weighing import Time, weighed
+from layerzero.tuning.predicting.weighing import Time, settled, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 PREFILL = meaning_of(attention.STANDARD_PREFILL.schema.axes)
@@ -556,3 +556,15 @@ def test_dates_of_any_kind_can_stand_beside_each_other():
     ]
     found = weighed(times, {(time.kernel, ""): 10.0 for time in times})
     assert {each.time_us for each in found.values()} == {20.0 * HOST_MARGIN}, "no two of them are of one run"
+
+
+@pytest.mark.parametrize(("predicted_us", "off_by", "counts"), [(90, 0.2, False), (90, 0.05, True), (120, 0.5, True)])
+def test_a_prediction_is_ahead_of_a_time_by_more_than_it_may_be_off_by(predicted_us, off_by, counts):
+    found = {
+        "measured": Evidence(100.0, Provenance.MEASURED, 1.0, 0.01),
+        "slower": Evidence(150.0, Provenance.MEASURED, 1.0, 0.01),
+        "predicted": Evidence(predicted_us, Provenance.PREDICTED, 0.8, off_by),
+    }
+    assert settled(found).keys() == found.keys() - (set() if counts else {"predicted"})
+    del found["measured"], found["slower"]
+    assert settled(found).keys() == found.keys()

@@ -183,6 +183,7 @@ CASCADE = Operation(
     guard=GQA_DECODE_PAGED.guard,
     examples=_examples,
     scratch=parts.scratch,
+    parts=parts.parts,
     sweep=sweep,
 )
 OPERATIONS = (CASCADE,)

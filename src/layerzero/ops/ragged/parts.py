@@ -15,8 +15,8 @@ import torch
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Part
 
-MOST_SCORES = 2**26
-"""Of a piece: half a GB of scores in float64."""
+MOST_SCORES = 2**24
+"""Of a piece: 0.13 GB of scores in float64, of which a reference makes several."""
 
 
 def of_pages(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
