@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from layerzero.backends.flashinfer import modules
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
+from layerzero.engine import jit
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import arguments_of
 
@@ -97,6 +100,23 @@ def test_blocks_take_another_module_where_the_gpu_is_no_hopper(built):
     built(named(PREFILL) + "_kv_stride_equal")
     assert prebuilt(facts_of("attention.sparse.block", device="A100"))
     assert not prebuilt(facts_of("attention.sparse.block"))
+
+
+def test_what_the_driver_compiled_is_built_until_its_cache_is_wiped(monkeypatch, tmp_path):
+    """On a Hopper the wheel has PTX alone; on an A100 there is nothing to compile."""
+    kernel = REGISTRY.kernel("vllm.flash_attn.v2.paged")
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path / "driver"))
+    assert jit.is_kept(kernel, facts_of("attention.gqa.decode.paged", device="A100"))
+    facts = facts_of("attention.gqa.decode.paged")
+    assert not jit.is_kept(kernel, facts)
+    jit.note(kernel, facts, [])
+    assert jit.is_kept(kernel, facts)
+    assert not jit.is_kept(kernel, facts_of("attention.gqa.decode.paged", softcap=30.0))
+    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
+    assert not jit.is_kept(kernel, facts)
+    monkeypatch.delenv("CUDA_CACHE_DISABLE")
+    shutil.rmtree(tmp_path / "driver")
+    assert not jit.is_kept(kernel, facts)
 
 
 def test_every_kernel_that_compiles_says_how_another_process_finds_what_was_built():

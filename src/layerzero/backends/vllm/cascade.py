@@ -100,6 +100,7 @@ def _cascade(version: int, priority: int) -> Kernel:
         jit=own.build_key is not None,
         build_key=own.build_key,
         prebuilt=own.prebuilt,
+        cache_folder=own.cache_folder,
         device_guard=True,
         priority=priority,
     )

@@ -25,6 +25,7 @@ from layerzero.backends.prepared import Prepared
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,
@@ -215,6 +216,7 @@ KERNELS = (
         jit=True,
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
+        cache_folder=driver_cache,
         device_guard=True,
         priority=55,  # an H200 takes 1.5 times what torch's cuDNN takes, and about what torch's flash does
     ),

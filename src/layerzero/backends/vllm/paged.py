@@ -22,6 +22,7 @@ from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,
@@ -213,6 +214,7 @@ KERNELS = (
         jit=True,
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
+        cache_folder=driver_cache,
         priority=70,
     ),
     Kernel(

@@ -85,6 +85,7 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
         jit=own.build_key is not None,
         build_key=None if own.build_key is None else variant,
         prebuilt=own.prebuilt,
+        cache_folder=own.cache_folder,
         device_guard=True,
         priority=priority,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_sinks, fi
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_tokens_v2,
@@ -223,10 +225,11 @@ class Own(NamedTuple):
     limits: tuple[Limit, ...]
     build_key: Callable[[Facts], Hashable] | None = None
     prebuilt: Callable[[Facts], bool] | None = None
+    cache_folder: Callable[[], Path | None] | None = None
 
 
 OF_V3 = Own(VLLM_FLASH_ATTN_3, (*_HOPPER, _NARROWEST))
-OF_V2 = Own(VLLM_FLASH_ATTN_2, (*_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2)
+OF_V2 = Own(VLLM_FLASH_ATTN_2, (*_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
 """Over pages."""
 
 
@@ -244,6 +247,7 @@ def _over_pages(own: Own, name: str, priority: int, *, split: bool = False) -> K
         jit=own.build_key is not None,
         build_key=own.build_key,
         prebuilt=own.prebuilt,
+        cache_folder=own.cache_folder,
         device_guard=True,
         priority=priority,
     )
@@ -277,6 +281,7 @@ KERNELS = (
         jit=True,
         build_key=variant_of_tokens_v2,
         prebuilt=has_machine_code_of_v2,
+        cache_folder=driver_cache,
         device_guard=True,
         priority=55,
     ),

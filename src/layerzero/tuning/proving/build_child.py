@@ -66,8 +66,8 @@ def _step_back() -> None:
     """Leave the processor to what serves; compilers that are started from here do, too."""
     if hasattr(os, "nice") and os.nice(0) < NICENESS:
         os.nice(NICENESS)
-    half = max(1, (os.cpu_count() or 1) // 2)
-    os.environ.setdefault("MAX_JOBS", str(half))
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("MAX_JOBS", str(max(1, cores // (4 if cores >= 16 else 2))))  # several build there at once
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
