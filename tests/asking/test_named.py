@@ -178,6 +178,19 @@ def test_what_changes_its_tensors_first_is_not_bound():
             lz.bind(name, Q, K, V)
 
 
+def test_a_function_is_locked_as_itself_and_a_kernel_by_its_id():
+    rows, weight = torch.randn(3, 8), torch.ones(8)
+    lz.lock(lz.rms_norm, "reference.*")
+    try:
+        assert lz.explain(lz.rms_norm, rows, weight).kernel_id == "reference.norm.rms"
+        with pytest.raises(TypeError, match=r"lock: wanted a kernel's id.*lz.list_kernels\('rms_norm'\) lists them"):
+            lz.lock(lz.rms_norm, lz.rms_norm)
+    finally:
+        lz.unlock(lz.rms_norm)
+    with pytest.raises(TypeError, match="unlock: wanted a function of LayerZero or its name"):
+        lz.unlock(len)
+
+
 @st.composite
 def calls(draw):
     """Calls of the drop-in, with sizes that do not always fit together."""

@@ -183,6 +183,13 @@ def test_explain_counts_what_is_made_for_other_hardware():
     assert told == sum(each["kernel_id"] not in listed for each in data["candidates"])
 
 
+def test_a_drop_in_is_asked_about_as_the_function_that_it_calls():
+    result = run("explain scaled_dot_product_attention --shape 1x2x8x64")
+    assert result.exit_code == 2
+    assert "scaled_dot_product_attention: wanted `attention`, which it calls, with these options" in result.stderr
+    assert 'lz.explain(lz.attention, ..., causal=False, layout="BHSD")' in result.stderr
+
+
 def test_explain_as_json_is_the_report():
     data = answer(f"explain {FA3}")
     assert data["chosen"] == "flash_attn.v3"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.asking.descriptors import DESCRIPTORS
+from layerzero.asking.named import Named, name_of
 from layerzero.core.errors import PolicyError
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
@@ -62,16 +63,20 @@ def load_config(path: str | os.PathLike[str]) -> None:
     DESCRIPTORS.sync(again=True)
 
 
-def lock(operation: str, kernel: str, otherwise: str = "error") -> None:
+def lock(operation: Named, kernel: str, otherwise: str = "error") -> None:
     """Bind an operation to a kernel: scoring is skipped, legality never.
 
     Args:
-        operation: an operation, alias (``attention.causal``), function (``rms_norm``) or glob; its name
+        operation: an operation, alias (``attention.causal``), function (``lz.rms_norm`` or its name) or glob; its name
             means an operation alone, ``attention.gqa.*`` all below.
         kernel: a kernel id, alias, library or glob.
         otherwise: what happens where that kernel is not legal: ``error``, or ``select`` as if it were not locked.
-    Raises: PolicyError if nothing has that name.
+    Raises: PolicyError if nothing has that name; TypeError for what names nothing.
     """
+    operation = name_of(operation, "lock")
+    if not isinstance(kernel, str):
+        got = f"got {kernel!r}; lz.list_kernels({operation!r}) lists them"
+        raise TypeError(f"lock: wanted a kernel's id, an alias, a library or a glob, {got}")
     kernels = REGISTRY.kernels(operation) if _covers_something(operation) else []
     if kernels and not any(names_kernel(kernel, each) for each in kernels):
         known = ", ".join(each.id for each in kernels)
@@ -87,9 +92,9 @@ def _covers_something(operation: str) -> bool:
         return False
 
 
-def unlock(operation: str) -> None:
+def unlock(operation: Named) -> None:
     """Remove a lock. Raises: PolicyError if ``lock`` did not make one for this name."""
-    config.CONFIGURATION.unlock(operation)
+    config.CONFIGURATION.unlock(name_of(operation, "unlock"))
 
 
 def scope(**settings: Any) -> AbstractContextManager[None]:

@@ -106,9 +106,13 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         from layerzero.cli.modules import import_modules
         from layerzero.cli.plain import report as plain_report
         from layerzero.cli.question import Flags, question
-        from layerzero.ops import plain_function_of
+        from layerzero.ops import DROP_INS, plain_function_of
 
         import_modules(module or ())
+        standing = DROP_INS.get(name)
+        if standing is not None:  # its own signature is torch's, which these options do not spell
+            wanted = f"wanted `{standing.function}`, which it calls, with these options"
+            raise ValueError(f"{name}: {wanted}; in Python lz.explain({standing.instead}) asks about such a call")
         flags = Flags(
             name=name,
             shape=shape,
