@@ -74,8 +74,9 @@ def lock(operation: Named, kernel: str, otherwise: str = "error") -> None:
     Raises: PolicyError if nothing has that name; TypeError for what names nothing.
     """
     operation = name_of(operation, "lock")
-    if not isinstance(kernel, str):
-        got = f"got {kernel!r}; lz.list_kernels({operation!r}) lists them"
+    given: object = kernel
+    if not isinstance(given, str):
+        got = f"got {given!r}; lz.list_kernels({operation!r}) lists them"
         raise TypeError(f"lock: wanted a kernel's id, an alias, a library or a glob, {got}")
     kernels = REGISTRY.kernels(operation) if _covers_something(operation) else []
     if kernels and not any(names_kernel(kernel, each) for each in kernels):
