@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 import layerzero as lz
 from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
 from layerzero.integrations.optimize.blocks import Block, compute
+from layerzero.integrations.optimize.growing import appended
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm
@@ -219,7 +220,7 @@ class Heads(Packs):
         query, key, value = (each.transpose(1, 2) for each in self.project(rows, table_for(cos, sin, *rows.shape[:2])))
         cache = named.get("past_key_values")
         if cache is not None:
-            key, value = cache.update(key, value, module.layer_idx)
+            key, value = appended(cache, key, value, module.layer_idx)
         attended = self._function()(module, query, key, value, named.get("attention_mask"), **self.told)[0]
         last = self.products[-1]
         return lz.linear(

@@ -1,0 +1,115 @@
+"""Tokens of a Transformers cache written behind those that are there, in memory that has room for more.
+
+Transformers' DynamicLayer joins old and new tokens in new memory, in every layer and step: for 16 sequences of 2048
+tokens, 8 heads of 128 in bfloat16, it reads and writes 134 MB a layer for the 64 KB that are new. Here a layer gets
+views of memory with room, and a step writes its own tokens alone. The layer stays Transformers' own, and what it holds
+are plain tensors: whoever puts others in their place (a crop, a reordering, a copy of the cache) has them copied once.
+Tensors that somebody kept of earlier steps lie in the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARE, LEAST = 8, 128
+"""New memory has room for an eighth more tokens, and for no fewer than so many: stock has copied them all by then."""
+
+
+class _Room:
+    """Memory of a layer's tokens (B, places, H, D), and the views of it that the layer got last."""
+
+    __slots__ = ("keys", "places", "values")
+
+    def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
+        tokens = keys.shape[2] + more
+        count = -(-(tokens + max(tokens // SHARE, LEAST)) // LEAST) * LEAST
+        self.keys, self.values = keys, values
+        self.places = self._filled(keys, count), self._filled(values, count)
+
+    @staticmethod
+    def _filled(tokens: Tensor, count: int) -> Tensor:
+        batch, heads, length, width = tokens.shape
+        places = tokens.new_empty((batch, count, heads, width))
+        places[:, :length].copy_(tokens.transpose(1, 2))
+        return places
+
+    def serves(self, layer: Any, keys: Tensor, values: Tensor) -> bool:
+        """Whether the layer holds the views that it got, nothing stands behind them, and new tokens fit there."""
+        if layer.keys is not self.keys or layer.values is not self.values:
+            return False
+        if self.places[0].is_inference() and not torch.is_inference_mode_enabled():
+            return False  # may not be written into
+        return self.keys.shape[2] + keys.shape[2] <= self.places[0].shape[1] and _fit(
+            self.keys, keys, self.values, values
+        )
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new tokens (B, H, S, D), and give views of all (B, H, length, D)."""
+        first = self.keys.shape[2]
+        end = first + keys.shape[2]
+        mine, theirs = self.places
+        mine[:, first:end].copy_(keys.transpose(1, 2))
+        theirs[:, first:end].copy_(values.transpose(1, 2))
+        self.keys, self.values = mine[:, :end].transpose(1, 2), theirs[:, :end].transpose(1, 2)
+        return self.keys, self.values
+
+
+_ROOMS: weakref.WeakKeyDictionary[Any, _Room] = weakref.WeakKeyDictionary()
+"""By layer of a cache."""
+
+
+@functools.cache
+def _plain() -> tuple[Any, Any]:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return DynamicCache, DynamicLayer
+
+
+def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """What ``cache.update(keys, values, number)`` gives: all keys and values (B, H, length, D) of a layer.
+
+    Transformers' own update runs where the cache or its layer is another one, holds nothing yet, or is to be
+    differentiated or compiled.
+    """
+    layer = _grows(cache, keys, values, number)
+    if layer is None:
+        first, second = cache.update(keys, values, number)
+        return first, second
+    room = _ROOMS.get(layer)
+    if room is None or not room.serves(layer, keys, values):
+        room = _ROOMS[layer] = _Room(layer.keys, layer.values, keys.shape[2])
+    layer.keys, layer.values = room.write(keys, values)
+    return layer.keys, layer.values
+
+
+def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
+    """The layer of the cache that may be written into as it stands; None where Transformers should see to it."""
+    of_cache, of_layer = _plain()
+    if type(cache) is not of_cache or cache.offloading or number >= len(cache.layers):
+        return None
+    layer = cache.layers[number]
+    if type(layer) is not of_layer or not layer.is_initialized or torch.compiler.is_compiling():
+        return None
+    held, others = layer.keys, layer.values
+    if held.ndim != 4 or others.ndim != 4 or held.shape[2] == 0 or held.shape[2] != others.shape[2]:
+        return None
+    if any(each.requires_grad for each in (keys, values, held, others)) or not _fit(held, keys, others, values):
+        return None
+    return layer
+
+
+def _fit(held: Tensor, keys: Tensor, others: Tensor, values: Tensor) -> bool:
+    """Whether new tokens go behind those that are there: as many sequences and heads, of one dtype and device."""
+    return all(
+        one.dtype is two.dtype
+        and one.device == two.device
+        and one.ndim == two.ndim
+        and one.shape[:2] == two.shape[:2]
+        and one.shape[3] == two.shape[3]
+        for one, two in ((held, keys), (others, values))
+    )

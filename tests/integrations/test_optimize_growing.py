@@ -1,0 +1,136 @@
+"""Caches that grow in memory with room: what they hold is what Transformers' own would, whatever is done with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerzero as lz
+from decoders import made, stepped, tokens, transformers
+from drawing import examples
+from launches import Counted
+from layerzero.integrations.optimize import growing
+from layerzero.integrations.optimize.growing import appended
+
+HEADS, WIDTH = 2, 3
+
+
+def fresh(batch: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, batch, count, HEADS, WIDTH)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def same(mine: Any, stock: Any) -> None:
+    for one, other in zip(mine.layers, stock.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+    assert mine.get_seq_length() == stock.get_seq_length()
+
+
+def both(batch: int = 2, prompt: int = 4) -> tuple[Any, Any]:
+    """A cache that grows here, and one of Transformers' own, with a prompt."""
+    caches = transformers.DynamicCache(), transformers.DynamicCache()
+    for cache in caches:
+        for layer in range(2):
+            cache.update(*fresh(batch, prompt, layer), layer)
+    return caches
+
+
+ACTIONS = ("append", "append", "append", "several", "crop", "reorder", "select", "repeat", "copy", "assign", "write")
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=24), st.integers(1, 5))
+def test_a_cache_holds_what_transformers_own_would(actions: list[tuple[str, int]], least: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(growing, "LEAST", least)  # so that room ends often
+        mine, stock = both()
+        for action, number in actions:
+            batch = stock.layers[0].keys.shape[0]
+            if action in ("append", "several"):
+                count = 1 if action == "append" else 1 + number % 4
+                for layer in range(2):
+                    given = fresh(batch, count, number + layer)
+                    got, wanted = appended(mine, *given, layer), stock.update(*given, layer)
+                    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+            for cache in (mine, stock):
+                if action == "crop" and stock.get_seq_length() > 1 + number % 2:
+                    cache.crop(-1 - number % 2)
+                elif action == "reorder":
+                    cache.reorder_cache(torch.arange(batch - 1, -1, -1))
+                elif action == "select" and batch > 1:
+                    cache.batch_select_indices(torch.tensor([number % batch, 0]))
+                elif action == "repeat" and batch < 4:
+                    cache.batch_repeat_interleave(2)
+                elif action == "assign":
+                    cache.layers[0].keys = cache.layers[0].keys * 2
+                elif action == "write":
+                    cache.layers[1].values[:, :, number % stock.get_seq_length()].neg_()
+            if action == "copy":
+                left, mine = mine, copy.deepcopy(mine)
+                other = copy.deepcopy(stock)
+                for cache, growth in ((left, appended), (other, lambda of, *given: of.update(*given))):
+                    growth(cache, *fresh(batch, 1, number), 0)  # what the first one gets is none of the copy's
+                assert torch.equal(left.layers[0].keys, other.layers[0].keys)
+            same(mine, stock)
+
+
+@torch.no_grad()
+def test_a_step_writes_its_own_tokens_alone() -> None:
+    mine, _ = both(prompt=300)
+    appended(mine, *fresh(2, 1, 0), 0)  # the first one copies the prompt into memory with room
+    there = mine.layers[0].keys.data_ptr()
+    with Counted() as counted:
+        for step in range(100):
+            appended(mine, *fresh(2, 1, step), 0)
+    assert mine.layers[0].keys.data_ptr() == there
+    copies = [each for each in counted.calls if each in ("aten.cat.default", "aten.copy_.default")]
+    assert copies == ["aten.copy_.default"] * 200
+    assert mine.layers[0].keys.untyped_storage().nbytes() < 2 * HEADS * WIDTH * 4 * 600
+
+
+def test_what_is_differentiated_compiled_or_not_plain_is_left_to_transformers() -> None:
+    mine, _ = both()
+    keys, values = fresh(2, 1, 0)
+    appended(mine, keys.requires_grad_(), values, 0)[0].sum().backward()
+    assert keys.grad is not None
+    for cache in (transformers.DynamicCache(), transformers.StaticCache(made("Llama").config, max_cache_len=8)):
+        assert torch.equal(appended(cache, *fresh(2, 3, 1), 0)[0][:, :, :3], fresh(2, 3, 1)[0])
+    with torch.inference_mode():
+        mine, stock = both()
+        for cache, growth in ((mine, appended), (stock, lambda of, *given: of.update(*given))):
+            growth(cache, *fresh(2, 1, 0), 0), growth(cache, *fresh(2, 1, 0), 1)
+    with torch.no_grad():  # nothing of inference mode may be written into here
+        for layer in range(2):
+            appended(mine, *fresh(2, 1, 7), layer), stock.update(*fresh(2, 1, 7), layer)
+        same(mine, stock)
+
+
+@torch.no_grad()
+def test_an_optimized_models_cache_is_saved_and_goes_on_elsewhere() -> None:
+    model, stock = made("Llama"), made("Llama")
+    lz.optimize(model)
+    caches = []
+    for each in (model, stock):
+        cache = transformers.DynamicCache(config=each.config)
+        for ids in (tokens(), tokens(2, 1), tokens(2, 1, 3)):
+            stepped(each, cache, ids)
+        caches.append(cache)
+    assert type(caches[0].layers[0]) is type(caches[1].layers[0])
+    assert growing._ROOMS.get(caches[0].layers[0]) is not None
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
+    kept = io.BytesIO()
+    torch.save([(each.keys, each.values) for each in caches[0].layers], kept)
+    kept.seek(0)
+    loaded = transformers.DynamicCache([*torch.load(kept)])
+    torch.testing.assert_close(
+        stepped(stock, loaded, tokens(2, 1, 4)), stepped(model, caches[0], tokens(2, 1, 4)), rtol=1e-4, atol=1e-4
+    )
