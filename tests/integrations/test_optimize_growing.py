@@ -47,10 +47,13 @@ ACTIONS = ("append", "append", "append", "several", "crop", "reorder", "select",
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=24), st.integers(1, 5))
-def test_a_cache_holds_what_transformers_own_would(actions: list[tuple[str, int]], least: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)), max_size=24), st.integers(1, 5), st.booleans()
+)
+def test_a_cache_holds_what_transformers_own_would(actions: list[tuple[str, int]], least: int, at_once: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(growing, "LEAST", least)  # so that room ends often
+        patch.setattr(growing, "runs_a_library", lambda *_: at_once)  # keys and values by one launch, as on a GPU
         mine, stock = both()
         for action, number in actions:
             batch = stock.layers[0].keys.shape[0]

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import layerzero as lz
+from layerzero.integrations.optimize.launches import runs_a_library
+
 SHARE, LEAST = 8, 128
 """New memory has room for an eighth more tokens, and for no fewer than so many: stock has copied them all by then."""
 
@@ -23,13 +26,14 @@ SHARE, LEAST = 8, 128
 class _Room:
     """Memory of a layer's tokens (B, places, H, D), and the views of it that the layer got last."""
 
-    __slots__ = ("keys", "places", "values")
+    __slots__ = ("_at_once", "keys", "places", "values")
 
     def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
         tokens = keys.shape[2] + more
         count = -(-(tokens + max(tokens // SHARE, LEAST)) // LEAST) * LEAST
         self.keys, self.values = keys, values
         self.places = self._filled(keys, count), self._filled(values, count)
+        self._at_once: bool | None = None
 
     @staticmethod
     def _filled(tokens: Tensor, count: int) -> Tensor:
@@ -53,11 +57,42 @@ class _Room:
         first = self.keys.shape[2]
         end = first + keys.shape[2]
         mine, theirs = self.places
-        mine[:, first:end].copy_(keys.transpose(1, 2))
-        theirs[:, first:end].copy_(values.transpose(1, 2))
+        if (
+            self._at_once is False
+            or keys.shape[2] != 1
+            or not self._written_at_once(keys[:, :, 0], values[:, :, 0], first)
+        ):
+            mine[:, first:end].copy_(keys.transpose(1, 2))
+            theirs[:, first:end].copy_(values.transpose(1, 2))
         self.keys, self.values = mine[:, :end].transpose(1, 2), theirs[:, :end].transpose(1, 2)
         return self.keys, self.values
 
+    def _written_at_once(self, keys: Tensor, values: Tensor, first: int) -> bool:
+        """Write a token of each sequence (B, H, D) by one launch, where a library has such a kernel; whether it did.
+
+        A launch costs slow hosts 35 us, and a step has two for each layer without it (H200, 2026-11-22).
+        """
+        pages = [each.view(-1, LEAST, *each.shape[2:]) for each in self.places]
+        given = keys, values, *pages, _slots(keys.device, len(keys), self.places[0].shape[1], first)
+        if self._at_once is None:
+            self._at_once = runs_a_library("append_paged_kv", *given)
+        if self._at_once:
+            lz.append_paged_kv(*given)
+        return self._at_once
+
+
+def _slots(device: torch.device, batch: int, places: int, first: int) -> Tensor:
+    """Where a token of each sequence goes, int64: made once a step, for the layers of which it is the same."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    about = device, stream, batch, places, first, torch.is_inference_mode_enabled()
+    made = _LAST.get(device)
+    if made is None or made[0] != about:
+        made = _LAST[device] = about, torch.arange(first, first + batch * places, places, device=device)
+    return made[1]
+
+
+_LAST: dict[torch.device, tuple[tuple[Any, ...], Tensor]] = {}
+"""The slots of the last step on each device."""
 
 _ROOMS: weakref.WeakKeyDictionary[Any, _Room] = weakref.WeakKeyDictionary()
 """By layer of a cache."""
