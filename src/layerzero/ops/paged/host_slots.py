@@ -30,7 +30,7 @@ def slots_on_host(
     """
     if (fill := IN_C.get("slots")) is not None:
         total = len(lens) * tokens if starts is None else max(int(starts[-1]), 0)
-        slots = torch.empty(total, dtype=torch.int64)
+        slots = torch.empty(total, dtype=torch.int64, device="cpu")  # wherever torch makes others
         lost = fill(tables, lens, starts, tokens, page_size, pages, slots)
         if lost is not None and lost >= 0:
             return slots, lost
