@@ -303,6 +303,23 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
     assert [each.seconds >= 0.2 for each in lz.jit_status().built] == [True, True]
 
 
+def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
+    kernel = sys.modules["background_kernels"].KERNEL
+    pairs = [(kernel, lz.facts("rms_norm", torch.ones(4, hidden), torch.ones(hidden))) for hidden in (32, 64, 128)]
+    heard = []
+
+    def hear(_kernel, facts, outcome=None):
+        heard.append((facts.size("hidden"), outcome and outcome.log, threading.current_thread()))
+
+    build_apart.build_apart(pairs, hear, lambda: False, at_once=2, begins=hear)
+    here = threading.current_thread()
+    expected = [(hidden, log, here) for hidden in (32, 64, 128) for log in (None, "")]
+    assert sorted(heard, key=lambda each: (each[0], each[1] is not None)) == expected
+    lines = [line.split() for line in (apart / "log").read_text().splitlines()]
+    by = {name: pid for pid, what, name in lines if what == "builds"}
+    assert by["32.so"] == by["128.so"] != by["64.so"]
+
+
 def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
     built_apart()
     assert told(apart)[0][0] == "builds"
