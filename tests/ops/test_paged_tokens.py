@@ -235,6 +235,15 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
     assert on_host == asked()
 
 
+def test_a_length_below_every_difference_of_int32_leads_nowhere(monkeypatch):
+    """By launches it wraps around: to tokens beyond their table, not to places beyond all tables."""
+    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, -(2**31)], dtype=torch.int32)
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32))
+    with pytest.raises(lz.InvalidCallError, match="got 2 tokens beyond their table"):
+        step.slot_mapping(16)
+
+
 def slots_one_by_one(tables, lens, counts, page_size, pages):
     """What each new token gets, and how many are lost, token by token."""
     found, lost = [], 0
