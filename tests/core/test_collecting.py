@@ -50,6 +50,19 @@ def test_an_error_inside_leaves_it_as_it_was():
     assert gc.isenabled()
 
 
+def test_who_holds_it_off_last_switches_it_on():
+    """A thread that loads a module ends while another captures a graph."""
+    loads, captures = held_off(), held_off()
+    loads.__enter__()
+    captures.__enter__()
+    loads.__exit__(None, None, None)
+    try:
+        assert not gc.isenabled()
+    finally:
+        captures.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 FORKED = """
 import gc, os, threading, warnings
 from layerzero.core.collecting import held_off

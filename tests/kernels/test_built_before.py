@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerzero.backends.flashinfer import modules
+from layerzero.backends.vllm import library
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.engine import jit
@@ -117,6 +118,28 @@ def test_what_the_driver_compiled_is_built_until_its_cache_is_wiped(monkeypatch,
     monkeypatch.delenv("CUDA_CACHE_DISABLE")
     shutil.rmtree(tmp_path / "driver")
     assert not jit.is_kept(kernel, facts)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operation"),
+    [
+        ("vllm.flash_attn.v2.paged", "attention.gqa.decode.paged"),
+        ("vllm.flash_attn.v2.ragged", "attention.gqa.prefill.ragged"),
+        ("vllm.flash_attn.v2.block_sparse", "attention.sparse.block"),
+    ],
+)
+def test_another_driver_compiles_anew(monkeypatch, tmp_path, kernel, operation):
+    kernel, facts = REGISTRY.kernel(kernel), facts_of(operation)
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path))
+    told = tmp_path / "version"
+    monkeypatch.setattr(library, "_DRIVER", told)
+    for version in ("580.82.07", "590.10"):
+        told.write_text(f"{version}\n")
+        library.driver_version.cache_clear()
+        assert not jit.is_kept(kernel, facts)
+        jit.note(kernel, facts, [])
+        assert jit.is_kept(kernel, facts)
+    library.driver_version.cache_clear()
 
 
 def test_every_kernel_that_compiles_says_how_another_process_finds_what_was_built():

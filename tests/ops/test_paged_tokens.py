@@ -235,6 +235,15 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
     assert on_host == asked()
 
 
+def test_a_length_below_every_difference_of_int32_leads_nowhere(monkeypatch):
+    """By launches it wraps around: to tokens beyond their table, not to places beyond all tables."""
+    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, -(2**31)], dtype=torch.int32)
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32))
+    with pytest.raises(lz.InvalidCallError, match="got 2 tokens beyond their table"):
+        step.slot_mapping(16)
+
+
 def slots_one_by_one(tables, lens, counts, page_size, pages):
     """What each new token gets, and how many are lost, token by token."""
     found, lost = [], 0
@@ -273,6 +282,68 @@ def test_slots_of_the_host_are_those_of_each_token(data):
             slots, lost = slots_on_host(each, torch.tensor(lens, dtype=torch.int32), begins, same, page_size, pages)
         assert (slots.tolist(), lost) == wanted
         assert slots.dtype is torch.int64
+
+
+def freed():
+    tables = torch.zeros(2, 2, dtype=torch.int32)
+    tables.untyped_storage().resize_(0)
+    return tables
+
+
+SLOTS = {
+    "tables": torch.tensor([[3, 5], [1, -1]], dtype=torch.int32), "lens": torch.tensor([4, 5], dtype=torch.int32),
+    "starts": torch.tensor([0, 1, 3], dtype=torch.int32), "tokens": 1, "page_size": 4, "pages": 8,
+    "out": torch.empty(3, dtype=torch.int64),
+}  # fmt: skip
+NOT_FOR_C = [
+    *({"out": torch.empty(size, dtype=torch.int64)} for size in (0, 2, 4)),
+    {"out": torch.empty(3, dtype=torch.int32)},
+    {"out": torch.empty(6, dtype=torch.int64)[::2]},
+    {"starts": None},  # two tokens, and places for three
+    {"starts": torch.tensor([0, 3], dtype=torch.int32)},
+    {"starts": torch.tensor([0, 1, 2**31 - 1], dtype=torch.int32)},
+    {"tables": SLOTS["tables"].t()},
+    {"tables": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]},
+    {"tables": torch.zeros(1, 2, dtype=torch.int32)},
+    {"tables": torch.zeros(2, dtype=torch.int32)},
+    {"tables": torch.zeros(2, 2)},
+    {"tables": torch.zeros(2, 2, dtype=torch.int32, device="meta")},
+    {"tables": freed()},
+    {"tables": [[3, 5], [1, -1]]},
+    {"lens": torch.tensor([4, 5])},
+    {"page_size": 0},
+    {"page_size": -4},
+    {"page_size": 2**62},
+    {"tokens": -1},
+    {"tokens": 2**62},
+]
+
+
+@pytest.mark.parametrize("other", NOT_FOR_C)
+def test_the_loop_in_c_leaves_what_it_does_not_fit(other):
+    fill = loop_in_c()
+    assert (fill(*SLOTS.values()), SLOTS["out"].tolist()) == (1, [15, 7, -1])
+    assert fill(*{**SLOTS, **other}.values()) is None
+
+
+@pytest.mark.parametrize("starts", [[1, 1, 3], [0, 2, 1], [0, -1, 3], [-1, 1, 3], [0, -3, -3]])
+def test_starts_that_are_none_are_told_with_the_loop_in_c(starts):
+    begins = torch.tensor(starts, dtype=torch.int32)
+    assert loop_in_c()(*{**SLOTS, "starts": begins}.values()) == -1
+    with pytest.raises(lz.InvalidCallError, match=re.escape(f"do not decrease, got {starts}")):
+        slots_on_host(SLOTS["tables"], SLOTS["lens"], begins, 0, 4, 8)
+
+
+def test_slots_of_the_host_lie_there_wherever_torch_makes_tensors():
+    fill = unittest.mock.Mock(wraps=loop_in_c())
+    with unittest.mock.patch.dict(IN_C, slots=fill), torch.device("meta"):
+        slots, _ = slots_on_host(*list(SLOTS.values())[:-1])
+    assert (slots.device.type, fill.call_args.args[-1] is slots) == ("cpu", True)
+
+
+def loop_in_c():
+    lz.rms_norm(torch.ones(1, 2), torch.ones(2))  # the first call loads the extension
+    return IN_C.get("slots") or pytest.skip("the extension was not built")
 
 
 @pytest.mark.parametrize("batch", [1, 64])

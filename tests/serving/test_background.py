@@ -284,6 +284,42 @@ def told(folder):
     return [(what, name) for _, what, name in lines]
 
 
+def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
+    def both_at_once(pairs, told, stop, *, begins):
+        assert len(pairs) == 2
+        for kernel, facts in pairs:
+            begins(kernel, facts)
+        time.sleep(0.2)
+        for kernel, facts in pairs:
+            (apart / f"{facts.size('hidden')}.so").touch()
+            told(kernel, facts, building.Outcome())
+
+    monkeypatch.setattr(build_apart, "build_apart", both_at_once)
+    monkeypatch.setattr(building, "GATHER_S", 0.5)
+    in_background()
+    for hidden in (32, 64):
+        lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert [each.seconds >= 0.2 for each in lz.jit_status().built] == [True, True]
+
+
+def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
+    kernel = sys.modules["background_kernels"].KERNEL
+    pairs = [(kernel, lz.facts("rms_norm", torch.ones(4, hidden), torch.ones(hidden))) for hidden in (32, 64, 128)]
+    heard = []
+
+    def hear(_kernel, facts, outcome=None):
+        heard.append((facts.size("hidden"), outcome and outcome.log, threading.current_thread()))
+
+    build_apart.build_apart(pairs, hear, lambda: False, at_once=2, begins=hear)
+    here = threading.current_thread()
+    expected = [(hidden, log, here) for hidden in (32, 64, 128) for log in (None, "")]
+    assert sorted(heard, key=lambda each: (each[0], each[1] is not None)) == expected
+    lines = [line.split() for line in (apart / "log").read_text().splitlines()]
+    by = {name: pid for pid, what, name in lines if what == "builds"}
+    assert by["32.so"] == by["128.so"] != by["64.so"]
+
+
 def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
     built_apart()
     assert told(apart)[0][0] == "builds"
@@ -437,15 +473,22 @@ def no_thread(self):
     ],
 )
 def test_a_build_that_hangs_is_not_tried_again_wherever_it_hangs(monkeypatch, kind, step, started, lasting):
-    def run_apart(worker, tasks, *, ended, **more):
-        ended(tasks.popleft(), End(kind, step=step, started=started))
+    def run_apart(worker, tasks, *, ended, begins, **more):
+        task = tasks.popleft()
+        begins(task)
+        ended(task, End(kind, step=step, started=started))
 
     kernel = background_kernel()
-    told = []
+    told, begun = [], []
     monkeypatch.setattr(build_apart, "run_apart", run_apart)
     pairs = [(kernel, lz.facts("rms_norm", *CALL))]
-    build_apart.build_apart(pairs, lambda _kernel, _facts, outcome: told.append(outcome.lasting), lambda: False)
-    assert told == [lasting]
+    build_apart.build_apart(
+        pairs,
+        lambda _kernel, _facts, outcome: told.append(outcome.lasting),
+        lambda: False,
+        begins=lambda *pair: begun.append(pair),
+    )
+    assert (told, begun) == ([lasting], pairs)
 
 
 def background_kernel():

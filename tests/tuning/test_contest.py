@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -199,19 +200,37 @@ def test_parts_of_decoding_agree_with_the_whole(monkeypatch):
 def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
     monkeypatch.setattr(truth, "MAX_ELEMENTS", {"cpu": -1})
     monkeypatch.setattr(parts, "MOST_SCORES", 64)
-    pieces = 0
+    pieces, sums = 0, 0
     for number in range(120):
         call = random_call(0, number, function=function, dtype=torch.float64)
         facts = lz.facts(function, **call.arguments)
-        if facts.operation.parts not in (parts.of_keys, parts.of_pages) or not facts.size("tokens"):
+        if facts.operation.parts not in (parts.of_keys, parts.of_pages):
             continue
         found = truth.truth_of(call, facts)
-        assert found.whole is None
+        assert (found.whole is None) is bool(found.parts) is bool(facts.size("tokens"))
         pieces += len(found.parts)
-        whole = expected(call).results[0]
+        wholes = expected(call).results
         for part in found.parts:
-            torch.testing.assert_close(part.place(whole), part.truth.results[0], rtol=1e-9, atol=1e-9, equal_nan=True)
+            sums += len(part.truth.results) == 2
+            for whole, piece in zip(wholes, part.truth.results, strict=True):
+                torch.testing.assert_close(part.place(whole), piece, rtol=1e-9, atol=1e-9, equal_nan=True)
     assert pieces > 60
+    assert sums > 10
+
+
+@pytest.mark.parametrize("operation", ["gqa.decode.paged", "mla.decode.paged", "gqa.prefill.ragged", "gqa.mixed.paged"])
+def test_pieces_are_compared_with_the_log_sum_exps_as_well(operation, monkeypatch):
+    monkeypatch.setattr(truth, "MAX_ELEMENTS", {"cpu": 0})
+    operation = f"attention.{operation}"
+    case = OPERATIONS[operation].cases[0]
+    job = Job(operation, dataclasses.replace(case, params={**case.params, "return_lse": True}), "float32")
+    call, kernel = job.make("cpu"), REGISTRY.kernel("torch.sdpa.math")
+    output, sums = (each.float() for each in expected(call).results)
+    found = truth.truth_of(call, job.facts("cpu"))
+    assert found.parts
+    assert not found.problems(kernel, lambda **_: (output, sums))
+    assert any("result 1" in each for each in found.problems(kernel, lambda **_: (output, sums / math.log(2))))
+    assert any("wanted 2 results, got 1" in each for each in found.problems(kernel, lambda **_: output))
 
 
 def test_a_call_with_a_mask_is_compared_whole(monkeypatch):

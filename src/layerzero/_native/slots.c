@@ -20,7 +20,7 @@ static int dense(PyObject *object, DLTensor *out, int bits, int ndim)
             return 0;
         step *= out->shape[axis];
     }
-    return 1;
+    return out->data != NULL || step == 0; /* memory that was given back has a shape all the same */
 }
 
 static void *memory_of(const DLTensor *tensor) { return (char *)tensor->data + tensor->byte_offset; }
@@ -43,7 +43,8 @@ PyObject *slots_fill(PyObject *module, PyObject *args)
     if (plain < 0)
         return NULL;
     const int64_t batch = plain ? lens.shape[0] : 0;
-    if (!plain || tables.shape[0] != batch || (by_starts && starts.shape[0] != batch + 1) || page_size < 1 || tokens < 0)
+    if (!plain || tables.shape[0] != batch || (by_starts && starts.shape[0] != batch + 1) || page_size < 1 ||
+        page_size > INT32_MAX || tokens < 0 || tokens > INT32_MAX) /* products of two such stay below 2^63 */
         Py_RETURN_NONE;
     const int32_t *table = memory_of(&tables), *ends = memory_of(&lens), *begins = by_starts ? memory_of(&starts) : NULL;
     int64_t *found = memory_of(&out), lost = 0, made = 0;

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from layerzero.core import forking
 
 _HELD: list[bool] = []
-"""Not empty while the collector is off because of this module."""
+"""One for each that holds the collector off: it is switched on when the last of them lets go."""
+
+_CHANGING = forking.rlock()  # reentrant: what is collected meanwhile may end with something that loads a module
 
 
 @contextmanager
@@ -24,22 +26,31 @@ def held_off() -> Iterator[None]:
     A CUDA graph that nobody holds any more may lie in a cycle of references, and to free one while another is captured
     breaks the capture: FlashAttention 3 ended the process over it (vllm 0.20.0, torch 2.11, H200, 2026-11-23).
     """
-    if not gc.isenabled():
-        yield
-        return
-    _HELD.append(True)
-    gc.disable()
+    with _CHANGING:
+        ours = gc.isenabled() or bool(_HELD)  # a capture goes on where the module is loaded that another thread loads
+        if ours:
+            _HELD.append(True)
+            gc.disable()
     try:
         yield
     finally:
-        _let_go()
+        if ours:
+            _let_go()
 
 
 def _let_go() -> None:
-    """Switch it on again; in a forked child, too, whose parent's thread it was that held it off."""
+    with _CHANGING:
+        if _HELD:
+            _HELD.pop()
+            if not _HELD:
+                gc.enable()
+
+
+def _in_child() -> None:
+    """Switch it on in a forked child, too: it was a thread of its parent that held it off."""
     if _HELD:
         _HELD.clear()
         gc.enable()
 
 
-forking.in_child(_let_go)
+forking.in_child(_in_child)

@@ -124,7 +124,7 @@ class Part:
     Attributes:
         text: which piece, ``queries 96 to 127``.
         arguments: the function's arguments of it.
-        place: cuts its results out of the whole call's, one after the other.
+        place: cuts each of its results out of that of the whole call.
     """
 
     text: str

@@ -244,12 +244,12 @@ class Builds:
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []
-        began = time.monotonic()
+        began: dict[BuildIdentity, float] = {}  # several are under way at once
         open_ones = {each.chosen.identity: each.chosen.kernel.id for each in asked}
 
         def told(each: Chosen, outcome: Outcome) -> None:
-            nonlocal began
-            seconds, began = time.monotonic() - began, time.monotonic()
+            now = time.monotonic()
+            seconds = now - began.get(each.identity, now)
             open_ones.pop(each.identity, None)
             self._tell(open_ones.values())
             waiting = contexts[each.identity]
@@ -265,9 +265,11 @@ class Builds:
             [(each.kernel, each.facts) for each in apart.values()],
             lambda kernel, facts, outcome: told(apart[build_of(kernel, facts)], outcome),
             self._ending.is_set,
+            begins=lambda kernel, facts: began.update({build_of(kernel, facts): time.monotonic()}),
         )
         for each in chosen:
             if not each.kernel.builds_apart and not self._ending.is_set():
+                began[each.identity] = time.monotonic()
                 told(each, contexts[each.identity].context.run(compiling.built_here, each))
         return again
 

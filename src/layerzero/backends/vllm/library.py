@@ -68,11 +68,24 @@ def driver_cache() -> Path | None:
         return None
 
 
+@functools.cache
+def driver_version() -> str:
+    """That of the CUDA driver, since another one compiles PTX anew; empty where the system does not tell (Windows)."""
+    try:
+        return _DRIVER.read_text().strip()
+    except OSError:
+        return ""
+
+
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
 def variant_of_v2(facts: Facts) -> Hashable:
-    """Which instantiation of FlashAttention 2 a call takes."""
+    """Which instantiation of FlashAttention 2 a call takes, and whose compiler makes it of PTX."""
     window, long = facts["window"] is not None, facts.size("seq_q") > 1
     dims = -(-facts.size("head_dim") // 32)
-    return facts.device.sm, facts["dtype"], dims, facts.get("causal"), window, long, facts["softcap"] is not None
+    more = window, long, facts["softcap"] is not None
+    return facts.device.sm, driver_version(), facts["dtype"], dims, facts.get("causal"), *more
 
 
 def variant_of_tokens_v2(facts: Facts) -> Hashable:
@@ -80,7 +93,8 @@ def variant_of_tokens_v2(facts: Facts) -> Hashable:
     window, softcap = facts["window"] is not None, facts["softcap"] is not None
     slopes, paged = facts.get("alibi_slopes", "none") != "none", "block_tables" in facts.tensors
     dims = -(-facts.size("head_dim") // 32)
-    return facts.device.sm, facts["dtype"], dims, facts.get("causal", False), window, softcap, slopes, paged
+    more = window, softcap, slopes, paged
+    return facts.device.sm, driver_version(), facts["dtype"], dims, facts.get("causal", False), *more
 
 
 _MARKS = {"_C": "_C::rms_norm", STABLE: "_C::cutlass_scaled_mm"}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.varlen import lse_of_tokens
+from layerzero.backends.vllm.library import driver_version
 from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, Scores, forward_of_v2, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -92,8 +93,8 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
 
 
 def variant_of_blocks(facts: Facts, version: int) -> tuple[object, ...]:
-    """Which instantiation a call takes: one for each dtype and width."""
-    return version, facts.device.sm, facts["dtype"], -(-facts.size("head_dim") // 32)
+    """Which instantiation a call takes: one for each dtype and width, and whose compiler makes it of PTX."""
+    return version, facts.device.sm, driver_version(), facts["dtype"], -(-facts.size("head_dim") // 32)
 
 
 KERNELS = (_kernel(OF_V3, 3, 80), _kernel(OF_V2, 2, 55))

@@ -21,8 +21,8 @@ def slots_on_host(
 ) -> tuple[Tensor, int] | None:
     """The slot of each new token, how many lie beyond their table or on a page that does not exist.
 
-    None without the extension and numpy. 4160 tokens of 72 sequences take the first 4 us, the second 17 (2 CPU cores,
-    2026-11-23).
+    None without both extension and numpy; the first call of an operation loads the extension. 4160 tokens of 72
+    sequences take the first 4 us, the second 17 (2 CPU cores, 2026-11-23).
     Tokens before a sequence's first have -1 and count for nothing.
     Shapes: tables (B, max_blocks), lens (B,), starts (B + 1,) or None for ``tokens`` of each, all int32 on the CPU
     → (T,) int64 on the CPU, tokens that are lost
@@ -30,7 +30,7 @@ def slots_on_host(
     """
     if (fill := IN_C.get("slots")) is not None:
         total = len(lens) * tokens if starts is None else max(int(starts[-1]), 0)
-        slots = torch.empty(total, dtype=torch.int64)
+        slots = torch.empty(total, dtype=torch.int64, device="cpu")  # wherever torch makes others
         lost = fill(tables, lens, starts, tokens, page_size, pages, slots)
         if lost is not None and lost >= 0:
             return slots, lost

@@ -300,7 +300,7 @@ class _SlotMapping:
         if self._tokens is not None:
             starts = torch.arange(0, (len(lens) + 1) * self._tokens, self._tokens)
         counts = starts[1:] - starts[:-1]
-        before = lens - counts  # tokens that were in the cache already
+        before = lens.long() - counts  # tokens that were in the cache already; differences of int32 wrap around
         if int(before.min()) < 0 or int(lens.max()) > capacity:
             return None
         places = before + torch.arange(0, len(lens) * capacity, capacity)

@@ -67,7 +67,11 @@ def _piece(arguments: Mapping[str, Any], row: int, first: int, end: int, cut: di
         made["alibi_slopes"] = slopes[row : row + 1]
     if tree_mask is not None:
         made["tree_mask"] = tree_mask[first:end]
-    return Part(f"queries {first} to {end - 1} of sequence {row}", made, lambda tensor: tensor[first:end])
+
+    def place(result: torch.Tensor) -> torch.Tensor:
+        return result[first:end] if result.ndim == 3 else result[:, first:end]  # log-sum-exps are (H, T)
+
+    return Part(f"queries {first} to {end - 1} of sequence {row}", made, place)
 
 
 def _starts(count: int, like: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel
+from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel, problems
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.room import bounded
 
@@ -30,6 +30,11 @@ class Piece:
     truth: Expected
     place: Callable[[Tensor], Tensor]
 
+    def problems(self, results: tuple[Any, ...], kernel: Kernel) -> list[str]:
+        """What is wrong with this piece of a kernel's results: also with its log-sum-exps, by which others merge."""
+        placed = tuple(self.place(each) if isinstance(each, Tensor) else each for each in results)
+        return problems(placed, self.call.arguments, for_kernel(self.truth, kernel))
+
 
 @dataclass(frozen=True, slots=True)
 class Truth:
@@ -43,12 +48,8 @@ class Truth:
         """What is wrong with a kernel that runs the call's arguments."""
         if self.whole is not None:
             return check(self.call, run, for_kernel(self.whole, kernel))
-        output = as_tuple(run(**self.call.arguments))[0]
-        found = []
-        for part in self.parts:
-            truth = for_kernel(part.truth, kernel)
-            found.append(truth.problem(truth.names[0], part.place(output), truth.results[0], truth.dtypes[0]))
-        return [problem for problem in found if problem]
+        results = as_tuple(run(**self.call.arguments))
+        return [problem for part in self.parts for problem in part.problems(results, kernel)]
 
     def error(self, result: Any) -> float | None:
         """Largest distance from the truth in the first result; None where the call returns nothing."""
@@ -74,7 +75,7 @@ def _truth_of(call: RandomCall, facts: Facts) -> Truth:
     most = MAX_ELEMENTS.get(facts.device.torch_type, MAX_ELEMENTS["cpu"])
     if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:
         found = operation.parts(call.arguments, facts)
-        if found is not None:
+        if found:  # none of a call without queries
             return Truth(call, None, tuple(_piece(call, each.text, each.arguments, each.place) for each in found))
     return Truth(call, expected(call))
 

@@ -172,7 +172,7 @@ def _spread(time: Time) -> float:
 
 
 def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """The same times; what is slower for sure is as certain as the best, since a set has its lowest confidence.
+    """The times that count; what is slower for sure is as certain as the best, since a set has its lowest confidence.
 
     What a prediction may be off by lowers its confidence and makes no ties: the estimate is the better guess in one.
     Choices recomputed from an H200's stored times took 1.010 to 1.013 times the best of three judgements of 80 calls

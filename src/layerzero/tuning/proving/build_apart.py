@@ -17,8 +17,8 @@ from layerzero.tuning.proving.build_child import Build
 from layerzero.tuning.proving.child import homes
 
 AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 8))
-"""Children that build at the same time: each starts compilers for a quarter of the cores. One after the other got
-through two classes of FlashAttention 4 and one of PTX in 100 s (H200, 16 cores, 2026-11-23)."""
+"""Children that build at the same time: each starts compilers for a quarter of the cores, one alone for half of them.
+One after the other got through two classes of FlashAttention 4 and one of PTX in 100 s (H200, 16 cores, 2026-11-23)."""
 
 Told = Callable[[Kernel, Facts, Outcome], None]
 """Told what became of a build."""
@@ -31,6 +31,7 @@ def build_apart(
     *,
     modules: Sequence[str] = (),
     at_once: int = AT_ONCE,
+    begins: Callable[[Kernel, Facts], None] = lambda _kernel, _facts: None,
 ) -> None:
     """Build kernels for calls, each build once, in children that do one job after the other.
 
@@ -40,6 +41,7 @@ def build_apart(
         stop: asked all the while; once it says so, the children are killed.
         modules: modules that register kernels, beside those that did so here.
         at_once: children that work at the same time.
+        begins: told of each build that begins, for several are under way at once.
     """
     unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
     if not unique:
@@ -67,6 +69,7 @@ def build_apart(
         tasks,
         found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, Outcome)),
         ended=ended,
+        begins=lambda task: begins(*task.about),
         at_once=at_once,
         modules=named,
         stop=stop,
