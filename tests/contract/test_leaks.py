@@ -169,6 +169,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         _REPLACED,
     ),
     "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens", "top_k"), _DRAWN),
+    "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv", "tokens"), _CACHE),
     "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
         (
