@@ -55,7 +55,7 @@ for step in $steps; do
       done ;;
     tune) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 -m layerzero tune attention --budget-s "${BUDGET_S:-300}" ;;
     ship) in_shards python3 benchmarks/ship_times.py dense paged layer
-      measured python3 benchmarks/ship_times.py dense paged layer --budget-s "${BUDGET_S:-250}" --out "$out/tables" ;;
+      measured python3 benchmarks/ship_times.py dense paged layer --replays --budget-s "${BUDGET_S:-250}" --out "$out/tables" ;;
     serving) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/serving.py --tune-s "${BUDGET_S:-90}" \
         --only "${ONLY:-step,cascade,mla,ragged,sparse,decode,mixed}" ;;
     diffusion) LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/diffusion_gpu.py --out "$out/diffusion.json" ;;
