@@ -111,7 +111,7 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
     Transformers' own update runs where the cache or its layer is another one, holds nothing yet, or is to be
     differentiated or compiled.
     """
-    layer = _grows(cache, keys, values, number)
+    layer = None if torch.compiler.is_compiling() else _grows(cache, keys, values, number)
     if layer is None:
         first, second = cache.update(keys, values, number)
         return first, second
@@ -128,7 +128,7 @@ def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
     if type(cache) is not of_cache or cache.offloading or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
-    if type(layer) is not of_layer or not layer.is_initialized or torch.compiler.is_compiling():
+    if type(layer) is not of_layer or not layer.is_initialized:
         return None
     held, others = layer.keys, layer.values
     if held.ndim != 4 or others.ndim != 4 or held.shape[2] == 0 or held.shape[2] != others.shape[2]:
