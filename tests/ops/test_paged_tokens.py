@@ -346,6 +346,22 @@ def loop_in_c():
     return IN_C.get("slots") or pytest.skip("the extension was not built")
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("ways", ["as they are", "by launches"])
+def test_a_step_is_made_on_the_host_wherever_torch_makes_tensors(monkeypatch, ways, count):
+    if ways == "by launches":
+        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+    tables, lens = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([20, 9], dtype=torch.int32)
+    starts = None if count == 1 else torch.tensor([0, count, 2 * count], dtype=torch.int32)
+    wanted = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
+    with torch.device("meta"):
+        step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
+        assert step.host[1].device.type == "cpu"
+        slots = step.slot_mapping(16)
+    assert slots.tolist() == wanted.slot_mapping(16).tolist()
+    assert step.host[1].dtype is torch.int32
+
+
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("count", [1, 3])
 def test_slots_of_tables_on_the_host_are_one_copy(batch, count):

@@ -126,7 +126,7 @@ class StepMetadata(Handle):
     def host(self) -> tuple[Tensor, Tensor]:
         """Lengths and starts on the CPU: what was given, or one copy a step, which waits for the device."""
         lens, *starts = self._given or [each.cpu() for each in self._tensors[1:]]
-        return lens, starts[0] if starts else torch.arange(len(lens) + 1, dtype=torch.int32)
+        return lens, starts[0] if starts else _numbers(0, len(lens) + 1).int()
 
     @property
     def host_lens(self) -> Tensor:
@@ -298,15 +298,15 @@ class _SlotMapping:
             return None
         lens, starts = step.host
         if self._tokens is not None:
-            starts = torch.arange(0, (len(lens) + 1) * self._tokens, self._tokens)
+            starts = _numbers(0, (len(lens) + 1) * self._tokens, self._tokens)
         counts = starts[1:] - starts[:-1]
         before = lens.long() - counts  # tokens that were in the cache already; differences of int32 wrap around
         if int(before.min()) < 0 or int(lens.max()) > capacity:
             return None
-        places = before + torch.arange(0, len(lens) * capacity, capacity)
+        places = before + _numbers(0, len(lens) * capacity, capacity)
         if self._tokens != 1:
             total = int(starts[-1])
-            places = torch.repeat_interleave(places - starts[:-1], counts, output_size=total) + torch.arange(total)
+            places = torch.repeat_interleave(places - starts[:-1], counts, output_size=total) + _numbers(0, total)
         bits = self._page_size.bit_length() - 1
         if self._page_size == 1 << bits:
             return torch.stack((places >> bits, places & (self._page_size - 1)))
@@ -342,6 +342,11 @@ class _SlotMapping:
 
 _MOST_PAGES = 2**31
 _MOST_TOKENS = 2**31 - 1
+
+
+def _numbers(first: int, end: int, step: int = 1) -> Tensor:
+    """Numbers on the host, wherever torch makes tensors by default."""
+    return torch.arange(first, end, step, device="cpu")
 
 
 def _number_problems(name: str, number: object) -> list[str]:
