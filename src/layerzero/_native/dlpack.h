@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+enum { DL_CPU = 1 }; /* kinds of devices */
+
 enum { DL_INT = 0, DL_UINT = 1, DL_COMPLEX = 5 };
 
 typedef struct {

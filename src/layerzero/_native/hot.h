@@ -191,6 +191,7 @@ int index_put(PyObject *index, const uint64_t *words, int count, PyObject *plan,
 
 /* indices.c: True, False, or None for what is no tensor of integers in this process's memory */
 
+int integers(PyObject *tensor, DLTensor *out); /* 1: in this process's memory; 0: something else; -1: error */
 PyObject *indices_distinct(PyObject *module, PyObject *tensor);
 PyObject *indices_within(PyObject *module, PyObject *args);
 PyObject *indices_firsts_within(PyObject *module, PyObject *args);

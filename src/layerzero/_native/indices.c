@@ -2,10 +2,8 @@
 #include "hot.h"
 
 #define MAX_INDEX_AXES 4
-#define DL_CPU 1
 
-/* 1: integers in this process's memory; 0: something else; -1: error */
-static int integers(PyObject *tensor, DLTensor *out)
+int integers(PyObject *tensor, DLTensor *out)
 {
     int read = read_tensor(tensor, out);
     if (read <= 0)

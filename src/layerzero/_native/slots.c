@@ -4,23 +4,19 @@
  */
 #include "hot.h"
 
-#define DL_CPU 1
-
 /* 1: integers of so many bits in rows without gaps, in this process's memory; 0: something else; -1: error */
 static int dense(PyObject *object, DLTensor *out, int bits, int ndim)
 {
-    int read = read_tensor(object, out);
-    if (read <= 0)
-        return read;
-    if (out->device_type != DL_CPU || out->code != DL_INT || out->bits != bits || out->lanes != 1 || out->ndim != ndim)
-        return 0;
+    int plain = integers(object, out); /* memory that was given back has a shape all the same, and is none */
+    if (plain <= 0 || out->bits != bits || out->ndim != ndim)
+        return plain < 0 ? plain : 0;
     int64_t step = 1;
     for (int axis = ndim - 1; axis >= 0; axis--) {
         if (out->shape[axis] > 1 && out->strides[axis] != step)
             return 0;
         step *= out->shape[axis];
     }
-    return out->data != NULL || step == 0; /* memory that was given back has a shape all the same */
+    return 1;
 }
 
 static void *memory_of(const DLTensor *tensor) { return (char *)tensor->data + tensor->byte_offset; }

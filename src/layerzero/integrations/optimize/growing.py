@@ -42,15 +42,13 @@ class _Room:
         places[:, :length].copy_(tokens.transpose(1, 2))
         return places
 
-    def serves(self, layer: Any, keys: Tensor, values: Tensor) -> bool:
-        """Whether the layer holds the views that it got, nothing stands behind them, and new tokens fit there."""
+    def serves(self, layer: Any, count: int) -> bool:
+        """Whether the layer holds the views that it got, nothing stands behind them, and so many tokens fit there."""
         if layer.keys is not self.keys or layer.values is not self.values:
             return False
         if self.places[0].is_inference() and not torch.is_inference_mode_enabled():
             return False  # may not be written into
-        return self.keys.shape[2] + keys.shape[2] <= self.places[0].shape[1] and _fit(
-            self.keys, keys, self.values, values
-        )
+        return bool(self.keys.shape[2] + count <= self.places[0].shape[1])
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write new tokens (B, H, S, D), and give views of all (B, H, length, D)."""
@@ -116,7 +114,7 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
         first, second = cache.update(keys, values, number)
         return first, second
     room = _ROOMS.get(layer)
-    if room is None or not room.serves(layer, keys, values):
+    if room is None or not room.serves(layer, keys.shape[2]):
         room = _ROOMS[layer] = _Room(layer.keys, layer.values, keys.shape[2])
     layer.keys, layer.values = room.write(keys, values)
     return layer.keys, layer.values

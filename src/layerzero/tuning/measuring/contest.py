@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from layerzero.asking.answers import explain
-from layerzero.core.collecting import held_off
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import Facts
@@ -38,6 +37,7 @@ from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
 from layerzero.tuning.measuring.clocks import Clock, Run, clock_of
 from layerzero.tuning.measuring.deadline import TimeOverError
+from layerzero.tuning.measuring.device_time import Graphs
 from layerzero.tuning.measuring.floor import copied_bytes, least_us
 from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.measuring.truth import Truth, truth_of
@@ -321,7 +321,7 @@ def _made_ready(
         inside = plan_in_a_capture(kernel, report, call)
         if isinstance(inside, str):  # it has done no wrong
             return Entry(kernel, Status.UNCAPTURED, None, inside, error)
-        return _Ready(kernel, _captured(run, inside[1]), first_call_us, error)
+        return _Ready(kernel, Graphs().captured([inside[1]], before=run), first_call_us, error)
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on
         if lost_context(facts.device):
             raise
@@ -348,18 +348,3 @@ def _first_result(plan: Plan, call: RandomCall) -> Any:
 
 def _bound(call: RandomCall, given: Mapping[str, Any]) -> dict[str, Any]:
     return CALLS[call.function].function.bind((), given)
-
-
-def _captured(before: Run, inside: Run) -> Callable[[], None]:
-    """The replay of a graph of one call, after another one before the capture."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        before()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may build meanwhile
-        inside()
-    replay: Callable[[], None] = graph.replay
-    return replay

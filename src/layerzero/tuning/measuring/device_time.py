@@ -50,12 +50,15 @@ class Device(Protocol):
 class Graphs:
     """CUDA graphs on the current device."""
 
-    def captured(self, calls: Sequence[Run]) -> Run:
-        """Capture calls; what they return is kept, so that none writes where another did."""
+    def captured(self, calls: Sequence[Run], before: Run | None = None) -> Run:
+        """Capture calls; what they return is kept, so that none writes where another did.
+
+        ``before`` runs ahead of the capture, in place of the first of them.
+        """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            calls[0]()  # workspaces and tuned choices come into being before the capture
+            (before or calls[0])()  # workspaces and tuned choices come into being before the capture
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
