@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "examples" / "engine.py"
+from engine_example import loaded, printed
+
 TOKENS = 24
 
 pytestmark = [
@@ -20,14 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("engine_example_on_a_gpu", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+example = pytest.fixture(scope="module")(loaded)
 
 
 def model_of(example, dtype):
@@ -72,8 +62,6 @@ def test_graphs_write_what_steps_without_write(example):
 
 def test_it_tells_the_roof(example, monkeypatch, capsys):
     asked = "--dtype bfloat16 --tokens 8 --requests 4 --prompt 64 --compare 1"
-    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
-    example.main()
-    told = capsys.readouterr().out
+    told = printed(example, asked, monkeypatch, capsys)
     assert "% of the roof" in told
     assert " of 8; prompt tokens" in told

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
+from engine_example import FILE, loaded, printed
 
-FILE = Path(__file__).parents[2] / "examples" / "engine.py"
 TOKENS = 6
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("engine_example", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+example = pytest.fixture(scope="module")(loaded)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +77,7 @@ def test_it_is_small():
 
 
 def test_it_runs_as_a_program(example, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["engine.py", "--width", "64", "--tokens", "2", "--device", "cpu"])
-    example.main()
-    told = capsys.readouterr().out
+    told = printed(example, "--width 64 --tokens 2 --device cpu", monkeypatch, capsys)
     assert "engine: " in told
     assert "tokens that are the same: 32 of 32" in told
     assert torch.get_default_dtype() is torch.float32
@@ -193,9 +181,7 @@ def test_decodes_are_captured_only_where_somebody_captures(example, served):
 
 def test_prompts_of_a_length_and_fewer_comparisons(example, monkeypatch, capsys):
     asked = "--width 64 --tokens 2 --device cpu --requests 3 --prompt 50 --compare 1"
-    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
-    example.main()
-    assert "tokens that are the same: 2 of 2" in capsys.readouterr().out
+    assert "tokens that are the same: 2 of 2" in printed(example, asked, monkeypatch, capsys)
     prompts = example.requests_of(4, 64, 50)
     assert [len(each) for each in prompts] == [50] * 4
     assert prompts[1][:40] == prompts[3][:40] != prompts[0][:40]
@@ -203,17 +189,14 @@ def test_prompts_of_a_length_and_fewer_comparisons(example, monkeypatch, capsys)
 
 def test_nothing_is_compared_where_nobody_asks_for_it(example, monkeypatch, capsys):
     asked = "--width 64 --tokens 2 --device cpu --requests 3 --compare 0"
-    monkeypatch.setattr(sys, "argv", ["engine.py", *asked.split()])
-    example.main()
-    told = capsys.readouterr().out
+    told = printed(example, asked, monkeypatch, capsys)
     assert "tokens that are the same: none compared" in told
     assert "one by one" not in told
 
 
 def test_every_option_says_what_it_does(example, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["engine.py", "--help"])
     with pytest.raises(SystemExit):
-        example.main()
+        printed(example, "--help", monkeypatch, capsys)
     told = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
     assert len(told) == 12
     assert all(re.search(r" {2,}[a-zA-Z]", each) for each in told), told
