@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,12 +12,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.jit import BUILT, Outcome, build_of
 from layerzero.testing.apart import BUILD_S, End, Task, run_apart
-from layerzero.tuning.proving.build_child import Build
+from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes
-
-AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 8))
-"""Children that build at the same time: each starts compilers for a quarter of the cores, one alone for half of them.
-One after the other got through two classes of FlashAttention 4 and one of PTX in 100 s (H200, 16 cores, 2026-11-23)."""
 
 Told = Callable[[Kernel, Facts, Outcome], None]
 """Told what became of a build."""
