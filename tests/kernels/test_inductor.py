@@ -64,6 +64,7 @@ def test_one_build_serves_any_eps():
             torch.testing.assert_close(lz.rms_norm(x, w, eps), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_was_built_counts_in_the_next_process_until_its_files_are_gone(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (x, w), wanted = calls("rms_norm", *SHAPES[0])

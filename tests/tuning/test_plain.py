@@ -87,8 +87,13 @@ def wrong_where(marked):
 def test_a_proof_finds_what_differs_in_one_kind_of_text(place, marked):
     tokenizer = resolve(place)
     given = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
-    assert prove_encode(wrong_where(lambda _: False)(tokenizer), given) == []
     assert prove_encode(wrong_where(marked)(tokenizer), given)
+
+
+def test_a_proof_finds_nothing_where_nothing_differs(place):
+    tokenizer = resolve(place)
+    given = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
+    assert prove_encode(wrong_where(lambda _: False)(tokenizer), given) == []
 
 
 def test_a_proof_finds_a_batch_or_a_second_time_that_differs(place):
