@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import random
 import signal
 import sys
 import uuid
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import register_random, settings
 
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
@@ -41,6 +42,20 @@ os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that doe
 ceiling._COPY_BYTES["cpu"], ceiling._MATRIX["cpu"] = 2**20, 64
 config.CONFIGURATION.reset()
 
+
+class Numbers:
+    """Torch's random numbers as hypothesis wants them: an example draws the same ones each time that it runs.
+
+    It is torch's default generator that is set: ``torch.manual_seed`` asks each device, too, and formats a stack.
+    """
+
+    seed = staticmethod(torch.default_generator.manual_seed)
+    getstate = staticmethod(torch.default_generator.get_state)
+    setstate = staticmethod(torch.default_generator.set_state)
+
+
+NUMBERS = Numbers()  # hypothesis keeps no reference of its own
+register_random(NUMBERS)
 
 VERSION = importlib.metadata.version
 
@@ -75,6 +90,8 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
+    NUMBERS.seed(0)  # which test ran before in this worker decides nothing
+    random.seed(0)
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
