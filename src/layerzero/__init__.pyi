@@ -49,7 +49,7 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.handle import Handle
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Build, Kernel
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Tolerance
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
@@ -83,6 +83,7 @@ __all__ = [
     "Axis",
     "Backend",
     "BlockPattern",
+    "Build",
     "CacheStep",
     "Case",
     "CudaGraphUnsafeError",

@@ -30,7 +30,7 @@ def status(backend: Backend, version: str) -> Status:
         return Status.BAD
     if version.partition("+")[0] in backend.tested:
         return Status.TESTED
-    return Status.EXPECTED if not backend.versions or within(version, backend.versions) else Status.UNTESTED
+    return Status.EXPECTED if backend.holds_for(version) else Status.UNTESTED
 
 
 def conflicts(backends: Iterable[Backend]) -> Iterator[str]:

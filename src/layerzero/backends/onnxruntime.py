@@ -30,7 +30,7 @@ ONNXRUNTIME = Backend(
     import_name="onnxruntime",
     distribution="onnxruntime",
     versions=">=1.23,<2",
-    tested=("1.31.1",),
+    tested=("1.31.1", "1.32.0"),
     conflicts=(
         ("onnxruntime-gpu", "both bring the module onnxruntime, and the one installed last overwrites the other"),
     ),

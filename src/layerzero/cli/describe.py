@@ -73,7 +73,8 @@ def library(kernel: Kernel) -> str:
     backend = kernel.backend
     names = " or ".join(name for name in backend.distributions if name)
     own = f"{names} {backend.versions}".strip()
-    return ", ".join(filter(None, [own, *backend.requires])) or "nothing"
+    builds = [f"{' and '.join(each.requires)} for {each.versions}" for each in backend.builds]
+    return ", ".join(filter(None, [own, *backend.requires, *builds])) or "nothing"
 
 
 def kind(type_: object) -> str:

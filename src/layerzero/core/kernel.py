@@ -59,6 +59,21 @@ class Trust(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """Versions of a library that were built for one environment, where each is built for one torch.
+
+    Attributes:
+        versions: which, as a PEP 440 specifier.
+        requires: what they were built for: ``torch>=2.14,<2.15``.
+        install: the command that installs one of them.
+    """
+
+    versions: str
+    requires: tuple[str, ...]
+    install: str
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """A kernel library, described without importing it.
 
@@ -74,6 +89,8 @@ class Backend:
         conflicts: packages that do harm beside it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
+        builds: the builds of it, newest first, where versions differ in what they were built for: the one that an
+            installed version belongs to must fit, and the one that fits is what ``install`` says.
         platforms: platforms that any of its kernels runs on.
         install: the command that installs it.
         homepage: where the library lives.
@@ -89,6 +106,7 @@ class Backend:
     known_bad: str = ""
     conflicts: tuple[tuple[str, str], ...] = ()
     requires: tuple[str, ...] = ()
+    builds: tuple[Build, ...] = ()
     platforms: tuple[str, ...] = ("cpu",)
     install: str = ""
     homepage: str = ""
@@ -96,7 +114,9 @@ class Backend:
 
     def __post_init__(self) -> None:
         ranges = [each for each in (self.versions, self.known_bad) if each]
-        ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in self.requires]
+        ranges += [build.versions for build in self.builds]
+        required = [*self.requires, *(each for build in self.builds for each in build.requires)]
+        ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in required]
         for text in ranges:
             if not _is_range(text):
                 wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
@@ -107,6 +127,16 @@ class Backend:
 
     def __hash__(self) -> int:
         return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend
+
+    def build(self, version: str) -> Build | None:
+        """The build that a version belongs to, of those that are known."""
+        return next((each for each in self.builds if within(version, each.versions)), None)
+
+    def holds_for(self, version: str) -> bool:
+        """Whether the declaration was written for a version."""
+        if self.builds and self.build(version) is None:
+            return False
+        return not self.versions or within(version, self.versions)
 
     @property
     def distributions(self) -> tuple[str, ...]:

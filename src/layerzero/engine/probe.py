@@ -58,26 +58,43 @@ class Machine:
 
     def _look(self, backend: Backend, device: Device) -> LibraryState:
         version = self._version(backend)
+        install = self.install(backend, device)
         if backend.distribution and version is None:
-            hint = f"Install it: {backend.install}" if backend.install else ""
+            hint = f"Install it: {install}" if install else self._of_no_build(backend)
             name = " or ".join(backend.distributions)
             return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
         fact = f"{next(filter(None, backend.distributions), backend.name)} version"
-        fitting = f"Install a version that fits: {backend.install}" if backend.install else ""
+        fitting = f"Install a version that fits: {install}" if install else self._of_no_build(backend)
         if backend.known_bad and version and within(version, backend.known_bad):
             wanted = f"{backend.versions}, not {backend.known_bad}".removeprefix(", ")
             return LibraryState(version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, wanted, version, fitting))
-        for requirement in backend.requires:
-            reason = self._unmet(requirement, device)
+        build = backend.build(version) if version else None
+        for requirement in (*backend.requires, *(build.requires if build else ())):
+            reason = self._unmet(requirement, device, fitting if build else "")
             if reason is not None:
                 return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
-        if broken is None and backend.versions and version is not None and not within(version, backend.versions):
+        if broken is None and backend.versions and version is not None and not backend.holds_for(version):
             vetting = f"prove this one here: `layerzero vet --backend {backend.name}`" if version else ""
-            hint = "; or ".join(filter(None, (fitting, vetting)))
+            hint = "; or ".join(filter(None, ("" if build else fitting, vetting)))
             reason = Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
             return LibraryState(version, reason, untested=bool(version) and self.libraries is None)
         return LibraryState(version, broken)
+
+    def install(self, backend: Backend, device: Device) -> str:
+        """The command that installs what fits here; empty where none is known to."""
+        for build in backend.builds:
+            if all(self._unmet(each, device) is None for each in build.requires):
+                return build.install
+        return "" if backend.builds else backend.install
+
+    def _of_no_build(self, backend: Backend) -> str:
+        if not backend.builds:
+            return ""
+        ways = " or ".join(f"{each.install} beside {' and '.join(each.requires)}" for each in backend.builds)
+        return (
+            f"No build of it is known for torch {self._distribution_version('torch')}; install one with its own: {ways}"
+        )
 
     def _version(self, backend: Backend) -> str | None:
         if not backend.distribution:
@@ -100,7 +117,7 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def _unmet(self, requirement: str, device: Device) -> Reason | None:
+    def _unmet(self, requirement: str, device: Device, hint: str = "") -> Reason | None:
         name, specifier = check_requirement(requirement)
         if name in ("cuda", "rocm"):
             version: str | None = device.runtime if device.platform == name else None
@@ -110,7 +127,7 @@ class Machine:
             version = self._distribution_version(name)
         if version and within(version, specifier):
             return None
-        return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent")
+        return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent", hint)
 
 
 def _importable(name: str) -> bool:
@@ -146,7 +163,8 @@ def mark_broken(backend: Backend, error: BaseException) -> Reason:
     """Remember that a library is installed but does not load; it is tried once a process."""
     root = error.__cause__ or error  # torch says which library did not load; its cause, which system library is missing
     text = f"{type(root).__name__}: {str(root).strip().splitlines()[0] if str(root).strip() else 'no message'}"
-    hint = f"Reinstall it for torch {torch.__version__}: {backend.install}" if backend.install else ""
+    install = _here.install(backend, Device.detect("cpu"))  # it fits the torch that is here
+    hint = f"Reinstall it for torch {torch.__version__}: {install}" if install else ""
     reason = Reason(ReasonCode.BACKEND_IMPORT_FAILED, backend.name, "a library that loads", text, hint)
     with _lock:
         _BROKEN[backend] = reason

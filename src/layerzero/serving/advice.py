@@ -19,7 +19,7 @@ from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import ReasonCode
-from layerzero.engine import accelerator, legality
+from layerzero.engine import accelerator, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -98,7 +98,8 @@ def _way(candidate: Candidate, report: Report) -> str:
     """What would let a refused kernel run this call; empty where nothing does."""
     codes, kernel = {reason.code for reason in candidate.reasons}, candidate.kernel
     if codes == {ReasonCode.NOT_INSTALLED}:
-        return f"install {kernel.source}: {kernel.backend.install}" if kernel.backend.install else ""
+        install = probe.this_machine().install(kernel.backend, report.facts.device)
+        return f"install {kernel.source}: {install}" if install else ""
     if codes == {ReasonCode.JIT_DISABLED}:
         return _build(kernel)
     if kernel in legality.awaiting([candidate], report.facts):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend
+from layerzero.core.kernel import Backend, Build
 
 
 def _backend(summary: str) -> Backend:
@@ -27,9 +27,13 @@ def _backend(summary: str) -> Backend:
         distribution="vllm",
         versions="==0.20.*",
         tested=("0.20.0",),
-        requires=("torch>=2.11,<2.12",),  # what 0.20 is built for; its C++ symbols are that torch's
+        builds=(
+            # Its libraries load and every operator used here has the parameters it had (torch 2.15, 2026-11-23), but no
+            # GPU ran them: outside `versions`, so that they prove themselves first.
+            Build("==0.33.*", ("torch>=2.14,<2.15",), "pip install vllm==0.33.0"),
+            Build("==0.20.*", ("torch>=2.11,<2.12",), "pip install vllm==0.20.0"),
+        ),
         platforms=("cuda",),
-        install="pip install vllm==0.20.0",
         homepage="https://github.com/vllm-project/vllm",
     )
 
@@ -113,8 +117,11 @@ def operators(library: str, namespace: str, owner: str = "") -> Any:
         spec = importlib.util.find_spec("vllm")
         if spec is None or spec.origin is None:
             raise ImportError("vllm is not installed")
-        path = Path(spec.origin).parent / library
-        if not path.exists():
+        beside = Path(spec.origin).parent
+        # vLLM 0.33 has everything in libraries of torch's stable interface, under the same operators' names
+        stable = beside / library.replace("_C.abi3.so", f"{STABLE}.abi3.so")
+        path = next((each for each in (beside / library, stable) if each.exists()), None)
+        if path is None:
             raise ImportError(f"wanted {library} beside {spec.origin}, got none: a vllm without CUDA kernels")
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if mark is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(mark, "CUDA"):

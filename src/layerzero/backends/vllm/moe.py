@@ -26,12 +26,13 @@ from layerzero.core.kernel import Kernel
 
 def _load(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
     operator = operators("_moe_C.abi3.so", "_moe_C").topk_softmax.default
+    more = (None,) * (len(operator._schema.arguments) - 5)  # a bias; in vLLM 0.33 rows that count for nothing, too
 
     def route(logits: Tensor, *, top_k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
         rows = logits.to(torch.float32)
         weights = rows.new_empty((len(rows), top_k))
         places, scratch = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
-        operator(weights, places, scratch, rows, renormalize, None)
+        operator(weights, places, scratch, rows, renormalize, *more)
         return weights if scale == 1.0 else weights.mul_(scale), places
 
     return route

@@ -17,19 +17,21 @@ from typing import Any
 import torch
 
 from layerzero.core import limits as limit
-from layerzero.core.kernel import Backend
+from layerzero.core.kernel import Backend, Build
 
 ZENTORCH = Backend(
     name="zentorch",
     summary="AMD's kernels for CPUs with AVX-512",
     import_name="zentorch",
     distribution="zentorch",
-    versions=">=2.13.0.2,<2.13.1",  # it is built for one torch
-    tested=("2.13.0.2",),
+    versions=">=2.13.0.2,<2.14.1",
+    tested=("2.13.0.2", "2.14.0.1"),
     known_bad="==2.13.0.1",  # it answers from stale pointers
-    requires=("torch>=2.13,<2.14",),
+    builds=(
+        Build(">=2.14.0.1,<2.14.1", ("torch>=2.14,<2.15",), "pip install zentorch==2.14.0.1"),
+        Build(">=2.13.0.2,<2.13.1", ("torch>=2.13,<2.14",), "pip install zentorch==2.13.0.2"),
+    ),
     platforms=("cpu",),
-    install="pip install zentorch==2.13.0.2",
     homepage="https://github.com/amd/ZenDNN-pytorch-plugin",
 )
 
