@@ -79,6 +79,7 @@ class Steps(State):
         self._numbers: dict[int, Numbers] = {}
         self._told: set[str] = set()
         self._pool: Any = None
+        self._stream: Any = None
         self._model: Any = model
         self._kinds: list[tuple[bool, int | None]] = []
         self._hooks: list[Any] = []
@@ -324,7 +325,9 @@ class Steps(State):
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._stream is None or self._stream.device != device:  # the same one: graphs share the memory of their pool
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()  # libraries keep workspaces for each stream
