@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from layerzero.core.device import Device
+from layerzero.integrations.optimize import inputs
 from layerzero.testing.process import APART, apart_on
+from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.proving import build_child
@@ -67,3 +69,37 @@ def test_what_is_tuned_on_another_gpu_is_timed_there(monkeypatch):
     tuning.tune("rms_norm", device="cpu")
     assert seen == [[torch.device("cuda:1")], []]
     assert isinstance(current(torch.device("cpu")), contextlib.nullcontext)
+
+
+def test_a_sample_of_a_call_lies_between_events_of_its_device(monkeypatch):
+    said = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            said.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    result, _ = online._with_events(lambda **_: said.append("call") or 7, {}, 1)
+    assert result == 7
+    assert said == ["stream of 1", "call", "stream of 1"]
+
+
+def test_a_models_calls_are_measured_on_its_gpu(monkeypatch):
+    inside, seen = [], []
+
+    @contextlib.contextmanager
+    def device(which):
+        inside.append(which)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(inputs, "run_jobs", lambda *_, **__: seen.append(list(inside)))
+    workload = inputs.Workload(lambda: None, torch.device("cuda", 1))
+    workload.tune(budget_s=1.0, isolate=False)
+    assert seen == [[torch.device("cuda", 1)]]
