@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from layerzero.integrations.diffusers_formulas import _table
+from layerzero.integrations.optimize.layer import Normed
+from layerzero.integrations.optimize.norms import OnePlus
 from layerzero.integrations.optimize.rotation import table_for
 
 
@@ -61,3 +65,26 @@ def test_nothing_is_asked_of_a_device_that_captures(capture: list[bool], monkeyp
     capture[0] = True
     monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("it waits for the device"))
     assert _table(cos, sin, False, twice=True) is not None
+
+
+def _of_layers(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+    module: Any = types.SimpleNamespace(_parameters={"weight": weight})
+    return Normed(module, OnePlus("one_plus", 1e-6))._scale
+
+
+def _of_norms(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return functools.partial(OnePlus("one_plus", 1e-6).factor, weight)
+
+
+@pytest.mark.parametrize("of", [_of_layers, _of_norms])
+def test_a_factor_that_is_made_in_a_capture_is_not_kept(capture: list[bool], of: Callable[..., Any]) -> None:
+    weight = torch.rand(4).as_subclass(OnDevice)
+    factor = of(weight)
+    capture[0] = True
+    inside = factor()
+    assert factor() is not inside
+    capture[0] = False
+    kept = factor()
+    assert torch.equal(kept, 1 + weight)
+    capture[0] = True
+    assert factor() is kept
