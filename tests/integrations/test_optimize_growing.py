@@ -137,3 +137,26 @@ def test_an_optimized_models_cache_is_saved_and_goes_on_elsewhere() -> None:
     torch.testing.assert_close(
         stepped(stock, loaded, tokens(2, 1, 4)), stepped(model, caches[0], tokens(2, 1, 4)), rtol=1e-4, atol=1e-4
     )
+
+
+def test_slots_of_a_capture_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's hold no numbers before it is replayed, and those of a step before it would be freed under it."""
+    capturing, made = [False], []
+
+    def arange(first: int, end: int, step: int, device: torch.device) -> torch.Tensor:
+        made.append(capturing[0])
+        return torch.tensor(list(range(first, end, step)))
+
+    monkeypatch.setattr(growing, "_LAST", {})
+    monkeypatch.setattr(growing.torch, "arange", arange)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: torch.tensor(0))
+    monkeypatch.setattr(torch.Tensor, "cuda_stream", 7, raising=False)
+    slots = [growing._slots(torch.device("cuda", 0), 2, 128, 5)]
+    capturing[0] = True
+    slots += [growing._slots(torch.device("cuda", 0), 2, 128, 5) for _ in range(2)]
+    capturing[0] = False
+    slots.append(growing._slots(torch.device("cuda", 0), 2, 128, 5))
+    assert [each.tolist() for each in slots] == [[5, 133]] * 4
+    assert made == [False, True, True]
+    assert slots[3] is slots[0]

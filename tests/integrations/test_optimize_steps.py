@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -257,3 +258,33 @@ def test_a_model_that_reads_its_masks_itself_takes_no_steps(side: str, where: st
     assert "attention" in {each.kind for each in report.replaced}, report
     assert torch.equal(stock.generate(**batch, max_new_tokens=12, do_sample=False), expected)
     assert state_of(report).graphs == 0
+
+
+def test_steps_of_a_model_are_captured_in_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of a pool share memory within a stream alone, and libraries keep workspaces for each."""
+    captured: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_stream(self, _: Any) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def capture(graph: Any, *, pool: Any, stream: Any) -> Iterator[None]:
+        captured.append((pool, stream, stream.device))
+        yield
+
+    for name, stub in {
+        "Stream": Stream, "current_stream": lambda device: Stream(device), "CUDAGraph": object,
+        "graph_pool_handle": object, "stream": lambda _: contextlib.nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(steps, "captured", capture)
+    state = steps.Steps(made("Llama"))
+    for number in (0, 0, 1):
+        state._captured(lambda: None, torch.device("cuda", number))
+    first, second, third = captured
+    assert first == second
+    assert (third[0], third[2].index) == (first[0], 1)

@@ -416,6 +416,18 @@ def test_what_is_prepared_outlives_the_limit_once_a_capture_used_it():
     assert check({"capturing": False, "batch": 9}) is None
 
 
+def test_what_is_prepared_is_there_before_another_stream_reads_it(monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    waited = []
+    stream = types.SimpleNamespace(synchronize=lambda: waited.append("made"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    prepared = Prepared(lambda: torch.zeros(1).as_subclass(OnDevice), 2)
+    assert prepared.get(capturing=False) is prepared.get(capturing=False)
+    assert waited == ["made"]
+
+
 def test_xformers_whose_operators_do_not_load_says_what_they_were_built_for(monkeypatch):
     error = ImportError("cannot load")
     error.build_info = types.SimpleNamespace(torch_version="2.10.0+cu128", cuda_version=1208)

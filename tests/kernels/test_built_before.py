@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import types
 
 import pytest
 import torch
@@ -140,6 +142,91 @@ def test_another_driver_compiles_anew(monkeypatch, tmp_path, kernel, operation):
         jit.note(kernel, facts, [])
         assert jit.is_kept(kernel, facts)
     library.driver_version.cache_clear()
+
+
+NORM = ".cache/flashinfer/0.7.2/{}/cached_ops/norm/norm.so"
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """A home of FlashInfer's, with a module of norms in the folder of some architectures."""
+    monkeypatch.setattr(modules, "_version", lambda: "0.7.2")
+    monkeypatch.setattr(modules, "_shipped", frozenset)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.delitem(sys.modules, "flashinfer.jit.env", raising=False)
+
+    def put(architectures):
+        file = tmp_path / NORM.format(architectures)
+        file.parent.mkdir(parents=True)
+        file.touch()
+
+    return put
+
+
+def has_norm(device="H200"):
+    return REGISTRY.kernel("flashinfer.rms_norm").prebuilt(facts_of("norm.rms", device=device))
+
+
+@pytest.mark.parametrize(("named", "folder"), [
+    ("9.0", "90a"), ("9.0a", "90a"), ("8.0 9.0", "80_90a"), ("10.0 9.0", "90a_100a"), ("12.0 9.0", "90a_120f"),
+    ("9.0 12.0", "90a_120a"), ("9.0 12.1", "90a_121a"), ("9.0 8.9", "89_90a"),
+])  # fmt: skip
+def test_the_folder_of_architectures_that_are_named_is_the_librarys(home, monkeypatch, named, folder):
+    """As CompilationContext of 0.7.2.post1 has them; 12.0 with nvcc 12.9 and before."""
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", named)
+    assert not has_norm()
+    home(folder)
+    assert has_norm()
+
+
+def test_a_library_that_is_loaded_says_where_it_looks(home, monkeypatch, tmp_path):
+    """All devices that were visible then are in its name, whatever a variable says since."""
+    home("80_90a")
+    assert not has_norm()
+    folder = tmp_path / NORM.format("80_90a")
+    loaded = types.SimpleNamespace(FLASHINFER_JIT_DIR=folder.parents[1])
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.env", loaded)
+    assert has_norm()
+    assert has_norm("A100")
+    loaded.FLASHINFER_JIT_DIR = tmp_path / "100a" / "cached_ops"
+    assert not has_norm()
+
+
+def test_nothing_that_was_compiled_is_loaded_where_compiling_is_off(home, monkeypatch):
+    home("90a")
+    assert has_norm()
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert not has_norm()
+    monkeypatch.setattr(modules, "_shipped", lambda: frozenset({("norm", "sm90a")}))
+    assert has_norm()
+
+
+@pytest.mark.parametrize(("arch", "device", "runs"), [
+    ("sm80", "A100", True), ("sm80", "RTX 3080", True), ("sm80", "L40S", True), ("sm89", "A100", False),
+    ("sm90a", "H200", True), ("sm90a", "B200", False), ("sm80", "H200", False),
+])  # fmt: skip
+def test_what_a_package_brought_runs_on_later_devices_of_a_generation(monkeypatch, arch, device, runs):
+    monkeypatch.setattr(modules, "_shipped", lambda: frozenset({("norm", arch)}))
+    monkeypatch.setattr(modules, "_folders", lambda sm: [])
+    assert has_norm(device) is runs
+
+
+@pytest.mark.parametrize(("versions", "unchecked", "found"), [
+    (("0.7.2+cu129", "0.7.2+cu129"), False, True),
+    (("0.7.2+cu129", "0.7.1+cu129"), False, False),
+    (("0.7.1+cu129", "0.7.1+cu129"), False, False),
+    (("0.7.1+cu129", "0.7.0+cu129"), True, True),
+])  # fmt: skip
+def test_packages_of_other_versions_count_as_little_as_the_library_lets_them(monkeypatch, versions, unchecked, found):
+    installed, provided = versions
+    named = {"flashinfer-python": "0.7.2", "flashinfer-jit-cache": installed}
+    provider = types.SimpleNamespace(version=provided, modules=("norm",), cuda_architectures=("sm90a",))
+    brought = types.SimpleNamespace(__version__=installed, get_jit_cache_providers=lambda: [provider])
+    monkeypatch.setattr(modules.importlib.metadata, "version", named.__getitem__)
+    monkeypatch.setitem(sys.modules, "flashinfer_jit_cache", brought)
+    monkeypatch.setenv("FLASHINFER_DISABLE_VERSION_CHECK", "1" if unchecked else "")
+    assert modules._shipped.__wrapped__() == ({("norm", "sm90a")} if found else set())
 
 
 def test_every_kernel_that_compiles_says_how_another_process_finds_what_was_built():

@@ -17,6 +17,7 @@ from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops.paged import step as steps
 
 PAGE = 4
 ARGUMENTS = {"num_qo_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64, "causal": True, "window_left": -1}
@@ -206,3 +207,22 @@ def test_prefills_on_decodes_give_outputs_in_one_pair_and_sums_in_another(monkey
     output, lse = run(*tensors, **given, return_lse=True)
     assert torch.equal(output, query + 1)
     torch.testing.assert_close(lse, query.sum(-1).t() * math.log(2))
+
+
+def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
+    """The device of the tables, whatever is the current one."""
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    recorded = []
+    event = types.SimpleNamespace(record=recorded.append, query=lambda: True)
+    zeros = torch.zeros
+    monkeypatch.setattr(steps.torch, "zeros", lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    step = step_of()
+    slots = steps._SlotMapping(step, PAGE, None)
+    slots._within(torch.tensor([3, 4]), torch.tensor([False, True]).as_subclass(OnDevice), None)
+    assert recorded == ["stream of cpu"]
+    assert int(slots._seen) == 1

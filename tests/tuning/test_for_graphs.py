@@ -90,8 +90,9 @@ def captures(monkeypatch):
 
     stream = types.SimpleNamespace(wait_stream=lambda _: None)
     for name, stub in {
-        "Stream": lambda: stream, "stream": lambda _: contextlib.nullcontext(), "current_stream": lambda: stream,
-        "synchronize": lambda: None, "CUDAGraph": made, "graph": graph,
+        "Stream": lambda: stream, "stream": lambda _: contextlib.nullcontext(), "current_stream": lambda *_: stream,
+        "synchronize": lambda: None, "CUDAGraph": made, "graph": graph, "current_device": lambda: 0,
+        "graph_pool_handle": lambda: (0, 1),
     }.items():  # fmt: skip
         monkeypatch.setattr(contests.torch.cuda, name, stub)
     return inside

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -34,7 +37,10 @@ class Prepared:
                     raise RuntimeError(f"{self._make.__name__}{key} was not made before the CUDA graph capture")
                 while len(self._kept) >= self._size:
                     del self._kept[next(iter(self._kept))]
-                thing = self._kept[key] = self._make(*key)
+                thing = self._make(*key)
+                if isinstance(thing, Tensor) and thing.is_cuda:  # another stream may read it next
+                    torch.cuda.current_stream(thing.device).synchronize()
+                self._kept[key] = thing
             if capturing:
                 self._pinned[key] = thing
         return thing

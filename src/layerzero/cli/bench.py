@@ -19,7 +19,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.asked import asked_jobs
-from layerzero.tuning.measuring.clocks import clock_of
+from layerzero.tuning.measuring.clocks import clock_of, current
 from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import operations_named
@@ -71,7 +71,7 @@ def answer(
         raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
     if wanted == "cases":
         jobs = telling(jobs)
-    with with_threads(threads), live(quiet=quiet) as shown:
+    with with_threads(threads), current(target), live(quiet=quiet) as shown:
         compared = compare(
             jobs,
             target,

@@ -95,7 +95,8 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
     """Cosines and sines (S, D/2) side by side in one tensor, with the row of each token, made once for all layers.
 
     Where each angle stands ``twice``, both must be the same: None where they are not, and while a graph is captured,
-    when nothing may be asked of the device.
+    when nothing may be asked of the device, unless that was seen before. A capture makes its own table: a replay then
+    reads what the cosines hold by then, and no other call reads memory that only a replay fills.
     """
     if cos.is_inference() or sin.is_inference():  # they have no versions: whether they were written into is not known
         if not (twice and cos.is_cuda):
@@ -104,24 +105,28 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
         return None
     versions = cos._version, sin._version
     kept = cos.__dict__.get(_MADE)
-    if kept is not None and kept[1] is sin and kept[2:] == (versions, interleaved):
+    capturing = cos.is_cuda and torch.cuda.is_current_stream_capturing()
+    if kept is not None and (kept[1] is not sin or kept[2:4] != (versions, interleaved)):
+        kept = None
+    if kept is not None and (kept[4] == capturing or kept[0] is None):
         made: Table | None = kept[0]
         return made
-    if twice and cos.is_cuda and torch.cuda.is_current_stream_capturing():
+    if twice and capturing and kept is None:
         return None
-    table = _side_by_side(cos, sin, interleaved, twice=twice)
-    setattr(cos, _MADE, (table, sin, versions, interleaved))
+    table = _side_by_side(cos, sin, interleaved, twice=twice, seen=kept is not None)
+    setattr(cos, _MADE, (table, sin, versions, interleaved, capturing))
     return table
 
 
-def _side_by_side(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table | None:
+def _side_by_side(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool, seen: bool = False) -> Table | None:
+    """The table; None where angles that should stand twice do not, which is not asked again once it was ``seen``."""
     size = cos.shape[-1]
     if size % 2 or (cos.ndim != 2 and cos.numel() != cos.shape[1] * size):
         return None
     half = size // 2
     cos, sin = cos.reshape(-1, size), sin.reshape(-1, size)
     first, second = (slice(0, size, 2), slice(1, size, 2)) if interleaved else (slice(0, half), slice(half, size))
-    if twice and not all(torch.equal(each[:, first], each[:, second]) for each in (cos, sin)):
+    if twice and not seen and not all(torch.equal(each[:, first], each[:, second]) for each in (cos, sin)):
         return None
     rows = torch.cat((cos[:, first], sin[:, first if twice else second]), -1)
     return Table(rows[:, :half], rows[:, half:], torch.arange(rows.shape[0], device=rows.device))

@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+import torch
 
 from layerzero.core import address_space, control_group
+from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 
@@ -26,10 +28,28 @@ APART = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never", "CUDA_LAUNCH_BLOCK
 """For a child that may end: it keeps no files of its own, builds what it is asked alone, and launches block, so that it
 ends where it fails."""
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 _KILLED_S = 2.0
 """How long a killed process may take to end; only one that waits in the system, as for a device, takes any time."""
 
 _DECODER = msgspec.json.Decoder(Message)
+
+
+def apart_on(device: Device) -> dict[str, str]:
+    """The same for a child that works where this process does: its first GPU is that one, and all others stay visible.
+
+    A call is written down for a kind of device, and made on the first. That is another rank's where ranks see all GPUs,
+    and may be of another kind. Libraries name what they compile after all that are visible, so none is hidden.
+    """
+    if device.platform != "cuda" or device.index == 0:
+        return APART
+    named = os.environ.get(_VISIBLE)
+    known = named.split(",") if named is not None else [str(number) for number in range(torch.cuda.device_count())]
+    if device.index >= len(known):
+        return APART
+    mine = known.pop(device.index)
+    return {**APART, _VISIBLE: ",".join([mine, *known])}
 
 
 def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_alone, workspace
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.backends.flashinfer.varlen import buffers, pages_of
 from layerzero.backends.latent import WIDTHS
 from layerzero.core import limits as limit
@@ -45,7 +46,7 @@ class _Planned:
         self._arguments, self._queries = arguments, queries
         scratch = workspace(device, capturable=step.capturable)
         self._wrapper = BatchMLAPagedAttentionWrapper(scratch, backend=backend, **fixed)
-        self.run = self._wrapper.run
+        self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(step)
 
     def update(self, step: StepMetadata) -> None:
@@ -54,7 +55,7 @@ class _Planned:
         lens = step.host[0]
         indptr, indices, _ = pages_of(step, self._arguments["page_size"])
         starts = torch.arange(len(lens) + 1, dtype=torch.int32) * self._queries
-        self._wrapper.plan(metadata=MLAPlanMetadata.csr(starts, indptr, indices, lens), **self._arguments)
+        self._staging.plan(metadata=MLAPlanMetadata.csr(starts, indptr, indices, lens), **self._arguments)
 
 
 def _load(facts: Facts, backend: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,26 +62,41 @@ def _shipped() -> frozenset[tuple[str, str]]:
         library, cache = (importlib.metadata.version(name) for name in ("flashinfer-python", "flashinfer-jit-cache"))
     except importlib.metadata.PackageNotFoundError:
         return frozenset()
-    if cache.split("+")[0] != library:  # FlashInfer ignores it, too
+    unchecked = bool(os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"))
+    if not unchecked and cache.split("+")[0] != library:  # FlashInfer ignores it, too
         return frozenset()
     import flashinfer_jit_cache  # a list of files: nothing is loaded
 
     providers = flashinfer_jit_cache.get_jit_cache_providers()
     return frozenset(
-        (module, arch) for each in providers for module in each.modules for arch in each.cuda_architectures
+        (module, arch)
+        for each in providers
+        if unchecked or each.version == flashinfer_jit_cache.__version__  # a wheel of each architecture has its own
+        for module in each.modules
+        for arch in each.cuda_architectures
     )
 
 
 def is_shipped(module: str, facts: Facts) -> bool:
     """Whether a package brought this module for the call's device."""
-    sm = "".join(map(str, facts.device.sm or ()))
-    return any(name == module and arch.removeprefix("sm").rstrip("af") == sm for name, arch in _shipped())
+    sm = facts.device.sm
+    return sm is not None and any(name == module and _runs_on(arch, sm) for name, arch in _shipped())
+
+
+def _runs_on(arch: str, sm: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a device: ``sm80`` on 8.6 and 8.9, too, ``sm90a`` on 9.0 alone."""
+    named = arch.removeprefix("sm")
+    digits = named.rstrip("af")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    return (major, minor) == sm if named.endswith("a") else major == sm[0] and minor <= sm[1]
 
 
 def is_built(module: str, facts: Facts) -> bool:
     """Whether nothing is left to compile of a module: a package brought it, or an earlier process compiled it here."""
     if is_shipped(module, facts):
         return True
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):  # it would load nothing that was compiled here
+        return False
     return any((folder / module / f"{module}.so").is_file() for folder in _folders(facts.device.sm))
 
 
@@ -89,14 +105,31 @@ def _folders(sm: tuple[int, int] | None) -> list[Path]:
     version = _version()
     if sm is None or version is None:
         return []
+    loaded: Any = sys.modules.get("flashinfer.jit.env")  # it looked once, for all devices that are visible
+    if loaded is not None:
+        folder = Path(loaded.FLASHINFER_JIT_DIR)
+        if any(_runs_on(each, sm) for each in folder.parent.name.split("_") if each):
+            return [folder]
     named = os.environ.get("FLASHINFER_CUDA_ARCH_LIST")
-    if named:  # "9.0a 10.0a": sorted, without points, joined
-        targets = sorted((int(major), minor) for major, minor in (each.split(".") for each in named.split()))
-        names = ["_".join(f"{major}{minor}" for major, minor in targets)]
-    else:
-        names = [f"{sm[0]}{sm[1]}{suffix}" for suffix in ("a", "", "f")]
-    home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+    names = _joined(named) if named else [f"{sm[0]}{sm[1]}{suffix}" for suffix in ("a", "", "f")]
+    home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
     return [home / ".cache" / "flashinfer" / version / name / "cached_ops" for name in names]
+
+
+def _joined(named: str) -> list[str]:
+    """What ``9.0 10.0a`` becomes in a path: sorted, without points, joined; with the suffix that it has or gets.
+
+    Of 12.0 that depends on nvcc: ``f`` from 12.9 on.
+    """
+    found = []
+    for twelve in ("0f", "0a"):
+        targets = set()
+        for major, minor in (each.split(".") for each in named.split()):
+            own = {9: f"{minor}a", 12: twelve if minor == "0" else f"{minor}a"}
+            bare = minor if int(major) < 9 else own.get(int(major), f"{minor}a")
+            targets.add((int(major), minor if minor[-1].isalpha() else bare))
+        found.append("_".join(f"{major}{minor}" for major, minor in sorted(targets)))
+    return list(dict.fromkeys(found))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import decode_prebuilt
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -72,7 +73,7 @@ class Planned:
             backend="fa2" if tensor_cores else "auto",
             **buffers,
         )
-        self.run = self._wrapper.run
+        self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(step)
 
     def update(self, step: StepMetadata) -> None:
@@ -84,7 +85,7 @@ class Planned:
         indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
         torch.cumsum(blocks, 0, dtype=torch.int32, out=indptr[1:])
         last = (lens - (blocks - 1).clamp(min=0) * page_size).int()
-        self._wrapper.plan(indptr, indices, last, non_blocking=True, **self._arguments)
+        self._staging.plan(indptr, indices, last, non_blocking=True, **self._arguments)
 
 
 _ALONE: OrderedDict[Hashable, Any] = OrderedDict()

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, pod_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.backends.flashinfer.varlen import (
     LEFT_WINDOW,
     OF_PAGES,
@@ -47,7 +48,9 @@ class _Pod:
         self._parts, self._causal = Parts(step, decodes), arguments["causal"]
         self._arguments = of_decode(arguments, page_size)
         del self._arguments["logits_soft_cap"]  # it has none, which the limits say
-        self._wrapper = BatchPODWithPagedKVCacheWrapper(workspace(step.block_tables.device, capturable=False), "NHD")
+        device = step.block_tables.device
+        self._wrapper = BatchPODWithPagedKVCacheWrapper(workspace(device, capturable=False), "NHD")
+        self._staging = Staging(self._wrapper, device)
         self._plan()
 
     def update(self, step: StepMetadata) -> None:
@@ -57,7 +60,7 @@ class _Pod:
     def _plan(self) -> None:
         decode, prefill = self._parts.steps
         told = [(each.host[1], *pages_of(each, self._arguments["page_size"])) for each in (prefill, decode)]
-        self._wrapper.plan(*told[0], *told[1], **self._arguments)
+        self._staging.plan(*told[0], *told[1], **self._arguments)
 
     def run(self, prefills: Tensor, decodes: Tensor, caches: tuple[Tensor, Tensor], *, return_lse: bool) -> Any:
         """Outputs of prefills and decodes; with ``return_lse`` a pair of those and one of their log-sum-exps."""

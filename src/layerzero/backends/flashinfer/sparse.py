@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_alone, workspace
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -34,11 +35,11 @@ class _Planned:
 
         self._arguments = arguments
         self._wrapper = BlockSparseAttentionWrapper(workspace(device, capturable=False))
-        self.run = self._wrapper.run
+        self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(pattern)
 
     def update(self, pattern: BlockPattern) -> None:
-        self._wrapper.plan(*pattern.host, non_blocking=False, **self._arguments)
+        self._staging.plan(*pattern.host, non_blocking=False, **self._arguments)
 
 
 def _load(facts: Facts) -> Callable[..., Any]:

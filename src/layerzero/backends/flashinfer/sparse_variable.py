@@ -16,6 +16,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -42,7 +43,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if not bool((seen_blocks & (col_sizes > 0).unsqueeze(1)).any()):
             return torch.zeros_like(query)
         wrapper = VariableBlockSparseAttentionWrapper(workspace(query.device, capturable=False))
-        wrapper.plan(
+        Staging(wrapper, query.device).plan(
             seen_blocks,
             row_sizes,
             col_sizes,

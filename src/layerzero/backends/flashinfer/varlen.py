@@ -29,6 +29,7 @@ from layerzero.backends.flashinfer.paged import (
     same_strides,
     workspace,
 )
+from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
@@ -79,11 +80,11 @@ class _PlannedRagged:
         self._arguments = arguments
         scratch = workspace(device, capturable=step.capturable)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend=backend, **fixed)
-        self.run = self._wrapper.run
+        self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(step)
 
     def update(self, step: RaggedMetadata) -> None:
-        self._wrapper.plan(*step.host, **self._arguments)
+        self._staging.plan(*step.host, **self._arguments)
 
 
 class PlannedPages:
@@ -104,12 +105,12 @@ class PlannedPages:
         self._arguments, self._page_size = arguments, page_size
         scratch = workspace(device, capturable=step.capturable)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend=backend, **fixed)
-        self.run = self._wrapper.run
+        self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(step)
 
     def update(self, step: StepMetadata) -> None:
         starts, (indptr, indices, last) = step.host[1], pages_of(step, self._page_size)
-        self._wrapper.plan(starts, indptr, indices, last, page_size=self._page_size, **self._arguments)
+        self._staging.plan(starts, indptr, indices, last, page_size=self._page_size, **self._arguments)
 
 
 def pages_of(step: StepMetadata, page_size: int) -> tuple[Tensor, Tensor, Tensor]:

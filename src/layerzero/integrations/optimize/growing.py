@@ -80,13 +80,23 @@ class _Room:
 
 
 def _slots(device: torch.device, batch: int, places: int, first: int) -> Tensor:
-    """Where a token of each sequence goes, int64: made once a step, for the layers of which it is the same."""
+    """Where a token of each sequence goes, int64: made once a step, for the layers of which it is the same.
+
+    In a capture each layer has its own: what is captured holds no numbers before a replay, and what was made before
+    would be gone by then.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _made(device, batch, places, first)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     about = device, stream, batch, places, first, torch.is_inference_mode_enabled()
-    made = _LAST.get(device)
-    if made is None or made[0] != about:
-        made = _LAST[device] = about, torch.arange(first, first + batch * places, places, device=device)
-    return made[1]
+    last = _LAST.get(device)
+    if last is None or last[0] != about:
+        last = _LAST[device] = about, _made(device, batch, places, first)
+    return last[1]
+
+
+def _made(device: torch.device, batch: int, places: int, first: int) -> Tensor:
+    return torch.arange(first, first + batch * places, places, device=device)
 
 
 _LAST: dict[torch.device, tuple[tuple[Any, ...], Tensor]] = {}

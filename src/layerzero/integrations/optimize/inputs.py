@@ -13,6 +13,7 @@ from torch import Tensor
 from layerzero.core.kernel import Kernel
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.record import record
 from layerzero.tuning.measuring.running import run_jobs
@@ -70,9 +71,10 @@ class Workload:
         jobs = jobs_of(recording.manifest(), self.device.type)
         effort = Effort(current_policy()["tune_samples"], fill=self.device.type == "cpu")
         slow = [kernel.id for kernel in REGISTRY.kernels() if self._takes_minutes(kernel)]
-        return run_jobs(
-            jobs, self.device, effort=effort, budget_s=budget_s, isolate=isolate, leave_out=slow, progress=progress
-        )
+        with current(self.device):
+            return run_jobs(
+                jobs, self.device, effort=effort, budget_s=budget_s, isolate=isolate, leave_out=slow, progress=progress
+            )
 
     def _takes_minutes(self, kernel: Kernel) -> bool:
         """Compilers for the CPU take half a minute a call, more than most runs would ever win."""

@@ -59,7 +59,10 @@ class Normed:
             return weight
         made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
         if self._made_of != made_of:
-            self._factor, self._made_of = (1 + weight.detach().float()).to(weight.dtype), made_of
+            factor = (1 + weight.detach().float()).to(weight.dtype)
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # it holds nothing before a replay
+                return factor
+            self._factor, self._made_of = factor, made_of
         return self._factor
 
     def alone(self, rows: Tensor) -> Tensor:

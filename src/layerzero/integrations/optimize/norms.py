@@ -53,7 +53,10 @@ class OnePlus(Norm):
         """1 + weight, exact enough for any dtype of the weight."""
         made_of = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if self._made_of != made_of:
-            self._sum, self._made_of = 1 + weight.detach().float(), made_of
+            total = 1 + weight.detach().float()
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # it holds nothing before a replay
+                return total
+            self._sum, self._made_of = total, made_of
         return self._sum
 
     @property

@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.nn.modules import module as torchs
 
 import layerzero as lz
-from layerzero.core.collecting import held_off
+from layerzero.core.capture import captured
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
     InvalidCallError,
@@ -79,6 +79,7 @@ class Steps(State):
         self._numbers: dict[int, Numbers] = {}
         self._told: set[str] = set()
         self._pool: Any = None
+        self._stream: Any = None
         self._model: Any = model
         self._kinds: list[tuple[bool, int | None]] = []
         self._hooks: list[Any] = []
@@ -324,12 +325,14 @@ class Steps(State):
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._stream is None or self._stream.device != device:  # the same one: graphs share the memory of their pool
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()  # libraries keep workspaces for each stream
         torch.cuda.current_stream(device).wait_stream(stream)
-        with held_off(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with captured(graph, pool=self._pool, stream=stream):
             output = run()
         return graph, output
 

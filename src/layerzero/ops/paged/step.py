@@ -321,7 +321,7 @@ class _SlotMapping:
             if self._arrived is None:
                 self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._seen.copy_(self._lost, non_blocking=True)
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(self._lost.device))
         return slots
 
     def tell(self, function: str) -> None:

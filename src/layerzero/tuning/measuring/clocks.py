@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -172,6 +173,11 @@ class CudaClock:
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one: events and captures belong to that, whatever device the tensors of a call lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def clock_of(device: torch.device | str, *, graph: bool = False) -> Clock:

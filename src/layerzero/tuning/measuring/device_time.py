@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from layerzero.core.collecting import held_off
+from layerzero.core.capture import captured
 
 Run = Callable[[], object]
 
@@ -62,12 +62,8 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may build meanwhile
-                kept = [call() for call in calls]
-        except Exception:
-            _generator_freed()
-            raise
+        with captured(graph):
+            kept = [call() for call in calls]
 
         def replay() -> None:
             assert kept  # they live as long as the replay does
@@ -86,12 +82,6 @@ class Graphs:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000.0
-
-
-def _generator_freed() -> None:
-    """A capture that failed leaves the default generator in it, and the next draw would raise (torch 2.11)."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())
 
 
 @dataclass(frozen=True, slots=True)

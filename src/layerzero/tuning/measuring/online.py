@@ -263,7 +263,7 @@ def attach(plan: Plan, function: Function, rate: float) -> None:
     if facts["requires_grad"] or facts["capturing"]:
         return
     names = [parameter.name for parameter in function.parameters]
-    run, cuda = plan.run, facts.device.torch_type == "cuda"
+    run, cuda, index = plan.run, facts.device.torch_type == "cuda", facts.device.index
     spread = max(round(2 / rate) - 1, 1)  # the mean of 1 to that is 1 / rate
     left = FIRST + random.randint(1, spread)  # noqa: S311  # no secret
 
@@ -274,7 +274,7 @@ def attach(plan: Plan, function: Function, rate: float) -> None:
             return run(*values, **named)
         left = random.randint(1, spread)  # noqa: S311  # no secret
         arguments = {**dict(zip(names, values, strict=False)), **named}
-        result, time_us = (_with_events if cuda else _with_clock)(run, arguments)
+        result, time_us = _with_events(run, arguments, index) if cuda else _with_clock(run, arguments)
         if time_us is not None:
             shapes = {name: _shape(value) for name, value in arguments.items()}
             SAMPLER.put(_Sample(plan, function, shapes, time_us))
@@ -290,13 +290,17 @@ def _with_clock(run: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any
     return result, lambda: took_us
 
 
-def _with_events(run: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, Callable[[], float | None] | None]:
+def _with_events(
+    run: Callable[..., Any], arguments: dict[str, Any], index: int
+) -> tuple[Any, Callable[[], float | None] | None]:
+    """Time a call by events in the stream of its device, which need not be the current one."""
     if torch.cuda.is_current_stream_capturing():
         return run(**arguments), None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
+    stream = torch.cuda.current_stream(index)
+    start.record(stream)
     result = run(**arguments)
-    end.record()
+    end.record(stream)
 
     def time_us() -> float | None:
         return start.elapsed_time(end) * 1000.0 if end.query() else None  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import current_policy
 from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.manifest import dtype_of, text_of
@@ -97,18 +98,19 @@ def tune(
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
         raise ValueError(f"samples: wanted at least {MIN_SAMPLES} of each kernel, got {samples}")
-    return run_jobs(
-        jobs,
-        target,
-        effort=Effort(wanted, fill=target.type == "cpu"),
-        deadline=deadline,
-        again=again,
-        graph=graph,
-        isolate=isolate,
-        modules=modules,
-        leave_out=leave_out,
-        progress=progress,
-    )
+    with current(target):
+        return run_jobs(
+            jobs,
+            target,
+            effort=Effort(wanted, fill=target.type == "cpu"),
+            deadline=deadline,
+            again=again,
+            graph=graph,
+            isolate=isolate,
+            modules=modules,
+            leave_out=leave_out,
+            progress=progress,
+        )
 
 
 def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.jit import BUILT, Outcome, build_of
 from layerzero.testing.apart import BUILD_S, End, Task, run_apart
+from layerzero.testing.process import apart_on
 from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes
 
@@ -67,5 +68,6 @@ def build_apart(
         begins=lambda task: begins(*task.about),
         at_once=at_once,
         modules=named,
+        environment=apart_on(next(iter(unique.values()))[1].device),
         stop=stop,
     )

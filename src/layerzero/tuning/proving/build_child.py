@@ -30,10 +30,13 @@ from layerzero.tuning.proving.toolchain import interrupted, lacking
 
 NICENESS = 10
 
-_CORES = os.cpu_count() or 1
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 AT_ONCE = max(1, min(4, _CORES // 8))
 """Children that build at the same time: each starts compilers for a quarter of the cores, one alone for half of them.
 One after the other got through two classes of FlashAttention 4 and one of PTX in 100 s (H200, 16 cores, 2026-11-23)."""
+
+COMPILER_BYTES = 4 * 2**30
+"""What a compiler of CUDA code may need: FlashInfer's own builds count with as much for each (0.7.2)."""
 
 LINES = 15
 """Of what a compiler said, the last lines are told."""
@@ -71,8 +74,14 @@ def _step_back() -> None:
     """Leave the processor to what serves; compilers that are started from here do, too."""
     if hasattr(os, "nice") and os.nice(0) < NICENESS:
         os.nice(NICENESS)
-    os.environ.setdefault("MAX_JOBS", str(max(1, _CORES // (2 if AT_ONCE == 1 else 4))))
+    os.environ.setdefault("MAX_JOBS", str(compilers(available_bytes())))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def compilers(free: float) -> int:
+    """How many compilers a child starts at once: its share of the cores, and of the memory that is left."""
+    share = _CORES // (2 if AT_ONCE == 1 else 4)
+    return int(max(1, min(share, free / AT_ONCE / COMPILER_BYTES)))
 
 
 def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:

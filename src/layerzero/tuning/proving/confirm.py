@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +12,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart import START_S, End, Task, run_apart
+from layerzero.testing.process import APART
 from layerzero.tuning.proving.child import Question, Reply, homes
 
 TIMEOUT_S = START_S
@@ -82,6 +83,7 @@ def ask(
     told: Callable[[Task, Reply], None],
     at_once: int = 1,
     stop: Callable[[], bool] = lambda: False,
+    environment: Mapping[str, str] = APART,
 ) -> None:
     """Have questions answered by children, those of a lane by one of them."""
 
@@ -97,5 +99,6 @@ def ask(
         ended=ended,
         at_once=at_once,
         stop=stop,
+        environment=environment,
         modules=[module for task in tasks for module in task.job.modules],
     )

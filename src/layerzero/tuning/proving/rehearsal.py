@@ -19,6 +19,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
 from layerzero.testing.apart import Task
+from layerzero.testing.process import APART, apart_on
 from layerzero.tuning.proving.child import Question, Reply, homes
 from layerzero.tuning.proving.confirm import TIMEOUT_S, ask
 
@@ -89,7 +90,8 @@ def rehearse(
             named = list(dict.fromkeys([*modules, *homes([kernel])]))
             question = Question(kernel.id, CallRecipe.of(facts), named, compare=False)
             tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
-    ask(tasks, told, len(shares), stop)
+    environment = apart_on(pairs[0][1].device) if pairs else APART
+    ask(tasks, told, len(shares), stop, environment)
     if any(each.guilty for each in found):
         ENGINE.bump()
     return found

@@ -1,0 +1,58 @@
+"""The capture of a CUDA graph: nothing is collected meanwhile, and where it fails, nothing of it stays behind.
+
+``torch.cuda.graph`` (2.11 to 2.13) ends the capture before it leaves its stream. Where ending it raises, as after any
+call that a capture forbids, the thread goes on in the capture's stream, the allocators go on asking whether memory
+belongs to the capture's pool, which no later capture may use, and the generator believes itself captured.
+Source: ``torch/cuda/graphs.py`` and ``CUDAGraph::capture_end`` of ``aten/src/ATen/cuda/CUDAGraph.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from layerzero.core.collecting import held_off
+
+_FAILED: list[Any] = []
+"""Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
+
+
+@contextmanager
+def captured(graph: Any, *, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """Capture into a ``torch.cuda.CUDAGraph`` what runs inside; see the arguments of ``torch.cuda.graph``.
+
+    Other threads may go on with what a capture forbids, such as allocating memory: they know nothing of this one.
+    Raises: whatever capturing raises, RuntimeError mostly. Stream, memory and generator are as before then, and a
+        pool that was given may be used by later captures.
+    """
+    device = torch.cuda.current_device() if stream is None else stream.device_index
+    before = torch.cuda.current_stream(device), torch.cuda.current_stream()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    try:
+        with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        for each in before:  # the last one makes its device the current one
+            torch.cuda.set_stream(each)
+        _FAILED.append(graph)
+        with suppress(RuntimeError):
+            graph.reset()
+        _memory_freed(device, pool)
+        _generator_freed(device)
+        raise
+
+
+def _memory_freed(device: int, pool: Any) -> None:
+    """Take no more memory of the pool, and let go what the capture held of it; the graph itself never will."""
+    with suppress(RuntimeError):  # "not currently recording": the capture was ended, and the graph lets go by itself
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+def _generator_freed(device: int) -> None:
+    """A capture that failed leaves the default generator in it, and the next draw would raise (torch 2.11)."""
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())

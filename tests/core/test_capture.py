@@ -1,0 +1,145 @@
+"""A capture that fails leaves the thread's stream, torch's memory and its generator as they were.
+
+torch's own ``torch.cuda.graph`` and ``torch.cuda.stream`` run here, on stand-ins for what CUDA does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.core.capture import captured
+
+LOST = "operation failed due to a previous error during capture"
+
+
+class Stream(types.SimpleNamespace):
+    def __init__(self, name: str, device: int = 0) -> None:
+        super().__init__(name=name, device=device, device_index=device)
+
+
+class Cuda:
+    """Two devices with a stream each, and the pools that an allocator goes on taking memory from."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream("first's", 0), Stream("second's", 1)]
+        self.device, self.pools, self.released, self.freed, self.made = 0, [], [], [], 0
+
+    def current_stream(self, device: int | None = None) -> Stream:
+        return self.streams[self.device if device is None else device]
+
+    def set_stream(self, stream: Stream) -> None:
+        self.device = stream.device
+        self.streams[stream.device] = stream
+
+    def pool(self) -> tuple[int, int]:
+        self.made += 1
+        return (0, self.made)
+
+    def ended(self, device: int, pool: tuple[int, int]) -> None:
+        if (device, pool) not in self.pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools.remove((device, pool))
+
+
+class Graph:
+    """A graph as CUDAGraph.cpp writes it: ending a lost capture raises before anything else."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.lost, self.resets = cuda, False, 0
+
+    def capture_begin(self, pool: tuple[int, int], **options: Any) -> None:
+        assert options["capture_error_mode"] == "thread_local"
+        self.where = self.cuda.device, pool
+        if self.where in self.cuda.pools:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.cuda.pools.append(self.where)
+
+    def capture_end(self) -> None:
+        if self.lost:
+            raise RuntimeError(LOST)
+        self.cuda.ended(*self.where)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    generators = [
+        types.SimpleNamespace(
+            clone_state=lambda: types.SimpleNamespace(graphsafe_get_state=lambda: "clean"),
+            graphsafe_set_state=lambda state, number=number: made.freed.append((number, state)),
+        )
+        for number in range(2)
+    ]
+    for name, stub in {
+        "current_stream": made.current_stream, "set_stream": made.set_stream, "current_device": lambda: made.device,
+        "graph_pool_handle": made.pool, "synchronize": lambda: None, "empty_cache": lambda: None,
+        "default_generators": generators, "Stream": lambda: Stream("torch's own"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "_get_device_index", lambda *_, **__: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.ended, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: made.released.append(of), raising=False)
+    return made
+
+
+def lose(cuda: Cuda, **options: Any) -> Graph:
+    graph = Graph(cuda)
+    with pytest.raises(RuntimeError, match=LOST), captured(graph, **options):
+        assert not gc.isenabled()
+        graph.lost = True
+    assert gc.isenabled()
+    return graph
+
+
+def test_torch_alone_leaves_its_stream_and_pool_behind(cuda: Cuda) -> None:
+    """Once it does not, the mending may go."""
+    graph = Graph(cuda)
+    with (
+        pytest.raises(RuntimeError, match=LOST),
+        torch.cuda.graph(graph, pool=(0, 9), capture_error_mode="thread_local"),
+    ):
+        graph.lost = True
+    assert cuda.current_stream().name == "torch's own"
+    assert cuda.pools == [(0, (0, 9))]
+
+
+def test_a_lost_capture_leaves_nothing_behind(cuda: Cuda) -> None:
+    graph = lose(cuda)
+    assert cuda.current_stream().name == "first's"
+    assert cuda.pools == []
+    assert cuda.released == [graph.where]
+    assert cuda.freed == [(0, "clean")]
+    assert graph.resets == 1
+
+
+def test_a_pool_that_was_given_serves_later_captures(cuda: Cuda) -> None:
+    lose(cuda, pool=(0, 5), stream=Stream("side"))
+    with captured(Graph(cuda), pool=(0, 5), stream=Stream("side")):
+        assert cuda.current_stream().name == "side"
+    assert cuda.current_stream().name == "first's"
+
+
+def test_streams_of_both_devices_are_as_before(cuda: Cuda) -> None:
+    graph = lose(cuda, stream=Stream("side", 1))
+    assert graph.where[0] == 1
+    assert (cuda.device, [each.name for each in cuda.streams]) == (0, ["first's", "second's"])
+    assert cuda.freed == [(1, "clean")]
+
+
+def test_an_error_that_the_capture_outlives_is_no_second_release(cuda: Cuda) -> None:
+    with pytest.raises(ValueError, match="mine"), captured(Graph(cuda)):
+        raise ValueError("mine")
+    assert (cuda.pools, cuda.released) == ([], [])
+    assert cuda.current_stream().name == "first's"

@@ -1,0 +1,109 @@
+"""What only a GPU shows of captures that fail, of hosts that are ahead, and of caches that grow in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.capture import captured
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # libraries warn of each other when they are imported
+]
+
+
+def test_a_capture_that_is_lost_leaves_stream_pool_and_generator():
+    pool, x = torch.cuda.graph_pool_handle(), torch.ones(1024, device="cuda")
+    before, held = torch.cuda.current_stream(), torch.cuda.memory_reserved()
+    for _ in range(3):
+        with pytest.raises(RuntimeError), captured(torch.cuda.CUDAGraph(), pool=pool):
+            kept = [torch.rand(2**20, device="cuda")]
+            torch.cuda.synchronize()  # what no capture allows
+            del kept
+        assert torch.cuda.current_stream() == before
+    assert torch.rand(2, device="cuda").isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph, pool=pool):
+        y = x * 2 + torch.rand(1024, device="cuda")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert ((y >= 2) & (y < 3)).all()
+    del graph, y
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held + 2**22
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["one step", "a step each"])
+@pytest.mark.parametrize(
+    "kernel", ["flashinfer.fa2.paged_tokens", "flashinfer.fa3.paged_tokens", "flashinfer.paged_decode"]
+)
+def test_a_host_that_is_steps_ahead_changes_no_plan(kernel, fresh):
+    """The device sleeps while the host plans: each plan is read as it was written."""
+    page, blocks, batch, decode = 16, 64, 8, kernel.endswith("decode")
+    torch.manual_seed(0)
+    keys, values = (torch.randn(batch * blocks, page, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    query = torch.randn(batch, 8, 128, device="cuda", dtype=torch.bfloat16)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    rounds = [torch.randint(1, page * blocks, (batch,), dtype=torch.int32) for _ in range(6)]
+    on_device, starts_there = [each.cuda() for each in rounds], starts.cuda()
+    known = {each.id for each in lz.list_kernels()}
+    assert kernel in known
+
+    def run(ahead):
+        lens, step, found = on_device[0].clone(), None, []
+        for host, there in zip(rounds, on_device, strict=True):
+            torch.cuda._sleep(20_000_000) if ahead else torch.cuda.synchronize()
+            lens.copy_(there)
+            given = (host,) if decode else (host, starts)
+            if step is None or fresh:
+                named = {} if decode else {"cu_seqlens_q": starts_there}
+                step = lz.StepMetadata(table, lens, host=given, **named)
+            else:
+                step.advance(host=given)
+            if decode:
+                found.append(lz.paged_attention(query.unsqueeze(1), keys, values, table, lens, step=step))
+            else:
+                found.append(lz.paged_attention(query, keys, values, table, lens, cu_seqlens_q=starts_there, step=step))
+        torch.cuda.synchronize()
+        return found
+
+    with lz.scope(locks={"paged_attention": kernel}, allow_jit_compile=True):
+        try:
+            expected = run(ahead=False)
+        except lz.NoKernelFoundError as error:
+            pytest.skip(str(error)[:200])
+        got = run(ahead=True)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_a_cache_grows_in_place_and_gives_stocks_logits():
+    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    from layerzero.integrations.optimize import growing
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, initializer_range=0.1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval().cuda().to(torch.bfloat16)
+    ids = torch.randint(1, 512, (3, 200), generator=torch.Generator().manual_seed(1)).cuda()
+
+    def logits():
+        cache = transformers.DynamicCache(config=config)
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+            found = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(40, 200)]
+        return found, cache
+
+    expected, theirs = logits()
+    lz.optimize(model)
+    got, cache = logits()
+    for mine, other in zip(got, expected, strict=True):
+        assert (mine.float() - other.float()).abs().max() <= 0.05 * other.float().abs().max()
+    assert growing._ROOMS[cache.layers[0]]._at_once is not None, "it was asked whether one launch does it"
+    for mine, other in zip(cache.layers, theirs.layers, strict=True):
+        assert (mine.keys.float() - other.keys.float()).abs().max() <= 0.05 * other.keys.float().abs().max()

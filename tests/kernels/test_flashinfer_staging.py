@@ -1,0 +1,104 @@
+"""A plan is not written where the device has yet to copy the one before, whichever wrapper wrote that."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+
+from layerzero.backends.flashinfer import staging
+from layerzero.backends.flashinfer.staging import Staging
+
+CUDA = torch.device("cuda", 0)
+
+
+class Device:
+    """A queue of copies that nothing works off until somebody waits for it."""
+
+    def __init__(self):
+        self.queued, self.read = [], []
+
+    def reach(self, number):
+        while len(self.read) < number:
+            buffer = self.queued[len(self.read)]
+            self.read.append(buffer.tolist())
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+
+    class Event:
+        at = 0
+
+        def record(self, stream):
+            assert stream == "the stream of cuda:0"
+            self.at = len(made.queued)
+
+        def query(self):
+            return len(made.read) >= self.at
+
+        def synchronize(self):
+            made.reach(self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.numel() == 1)
+    monkeypatch.setattr(staging, "_UNREAD", {})
+    return made
+
+
+class Wrapper:
+    """Writes each plan into one buffer, as FlashInfer's do."""
+
+    def __init__(self, device):
+        self.device, self._pinned, self.other = device, torch.zeros(1), torch.zeros(2)
+
+    def plan(self, number, *, fails=False):
+        self._pinned.fill_(number)
+        self.device.queued.append(self._pinned)
+        if fails:
+            raise ValueError("the plan")
+
+
+def test_a_host_that_is_ahead_waits_before_it_writes_a_plan_over_one(device):
+    planned = Staging(Wrapper(device), CUDA)
+    planned.plan(1)
+    assert device.read == [], "the first waits for nothing"
+    planned.plan(2)
+    planned.plan(3)
+    device.reach(3)
+    assert device.read == [[1.0], [2.0], [3.0]]
+
+
+def test_a_buffer_outlives_its_wrapper_until_it_is_read(device):
+    """A new step of each forward pass: the pinned memory of the last one would be given to the next."""
+    wrapper = Wrapper(device)
+    pinned = weakref.ref(wrapper._pinned)
+    Staging(wrapper, CUDA).plan(1)
+    device.queued = [device.queued[0].clone()]
+    del wrapper
+    gc.collect()
+    assert pinned() is not None
+    Staging(Wrapper(device), CUDA).plan(2)
+    assert pinned() is not None, "not read yet"
+    device.reach(1)
+    Staging(Wrapper(device), CUDA).plan(3)
+    assert pinned() is None
+
+
+def test_a_plan_that_raised_may_have_sent_something(device):
+    planned = Staging(Wrapper(device), CUDA)
+    with pytest.raises(ValueError, match="the plan"):
+        planned.plan(1, fails=True)
+    planned.plan(2)
+    assert device.read == [[1.0]]
+
+
+def test_a_cpu_has_no_queue():
+    told = []
+    Staging(types.SimpleNamespace(plan=lambda *given: told.append(given)), torch.device("cpu")).plan(1, 2)
+    assert told == [(1, 2)]
