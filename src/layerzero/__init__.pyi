@@ -31,6 +31,7 @@ from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.asking.trace import trace
 from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
+from layerzero.core.capturing import capturing
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
@@ -154,6 +155,7 @@ __all__ = [
     "avoid",
     "batched_linear",
     "bind",
+    "capturing",
     "cascade_attention",
     "cast",
     "chosen_logprobs",

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from layerzero.core.collecting import held_off
+from layerzero.core.capturing import capturing
 
 Run = Callable[[], object]
 
@@ -63,7 +63,7 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with held_off(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may build meanwhile
+            with capturing(graph):
                 kept = [call() for call in calls]
         except Exception:
             _generator_freed()
