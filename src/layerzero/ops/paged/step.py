@@ -145,8 +145,11 @@ class StepMetadata(Handle):
 
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
-        if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=False)):
-            return FOREIGN
+        for mine, theirs in zip(
+            self._tensors, tensors, strict=False
+        ):  # each call asks: a generator costs as much again
+            if mine is not theirs:
+                return FOREIGN
         return STALE if self.is_stale else self.kind
 
     @property
