@@ -424,7 +424,7 @@ def test_slots_of_values_that_changed_are_refused_until_a_step_advances(inferenc
         step = lz.StepMetadata(tables, lens)
         assert step.slot_mapping(16).tolist() == [16, 83]
         for changed in (lens, tables):
-            changed += 1
+            changed.add_(1)
             with pytest.raises(lz.InvalidCallError, match=r"step: wanted advance\(\) after tables or lengths changed"):
                 step.slot_mapping(16)
             step.advance()
