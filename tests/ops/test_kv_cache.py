@@ -316,6 +316,9 @@ def test_a_reused_step_keeps_its_buffers():
             lambda cache: cache.writing(["a"], reuse="a"),
             r"reuse: wanted a step that writing\(\) gave, or None, got 'a'",
         ),
+        (lambda cache: cache.layer(2), "KVCache.layer: number: wanted a layer from 0 to 1, got 2"),
+        (lambda cache: cache.layer(-1), "wanted a layer from 0 to 1, got -1"),
+        (lambda cache: cache.layer("a"), "wanted a layer from 0 to 1, got 'a'"),
         (lambda cache: cache.free("x"), "got 'x'"),
         (lambda cache: cache.fork("a", tokens=1), "tokens: wanted 0 to 0 or None, got 1"),
         (lambda cache: cache.truncate("a", 1), "tokens: wanted 0 to 0, got 1"),
@@ -337,6 +340,8 @@ def test_mistakes_are_told(call, message):
     ("change", "message"),
     [
         ({"layers": 0}, "layers: wanted a number of at least 1, got 0"),
+        ({"captured": "no"}, "captured: wanted True or False, got 'no'"),
+        ({"device": 2**70}, "device: wanted one that torch knows"),
         ({"kv_heads": None}, "kv_heads: wanted a number of at least 1, got None"),
         ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM, got 'DNH'"),
         ({"dtype": torch.bool}, "dtype: wanted float32, .* got torch.bool"),

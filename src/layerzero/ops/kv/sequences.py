@@ -152,7 +152,10 @@ class CachedSequences(Bundle):
         return self.choice.strategy
 
     def layer(self, number: int) -> Any:
-        """One layer, to be passed in place of a cache's tensors."""
+        """One layer, to be passed in place of a cache's tensors. Raises: InvalidCallError for a number that is none."""
+        if type(number) is not int or not 0 <= number < len(self.layers):
+            problem = f"number: wanted a layer from 0 to {len(self.layers) - 1}, got {told(number)}"
+            raise InvalidCallError("KVCache.layer", [problem])
         return self.layers[number]
 
     # sequences
