@@ -134,7 +134,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.stream(stream):
         run(), run()  # what is chosen, built, planned and allocated on the way is there before the capture
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # kernels may build beside it
+    with lz.capturing(graph, stream=stream):  # nothing is collected meanwhile; kernels may build beside it
         result = run()
     return lambda: (graph.replay(), result)[1]
 

@@ -72,6 +72,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.integrations.tokenizers": ("tune_tokenizer",),
     "layerzero.integrations.torch": ("scaled_dot_product_attention",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
+    "layerzero.core.capturing": ("capturing",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
     "layerzero.core.handle": ("Handle",),

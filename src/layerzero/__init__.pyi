@@ -31,6 +31,7 @@ from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.asking.trace import trace
 from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
+from layerzero.core.capturing import capturing
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
@@ -155,6 +156,7 @@ __all__ = [
     "avoid",
     "batched_linear",
     "bind",
+    "capturing",
     "cascade_attention",
     "cast",
     "chosen_logprobs",
@@ -1099,7 +1101,8 @@ def paged_attention(
         tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
-        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
+        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf (with
+            sinks, the sink).
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"NHD"`` or ``"HND"``.
         window: (left, right) as in ``lz.attention``; of one causal query only left counts: nothing is to its right.
@@ -1108,7 +1111,8 @@ def paged_attention(
         cu_seqlens_q: where each sequence's queries begin: 0, then the end of each; they are its newest tokens. A
             sequence may have none.
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
-        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
+        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart;
+            None where there are none.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
             GPUs the reference computes them.
@@ -1330,7 +1334,7 @@ def ragged_attention(
         return_lse: also return the log-sum-exp of the scores, float32 (H, T), natural logarithm.
         step: the :class:`layerzero.RaggedMetadata` of these starts, so that kernels that plan on the host do so once
             for all layers.
-    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf (with sinks, the sink).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
         CPU and in debug mode for starts that do not begin at 0, decrease, or end elsewhere than the tokens.
         NoKernelFoundError if policy leaves no kernel.

@@ -111,6 +111,18 @@ def test_the_guard_names_what_is_not_as_it_was_bound(norm):
     torch.testing.assert_close(rms(x, w), torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
 
 
+@pytest.mark.usefixtures("path")
+def test_a_tensor_that_a_bound_call_leaves_out_is_told():
+    """One that the function may go without, but that the example had."""
+    query, key, sinks = torch.randn(3, 4, 64), torch.randn(5, 2, 64), torch.randn(4)
+    starts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    attend = lz.bind(lz.ragged_attention, query, key, key.clone(), *starts, sinks=sinks)
+    for _warm in range(2):
+        with pytest.raises(lz.InvalidCallError, match="sinks: wanted a tensor as bound, got None; bind again, or call"):
+            attend(query, key, key.clone(), *starts, None)
+        attend(query, key, key.clone(), *starts, sinks)
+
+
 def test_the_callers_attention_switches_are_guarded(call):
     attend = lz.bind(lz.attention, *call, layout="BSHD")
     attend(*call)

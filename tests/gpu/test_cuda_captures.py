@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.capture import captured
+from layerzero.core.capturing import capturing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,14 +19,14 @@ def test_a_capture_that_is_lost_leaves_stream_pool_and_generator():
     pool, x = torch.cuda.graph_pool_handle(), torch.ones(1024, device="cuda")
     before, held = torch.cuda.current_stream(), torch.cuda.memory_reserved()
     for _ in range(3):
-        with pytest.raises(RuntimeError), captured(torch.cuda.CUDAGraph(), pool=pool):
+        with pytest.raises(RuntimeError), capturing(torch.cuda.CUDAGraph(), pool=pool):
             kept = [torch.rand(2**20, device="cuda")]
             torch.cuda.synchronize()  # what no capture allows
             del kept
         assert torch.cuda.current_stream() == before
     assert torch.rand(2, device="cuda").isfinite().all()
     graph = torch.cuda.CUDAGraph()
-    with captured(graph, pool=pool):
+    with capturing(graph, pool=pool):
         y = x * 2 + torch.rand(1024, device="cuda")
     graph.replay()
     torch.cuda.synchronize()

@@ -312,6 +312,13 @@ def test_a_reused_step_keeps_its_buffers():
         (lambda cache: cache.writing(["a"], [-1]), "counts: wanted numbers of at least 0, got -1"),
         (lambda cache: cache.writing(["a"], [True]), "counts: wanted numbers of at least 0, got True"),
         (lambda cache: cache.writing(["a"], [40], blocks=2), "blocks: wanted at least 3 columns"),
+        (
+            lambda cache: cache.writing(["a"], reuse="a"),
+            r"reuse: wanted a step that writing\(\) gave, or None, got 'a'",
+        ),
+        (lambda cache: cache.layer(2), "KVCache.layer: number: wanted a layer from 0 to 1, got 2"),
+        (lambda cache: cache.layer(-1), "wanted a layer from 0 to 1, got -1"),
+        (lambda cache: cache.layer("a"), "wanted a layer from 0 to 1, got 'a'"),
         (lambda cache: cache.free("x"), "got 'x'"),
         (lambda cache: cache.fork("a", tokens=1), "tokens: wanted 0 to 0 or None, got 1"),
         (lambda cache: cache.truncate("a", 1), "tokens: wanted 0 to 0, got 1"),
@@ -333,6 +340,8 @@ def test_mistakes_are_told(call, message):
     ("change", "message"),
     [
         ({"layers": 0}, "layers: wanted a number of at least 1, got 0"),
+        ({"captured": "no"}, "captured: wanted True or False, got 'no'"),
+        ({"device": 2**70}, "device: wanted one that torch knows"),
         ({"kv_heads": None}, "kv_heads: wanted a number of at least 1, got None"),
         ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM, got 'DNH'"),
         ({"dtype": torch.bool}, "dtype: wanted float32, .* got torch.bool"),
@@ -362,6 +371,7 @@ def test_a_closed_cache_says_so_and_its_memory_is_free_for_another_layout():
     with pytest.raises(lz.KVCacheError, match="got one that was closed"):
         lz.paged_attention(query, layer, step=step)
     assert "closed" in repr(cache)
+    assert "closed" in repr(layer), "what shows an object does not raise"
 
 
 def test_layers_say_in_which_layout_they_are_written():
@@ -648,7 +658,9 @@ def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
             layer.value_scale.fill_(0.04)
         lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
         got = lz.paged_attention(query, layer, step=step)
-        with pytest.raises(lz.InvalidCallError, match=r"key_cache: wanted dtype .* got (float8|int8)"):
+        with pytest.raises(
+            lz.InvalidCallError, match=r"key.*got one of (float8|int8).*append_quantized_kv writes codes"
+        ):
             lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
         with pytest.raises(lz.InvalidCallError, match="key_scale: wanted a float32 tensor with a quantized cache"):
             lz.paged_attention(
@@ -697,8 +709,43 @@ def test_a_step_whose_sequence_gave_tokens_back_reads_and_writes_no_others(end):
         cache.commit(step)
         lz.paged_attention(query, cache.layer(0), step=step)
         cache.truncate("alice", 3) if end == "truncate" else getattr(cache, end)("alice")
-    for use in (lambda: step.slots, lambda: lz.paged_attention(query, cache.layer(0), step=step)):
+    layer = cache.layer(0)
+
+    def by_tensors():
+        starts = {"cu_seqlens_q": step.cu_seqlens_q, "step": step}
+        return lz.paged_attention(query, layer.keys, layer.values, step.block_tables, step.context_lens, **starts)
+
+    for use in (lambda: step.slots, lambda: lz.paged_attention(query, layer, step=step), by_tensors):
         with pytest.raises(lz.KVCacheError, match="aborted" if end == "abort" else "freed, truncated or swapped out"):
+            use()
+
+
+@pytest.mark.usefixtures("path")
+def test_tensors_of_a_layer_are_read_by_no_step_that_its_cache_refuses():
+    """A call by tensors costs less than one with a layer, and looks as closely at its step."""
+    cache = made()
+    names = [cache.allocate(name) for name in ("first", "second")]
+    cache.writing(names, [20, 20]).commit()
+    step = cache.writing(["second"])
+    step.commit()
+    query, keys, values = torch.randn(1, 1, 4, 32), cache.layer(0).keys, cache.layer(0).values
+
+    def attend():
+        return lz.paged_attention(query, keys, values, step.block_tables, step.context_lens, step=step)
+
+    attend()
+    attend()
+    cache.free("first")
+    attend()
+    cache.compact()
+    with pytest.raises(lz.KVCacheError, match=r"made since pages moved.*writing\(\) begins another"):
+        attend()
+    step = cache.writing(["second"])
+    step.commit()
+    attend()
+    cache.close()
+    for use in (attend, lambda: step.slots):
+        with pytest.raises(lz.KVCacheError, match="got one that was closed"):
             use()
 
 

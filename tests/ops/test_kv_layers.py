@@ -108,6 +108,54 @@ def test_layers_write_without_a_look_at_the_device(kind, slots):
     cache.close()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "latent", "scales"])
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        (torch.tensor([5, 48, 40, 0]), r"slot_mapping\[1\]: wanted -1 to 47, got 48"),
+        (torch.tensor([5, 6, 40, -2]), r"slot_mapping\[3\]: wanted -1 to 47, got -2"),
+        (torch.tensor([5, 6, 5, -1]), "slot_mapping: wanted each place once"),
+        ([5, 6, 7, 8], r"slot_mapping: wanted an int64 tensor \(T,\), got \[5, 6, 7, 8\]"),
+        (torch.tensor([5.0, 6.0, 7.0, 8.0]), r"slot_mapping: wanted an int64 tensor \(T,\), got a tensor"),
+    ],
+)
+def test_layers_write_nothing_into_slots_that_are_none(kind, slots, said):
+    cache, method, new = of_layers()[kind]
+    layer = cache.layer(0)
+    before = held_by(layer, kind)
+    with pytest.raises(lz.InvalidCallError, match=said):
+        getattr(layer, method)(*new, slots)
+    assert torch.equal(held_by(layer, kind), before)
+    cache.close()
+
+
+def test_a_split_layer_gives_zeros_for_a_token_without_a_slot():
+    cache, _, new = of_layers()["vllm"]
+    layer = cache.layer(0)
+    layer.append(*new, torch.tensor([0, 1, 2, 47]))  # the last slot is what -1 would name in Python
+    for got, tokens in zip(layer.gather(torch.tensor([-1, 47])), new, strict=True):
+        assert torch.equal(got, torch.stack((torch.zeros_like(tokens[0]), tokens[3])))
+    with pytest.raises(lz.InvalidCallError, match=r"SplitLayer.gather: slot_mapping\[0\]: wanted -1 to 47, got 48"):
+        layer.gather(torch.tensor([48]))
+    cache.close()
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_slots_without_memory_are_refused_where_the_process_would_end(latent):
+    form = {"latent": (64, 16)} if latent else {"kv_heads": 2, "head_dim": 32}
+    cache = lz.KVCache(1, dtype=torch.float32, strategy="virtual", max_sequences=3, max_length=40_000, **form)
+    name, layer = cache.allocate(), cache.layer(0)
+    new = [torch.randn(5, 1, 64), torch.randn(5, 1, 16)] if latent else [torch.randn(5, 2, 32)] * 2
+    with cache.writing([name], [5]) as step:
+        lz.append_paged_kv(*new, layer, slot_mapping=step.slots)
+        for slot in (39_999, 80_000):
+            with pytest.raises(lz.KVCacheError, match="wanted slots that a step reserved, got one without memory"):
+                lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([slot]))
+        with pytest.raises(lz.InvalidCallError, match=r"slot_mapping\[0\]: wanted -1 to 119999, got 120000"):
+            lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([120_000]))
+    cache.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged.declare import append_paged_kv_reference, paged_attention_reference
 from layerzero.testing import case_call, check
 
@@ -386,3 +389,27 @@ def test_keys_and_values_in_one_tensor_are_written_apart_and_together_refused(wi
     overlapping = (caches[0], both[..., 4:12] if width_by_width else caches[0])
     with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own"):
         lz.append_paged_kv(keys, values, *overlapping, slots)
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_gather", "reference.attention.gqa.decode.paged"])
+@pytest.mark.parametrize(("lens", "tokens"), [([5, 9, 0], 12), ([0, 0, 0], 0), ([1, 2, 64], 64)])
+def test_on_a_cpu_no_more_of_a_table_is_read_than_the_longest_sequence_has(kernel, lens, tokens):
+    """Tables of a step that is reused have columns for the longest sequence that there may be."""
+    keys, values, query = torch.randn(48, 4, 2, 32), torch.randn(48, 4, 2, 32), torch.randn(3, 1, 4, 32)
+    tables = torch.randperm(48).int().view(3, 16)
+    call = query, keys, values, tables, torch.tensor(lens, dtype=torch.int32)
+    read = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **kwargs or {})
+            if function is torch.ops.aten.index.Tensor and args[0].ndim == 4:
+                read.append(found.shape[1] * found.shape[2])
+            return found
+
+    run = REGISTRY.kernel(kernel).load(lz.explain("paged_attention", *call).facts)
+    with Watched():
+        got = run(*call)
+    assert read == [tokens, tokens]
+    dense = [each[tables.long()].flatten(1, 2) for each in (keys, values)]
+    torch.testing.assert_close(got, attention_reference(query, *dense, kv_lens=call[-1]))

@@ -413,3 +413,34 @@ def test_another_total_of_new_tokens_is_told_when_a_step_advances(given):
     starts.copy_(torch.tensor([0, 2, 3]))
     step.advance()
     assert step.slot_mapping(16).tolist() == before
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_slots_of_values_that_changed_are_refused_until_a_step_advances(inference):
+    """In inference mode too, where torch counts no writes."""
+    with torch.inference_mode(inference):
+        tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+        lens = torch.tensor([17, 20], dtype=torch.int32)
+        step = lz.StepMetadata(tables, lens)
+        assert step.slot_mapping(16).tolist() == [16, 83]
+        for changed in (lens, tables):
+            changed.add_(1)
+            with pytest.raises(lz.InvalidCallError, match=r"step: wanted advance\(\) after tables or lengths changed"):
+                step.slot_mapping(16)
+            step.advance()
+        assert step.slot_mapping(16).tolist() == [33, 100]
+
+
+def test_numbers_of_the_host_are_those_beside_them():
+    """On a CPU both are there: slots were made of the one, and attention read the other."""
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens, starts = torch.tensor([17, 20], dtype=torch.int32), torch.tensor([0, 1, 9], dtype=torch.int32)
+    with pytest.raises(lz.InvalidCallError, match=r"host\[0\]: wanted the numbers .*, \[17, 20\], got \[18, 21\]"):
+        lz.StepMetadata(tables, lens, host=(lens + 1,))
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, host=(lens.clone(), starts.clone()))
+    before, wanted = step.slot_mapping(16).clone(), r"host\[1\]: wanted the numbers .*, \[0, 1, 9\], got \[0, 2, 9\]"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        step.advance(host=(lens, torch.tensor([0, 2, 9], dtype=torch.int32)))
+    assert torch.equal(step.slot_mapping(16), before)
+    with pytest.raises(lz.InvalidCallError, match=r"RaggedMetadata: host\[0\]: wanted the numbers that it stands for"):
+        lz.RaggedMetadata(starts, starts, host=(starts + 1, starts))

@@ -104,6 +104,7 @@ WRONG = [
     (lambda c: {"block_rows": 0}, "block_rows: wanted a number of at least 1, got 0"),
     (lambda c: {"block_cols": 2.0}, r"block_cols: wanted a number of at least 1, got 2\.0"),
     (lambda c: {"block_indptr": c["block_indptr"] + 1}, r"block_indptr\[0\]: wanted 0, got 1"),
+    (lambda c: {"block_indices": c["block_indices"][:-1]}, r"block_indptr\[4\]: wanted \d+, the number of blocks, got"),
     (
         lambda c: {"block_indptr": c["block_indptr"][[0, 3, 1, 2, 4]]},
         r"block_indptr\[2\]: wanted at least 5, the number before it, got 2",

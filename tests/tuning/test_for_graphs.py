@@ -76,7 +76,7 @@ def test_who_plans_on_the_host_is_not_replayed_without_a_step_that_stays(kind, t
 @pytest.fixture
 def captures(monkeypatch):
     """Captures as far as a contest sees of them: what is called inside, and replays that call it again."""
-    inside, graphs = [], []
+    inside = []
 
     @contextlib.contextmanager
     def graph(made, **_):
@@ -84,14 +84,14 @@ def captures(monkeypatch):
         yield
         inside.pop()
 
-    def made():
-        graphs.append(types.SimpleNamespace(replay=lambda: None))
-        return graphs[-1]
+    class Graph:
+        def replay(self):
+            pass
 
     stream = types.SimpleNamespace(wait_stream=lambda _: None)
     for name, stub in {
         "Stream": lambda: stream, "stream": lambda _: contextlib.nullcontext(), "current_stream": lambda *_: stream,
-        "synchronize": lambda: None, "CUDAGraph": made, "graph": graph, "current_device": lambda: 0,
+        "synchronize": lambda: None, "CUDAGraph": Graph, "graph": graph, "current_device": lambda: 0,
         "graph_pool_handle": lambda: (0, 1),
     }.items():  # fmt: skip
         monkeypatch.setattr(contests.torch.cuda, name, stub)

@@ -217,6 +217,9 @@ class Bound:
             if name not in tensors or wanted is None:  # absent ones are fixed
                 yield name, wanted, got
                 continue
+            if got is None:  # one that the function itself may go without
+                yield name, "a tensor", None
+                continue
             for what, each, other in zip(_OF_TENSOR, wanted, got, strict=False):
                 plain = isinstance(each, torch.Size)
                 yield f"{name}: {what}", tuple(each) if plain else each, tuple(other) if plain else other

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import capture
 from layerzero.core.arguments import Param
+from layerzero.core.capturing import capturing
 from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.operation import Operation
 from layerzero.engine.planning import PlanUnusableError
@@ -233,7 +233,7 @@ def captured(trial: Trial) -> Outcome:
                 for _ in range(2):
                     plan.run(**bound)
             torch.cuda.synchronize()
-            with capture.captured(graph):
+            with capturing(graph, capture_error_mode="global"):  # the strictest: nothing runs beside
                 result = _run_in_capture(watched, call, bound)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
             return Outcome("wrong", f"under graph capture it {raised(error)}")

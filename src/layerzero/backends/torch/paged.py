@@ -19,6 +19,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.paged.gather import blocks_of
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
@@ -40,8 +41,7 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
         window: tuple[int, int] | None = None,
         max_context_len: int | None = None,
     ) -> Tensor:
-        table_blocks = block_tables.shape[1]
-        blocks = table_blocks if max_context_len is None else min(table_blocks, -(-max_context_len // page_size))
+        blocks = blocks_of(block_tables, context_lens, page_size, max_context_len)
         positions = torch.arange(blocks * page_size, device=query.device)
         lengths = context_lens.unsqueeze(1)
         pages = block_tables[:, :blocks].masked_fill(positions[::page_size] >= lengths, 0)

@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.nn.modules import module as torchs
 
 import layerzero as lz
-from layerzero.core.capture import captured
+from layerzero.core.capturing import capturing
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
     InvalidCallError,
@@ -332,7 +332,7 @@ class Steps(State):
         with torch.cuda.stream(stream):
             run()  # libraries keep workspaces for each stream
         torch.cuda.current_stream(device).wait_stream(stream)
-        with captured(graph, pool=self._pool, stream=stream):
+        with capturing(graph, pool=self._pool, stream=stream):
             output = run()
         return graph, output
 

@@ -104,7 +104,7 @@ class KVCache(CachedSequences):
             for place in places:
                 self.ensure(place, longest)
         lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32, device=self.device)
-        found = self.layers[layer]
+        found = self.layer(layer)
         axis = 1 + self.layout.index("N")
         keys, values = (
             each[places[0] : places[0] + len(places)].narrow(axis, 0, longest) for each in (found.keys, found.values)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.reasons import ReasonCode
 
+GONE = "wanted a cache that is there, got one that was closed; make another"
+"""What a closed cache says, and whatever stands for it."""
+
 
 class KVCacheError(LayerZeroError):
     """A cache cannot do what was asked; nothing was written and nothing was lost.

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from layerzero.core import indices
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.errors import GONE, KVCacheError
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import KVCacheStrategy
 from layerzero.ops.paged import written
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
 _OF_ONE_HEAD = "NHD"
 """The layout of planes without heads, as what moves tokens sees them."""
 
-_FREED = "wanted a cache that is there, got one that was closed; make another"
-
 
 def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> None:
-    """Write tokens into the slots of caches (P, N, ...), after a look at their shapes; nothing is read on the host.
+    """Write tokens into the slots of caches (P, N, ...), after a look at their shapes, and at slots that lie on a CPU.
 
-    Raises: InvalidCallError for tokens that are not as the cache's.
+    Raises: InvalidCallError for tokens that are not as the cache's, and for slots that are none, before any is written.
     """
+    _check_slots(kind, slot_mapping, next(iter(pairs.values()))[1], written=True)
     tokens, problems = len(slot_mapping), []
     for name, (new, cache) in pairs.items():
         wanted = (tokens, *cache.shape[2:])
@@ -47,6 +47,21 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
     append_paged_kv_reference(first, second, key_cache, value_cache, slot_mapping)
 
 
+def _check_slots(kind: str, slots: object, cache: Tensor, *, written: bool) -> None:
+    """Look at the slots of a cache (P, N, ...), on a CPU at their values, too. Raises: InvalidCallError."""
+    problems, count = [], cache.shape[0] * cache.shape[1]
+    if not isinstance(slots, Tensor) or slots.ndim != 1 or slots.dtype not in (torch.int64, torch.int32):
+        problems.append(f"slot_mapping: wanted an int64 tensor (T,), got {told(slots)}")
+    elif slots.is_cpu and not torch.compiler.is_compiling():
+        if not indices.within(slots, -1, count):
+            place, slot = next((at, each) for at, each in enumerate(slots.tolist()) if not -1 <= each < count)
+            problems.append(f"slot_mapping[{place}]: wanted -1 to {count - 1}, got {slot}")
+        elif written and not indices.distinct(slots):
+            problems.append("slot_mapping: wanted each place once, got one for two tokens")
+    if problems:
+        raise InvalidCallError(kind, problems)
+
+
 def _check_step(owner: CachedSequences | None, step: object) -> None:
     """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError."""
     if owner is not None:
@@ -55,9 +70,17 @@ def _check_step(owner: CachedSequences | None, step: object) -> None:
         raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone")
 
 
-def _check_mapped(owner: CachedSequences | None, function: str) -> None:
-    """Refuse to copy rows into others that have no memory yet. Raises: KVCacheError with KV_STRATEGY_UNSUPPORTED."""
-    if function == "copy_kv_blocks" and owner is not None and owner.strategy is KVCacheStrategy.VIRTUAL:
+def _check_mapped(owner: CachedSequences | None, function: str, given: Mapping[str, Any]) -> None:
+    """Refuse to write where a virtual cache has no memory yet: copies of rows, and slots that no step reserved.
+
+    Slots are looked at on a CPU. Raises: KVCacheError with KV_STRATEGY_UNSUPPORTED for copies.
+    """
+    if owner is None or owner.strategy is not KVCacheStrategy.VIRTUAL:
+        return
+    slots = given.get("slot_mapping")
+    if function != "gather_paged_kv" and isinstance(slots, Tensor) and slots.is_cpu:
+        owner.check_reserved(slots)
+    if function == "copy_kv_blocks":
         problem = (
             "wanted a cache whose memory is there, got a virtual one; fork(), compact() and defragment() copy rows"
         )
@@ -75,7 +98,13 @@ class CacheLayer(PagedCache):
         super().__init__(planes["keys"], planes["values"], layout, **scales)
 
     def __getattr__(self, name: str) -> Any:  # asked for what a closed cache has no more
-        raise KVCacheError(_FREED) if name in ("keys", "values", "key_scale", "value_scale") else AttributeError(name)
+        raise KVCacheError(GONE) if name in ("keys", "values", "key_scale", "value_scale") else AttributeError(name)
+
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except KVCacheError:  # nothing that shows an object may raise
+            return f"CacheLayer({self.number}, closed)"
 
     def forget(self) -> None:
         """Have no memory any more."""
@@ -99,7 +128,7 @@ class CacheLayer(PagedCache):
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors, layout and step; see :meth:`layerzero.ops.paged.cache.PagedCache.arguments_of`."""
         _check_step(self._owner(), given.get("step"))
-        _check_mapped(self._owner(), function)
+        _check_mapped(self._owner(), function, given)
         return super().arguments_of(function, parameter, given)
 
 
@@ -129,7 +158,7 @@ class SplitLayer(Bundle):
 
     def _plane(self, name: str) -> Tensor:
         if not self._planes:
-            raise KVCacheError(_FREED)
+            raise KVCacheError(GONE)
         return self._planes[name]
 
     @property
@@ -150,9 +179,12 @@ class SplitLayer(Bundle):
         _write("SplitLayer.append", slot_mapping, key=(key, keys), value=(value, values))
 
     def gather(self, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of slots, (T, K, D) and (T, K, D_v)."""
-        page, offset = slot_mapping // self.page_size, slot_mapping % self.page_size
-        return self.keys[page, :, :, offset].flatten(-2), self.values[page, :, :, offset]
+        """The tokens of slots, (T, K, D) and (T, K, D_v); -1 gives zeros. Raises: InvalidCallError for other slots."""
+        _check_slots("SplitLayer.gather", slot_mapping, self.values.transpose(1, 3), written=False)
+        none, slots = (slot_mapping < 0).view(-1, 1, 1), slot_mapping.clamp(min=0)
+        page, offset = slots // self.page_size, slots % self.page_size
+        keys, values = self.keys[page, :, :, offset].flatten(-2), self.values[page, :, :, offset]
+        return keys.masked_fill(none, 0.0), values.masked_fill(none, 0.0)
 
     def converted(self, layout: str = "NHD") -> PagedCache:
         """A copy in a layout that kernels attend over. Raises: InvalidCallError for another."""
@@ -200,7 +232,7 @@ class LatentLayer(Bundle):
 
     def _plane(self, name: str) -> Tensor:
         if not self._planes:
-            raise KVCacheError(_FREED)
+            raise KVCacheError(GONE)
         return self._planes[name]
 
     @property
@@ -241,5 +273,5 @@ class LatentLayer(Bundle):
             problems.append(f"layout: wanted {_OF_ONE_HEAD!r} or nothing, got {told(given['layout'])}")
         if problems:
             raise InvalidCallError(function, problems, ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
-        _check_mapped(self._owner(), function)
+        _check_mapped(self._owner(), function, given)
         return {"key_cache": self.ckv_cache.unsqueeze(2), "value_cache": self.kpe_cache.unsqueeze(2)}

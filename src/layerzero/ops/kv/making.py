@@ -87,9 +87,10 @@ def asked(
         problems.append(f"scales: wanted {wanted}, got {told(scales)}")
     elif not narrow and scales is not None:
         problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
+    problems += _flag_problems("captured", captured)
     try:
         where = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):  # the last of an integer that no device has
         problems.append(f"device: wanted one that torch knows, such as 'cuda:0', or None, got {told(device)}")
     else:
         problems += _absence_problems(where)
@@ -142,6 +143,10 @@ def _absence_problems(device: torch.device) -> list[str]:
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         return [f"device: wanted one that is here, got {str(device)!r}: {str(error).splitlines()[0][:120]}"]
     return []
+
+
+def _flag_problems(name: str, flag: object) -> list[str]:
+    return [] if isinstance(flag, bool) else [f"{name}: wanted True or False, got {told(flag)}"]
 
 
 def _size_problems(sizes: dict[str, int | None]) -> list[str]:

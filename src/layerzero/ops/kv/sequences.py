@@ -18,7 +18,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv import moving
 from layerzero.ops.kv.book import Book, Entry, Growth, has_hash
-from layerzero.ops.kv.errors import KVCacheError
+from layerzero.ops.kv.errors import GONE, KVCacheError
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.making import asked
 from layerzero.ops.kv.step import CacheStep
@@ -51,7 +51,7 @@ def alone(method: _Method) -> _Method:
     def run(self: CachedSequences, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             if self._closed:
-                raise KVCacheError("wanted a cache that is there, got one that was closed; make another")
+                raise KVCacheError(GONE)
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]  # the same signature
@@ -152,7 +152,10 @@ class CachedSequences(Bundle):
         return self.choice.strategy
 
     def layer(self, number: int) -> Any:
-        """One layer, to be passed in place of a cache's tensors."""
+        """One layer, to be passed in place of a cache's tensors. Raises: InvalidCallError for a number that is none."""
+        if type(number) is not int or not 0 <= number < len(self.layers):
+            problem = f"number: wanted a layer from 0 to {len(self.layers) - 1}, got {told(number)}"
+            raise InvalidCallError("KVCache.layer", [problem])
         return self.layers[number]
 
     # sequences
@@ -262,7 +265,9 @@ class CachedSequences(Bundle):
         if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
             raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}")
         needed = -(-longest // self.page_size)
-        if reuse is not None:
+        if reuse is not None and type(reuse) is not CacheStep:
+            problems.append(f"reuse: wanted a step that writing() gave, or None, got {told(reuse)}")
+        elif reuse is not None:
             same_form = (reuse.cu_seqlens_q is None) == (counts.count(1) == len(counts))
             if reuse.cache is not self or reuse.sequences != names or reuse.is_open or not same_form:
                 problems.append("reuse: wanted a step of these sequences and this kind that ended, got another one")
@@ -306,6 +311,14 @@ class CachedSequences(Bundle):
             self._storage.trim(self._book.free)
             self._storage.ensure(page, tokens)
 
+    def check_reserved(self, slots: Tensor) -> None:
+        """Refuse slots (T,) on a CPU whose memory is not there yet. Raises: KVCacheError."""
+        if self._storage.lacks(slots):
+            problem = (
+                "wanted slots that a step reserved, got one without memory; writing() makes room, step.slots names it"
+            )
+            raise KVCacheError(problem)
+
     @alone
     def commit(self, step: CacheStep) -> None:
         """End a step and keep its tokens."""
@@ -335,12 +348,14 @@ class CachedSequences(Bundle):
         return self._book.returned
 
     def check_moved(self, step: object) -> None:
-        """Refuse the step of another cache, and one whose pages may be another sequence's by now.
+        """Refuse the step of another cache or of a closed one, and one whose pages may be another sequence's by now.
 
         Raises: KVCacheError.
         """
         if not isinstance(step, CacheStep):
             return
+        if self._closed:
+            raise KVCacheError(GONE)
         if step.cache is not self:
             raise KVCacheError("wanted a step of this cache, got one of another")
         if step.moves != self.moves:

@@ -79,6 +79,11 @@ class CacheStep(StepMetadata):
             return self.slot_mapping(self.cache.page_size)  # which says so
         return self._packed.slots
 
+    def kind_for(self, *tensors: Tensor) -> str:
+        """As of any step. Raises: KVCacheError where its pages may be another sequence's by now."""
+        self.cache.check_moved(self)
+        return super().kind_for(*tensors)
+
     @property
     def positions(self) -> Tensor:
         """The place of each new token in its sequence, (T,) int64 on the cache's device."""

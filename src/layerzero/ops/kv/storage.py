@@ -58,6 +58,10 @@ class Fixed:
     grows = False
     """Whether :meth:`ensure` and :meth:`soon` do anything."""
 
+    def lacks(self, _slots: Tensor) -> bool:
+        """Whether slots (T,) on a CPU name memory that is not there: none does."""
+        return False
+
     def ensure(self, page: int, tokens: int) -> None:
         """Nothing to do: every page is there."""
 
@@ -141,6 +145,12 @@ class Virtual(Fixed):
     def has_tokens(self, page: int) -> int:
         """Tokens that a page has memory for."""
         return self._length if self._has[page] == self._row_bytes else self._has[page] // self._token_bytes
+
+    def lacks(self, _slots: Tensor) -> bool:
+        """Whether slots (T,) on a CPU name memory that was not mapped yet; those beyond all pages are no memory."""
+        room = torch.tensor([self.has_tokens(page) for page in range(self._pages)])
+        named = _slots[(_slots >= 0) & (_slots < self._pages * self._length)]
+        return bool((named % self._length >= room[named // self._length]).any())
 
     def ensure(self, page: int, tokens: int) -> None:
         """Map what the first so many tokens of a page need; waits for a growth of it that is under way.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.bundle import MISSING, Bundle
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import written
@@ -116,6 +117,9 @@ class PagedCache(Bundle):
             another layout (KV_CACHE_LAYOUT_MISMATCH).
         """
         mine = {"key_cache": self.keys, "value_cache": self.values}
+        if function == "append_paged_kv" and self.keys.dtype in QUANTIZED:
+            wanted = f"a cache of floating numbers, got one of {dtype_name(self.keys.dtype)}"
+            raise InvalidCallError(function, [f"{parameter}: wanted {wanted}; lz.append_quantized_kv writes codes"])
         problems = [] if parameter in mine else [f"{parameter}: wanted a tensor, got a {type(self).__name__}"]
         for name, tensor in mine.items():
             if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:

@@ -6,6 +6,19 @@ import torch
 from torch import Tensor
 
 
+def blocks_of(block_tables: Tensor, context_lens: Tensor, page_size: int, promised: int | None) -> int:
+    """How many columns of a table are followed: on a CPU what the longest sequence needs, as far as the table goes.
+
+    Elsewhere as many as were promised, or all: nothing is read on the host.
+    """
+    blocks = block_tables.shape[1]
+    if promised is not None:
+        blocks = min(blocks, -(-promised // page_size))
+    if context_lens.is_cpu and len(context_lens):
+        blocks = min(blocks, -(-max(int(context_lens.max()), 0) // page_size))
+    return blocks
+
+
 def gathered(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -13,16 +26,14 @@ def gathered(
     context_lens: Tensor,
     max_context_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of each sequence, as long as its table or the promised bound; nothing is read on the host.
+    """Keys and values of each sequence, as long as its table or the promised bound, on a CPU as the longest sequence.
 
     Entries of a table beyond a sequence's last page are not followed: they may hold anything.
     Shapes: caches (P, N, K, D) and (P, N, K, D_v), block_tables (B, max_blocks), context_lens (B,) →
     (B, blocks * N, K, D) and (B, blocks * N, K, D_v)
     """
     page_size = key_cache.shape[1]
-    blocks = block_tables.shape[1]
-    if max_context_len is not None:
-        blocks = min(blocks, -(-max_context_len // page_size))
+    blocks = blocks_of(block_tables, context_lens, page_size, max_context_len)
     first = torch.arange(blocks, device=block_tables.device) * page_size
     used = first < context_lens.unsqueeze(1)
     pages = block_tables[:, :blocks].masked_fill(~used, 0).long()

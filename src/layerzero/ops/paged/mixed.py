@@ -71,7 +71,7 @@ def paged_tokens_reference(
 
     Shapes: query (T, H, D), key_cache (P, N, K, D), value_cache (P, N, K, D_v), block_tables (B, max_blocks),
     context_lens (B,), cu_seqlens_q (B + 1,), sinks (H,), alibi_slopes (H,) or (B, H), tree_mask (T, columns)
-    → (T, H, D_v); log-sum-exp (H, T). A query that sees no key gives 0, -inf.
+    → (T, H, D_v); log-sum-exp (H, T). A query that sees no key gives 0, -inf (with sinks, the sink).
     Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
     Units: max_context_len and max_seqlen_q in tokens, decodes in sequences; promises, which change no result.
     Source: PagedAttention, arXiv:2309.06180; chunked prefill, arXiv:2308.16369.

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.core.arguments import told
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Routed
 from layerzero.core.reasons import ReasonCode
@@ -28,6 +30,18 @@ def is_asked(arguments: dict[str, Any]) -> bool:
     return has_scales or of_codes or arguments["narrow_query"] is not False
 
 
+def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
+    """What was given as for a cache of codes beside one of floating numbers."""
+    dtype = arguments["key_cache"].dtype
+    if dtype in quantized.QUANTIZED or not dtype.is_floating_point:
+        return []
+    return [
+        f"{name}: wanted {none} over a cache of {dtype_name(dtype)}, whose numbers have no scales, got {told(given)}"
+        for name, none in (("key_scale", None), ("value_scale", None), ("narrow_query", False))
+        if (given := arguments[name]) is not none
+    ]
+
+
 def route_quantized(name: str, arguments: dict[str, Any]) -> Routed:
     """Check a call; several tokens a sequence are one operation, one token each is the other."""
     starts, layout, step = arguments["cu_seqlens_q"], arguments["layout"], arguments["step"]
@@ -37,7 +51,7 @@ def route_quantized(name: str, arguments: dict[str, Any]) -> Routed:
     problems += shape_problems(arguments, ("key_cache", "value_cache"), 4) + layout_problems(layout)
     if not problems and starts is not None:
         problems += start_problems("cu_seqlens_q", starts, len(tables[1]) + 1, len(arguments["query"]))
-    problems = problems or quantized.scale_problems(arguments, layout)
+    problems = problems or _of_codes_alone(arguments) or quantized.scale_problems(arguments, layout)
     if problems:
         raise InvalidCallError(name, problems)
     query, key_cache = arguments["query"], arguments["key_cache"]

@@ -59,7 +59,8 @@ def paged_attention(
         tables, lengths and starts int32, on the same device.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
-        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf.
+        context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf (with
+            sinks, the sink).
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"NHD"`` or ``"HND"``.
         window: (left, right) as in ``lz.attention``; of one causal query only left counts: nothing is to its right.
@@ -68,7 +69,8 @@ def paged_attention(
         cu_seqlens_q: where each sequence's queries begin: 0, then the end of each; they are its newest tokens. A
             sequence may have none.
         max_seqlen_q: an upper bound of the queries of one sequence; all tokens together if None.
-        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart.
+        decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart;
+            None where there are none.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
             GPUs the reference computes them.

@@ -39,7 +39,7 @@ class StepMetadata(Handle):
         context_lens: (B,) int32, tokens of each sequence, the newest included.
         cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens begin, and the end of the last; one each if None.
         host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
-            plans on the host waits for no copy then.
+            plans on the host waits for no copy then. Their numbers are compared where both lie on the CPU.
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
             if None.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
@@ -73,6 +73,14 @@ class StepMetadata(Handle):
         self._max_context_len = max_context_len
         self._given, self._host_tables = host, host_tables
         self.pages = pages
+        self._uncounted = self._copies()
+
+    def _copies(self) -> tuple[Tensor | None, ...]:
+        """Of tensors of inference mode, in which torch counts no writes, what they hold; None for others.
+
+        They are compared where that waits for nothing: on a CPU.
+        """
+        return tuple([each.clone() if each.is_inference() and each.is_cpu else None for each in self._tensors])
 
     @classmethod
     def of_ragged_tables(
@@ -145,8 +153,11 @@ class StepMetadata(Handle):
 
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
-        if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=False)):
-            return FOREIGN
+        for mine, theirs in zip(
+            self._tensors, tensors, strict=False
+        ):  # each call asks: a generator costs as much again
+            if mine is not theirs:
+                return FOREIGN
         return STALE if self.is_stale else self.kind
 
     @property
@@ -193,6 +204,7 @@ class StepMetadata(Handle):
         """Bring every slot up to date; lengths on the host are read again unless they were given."""
         self.__dict__.pop("host", None)
         super().refresh()
+        self._uncounted = self._copies()
 
     def slot_mapping(self, page_size: int, tokens: int | None = None) -> Tensor:
         """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
@@ -209,7 +221,8 @@ class StepMetadata(Handle):
             for name, number in (("page_size", page_size), ("tokens", tokens))
             if (name, number) != ("tokens", None) and (type(number) is not int or not 1 <= number <= _MOST_TOKENS)
         ]
-        if self.is_stale:
+        written = zip(self._uncounted, self._tensors, strict=True)
+        if self.is_stale or any(old is not None and not torch.equal(old, now) for old, now in written):
             problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
         if problems:
             raise InvalidCallError("StepMetadata.slot_mapping", problems)

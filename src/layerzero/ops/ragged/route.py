@@ -57,7 +57,7 @@ def ragged_attention(
         return_lse: also return the log-sum-exp of the scores, float32 (H, T), natural logarithm.
         step: the :class:`layerzero.RaggedMetadata` of these starts, so that kernels that plan on the host do so once
             for all layers.
-    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf (with sinks, the sink).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
         CPU and in debug mode for starts that do not begin at 0, decrease, or end elsewhere than the tokens.
         NoKernelFoundError if policy leaves no kernel.

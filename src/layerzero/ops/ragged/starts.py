@@ -53,8 +53,11 @@ def value_problems(name: str, starts: Tensor, tokens: int, longest: int | None =
     return problems
 
 
-def checks(name: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[Check]:
-    """The same where the numbers lie, nothing read on the host; there :func:`value_problems` is quicker."""
+def checks(name: str, starts: Tensor, tokens: int, longest: int | None = None, *, of: str = "tokens") -> list[Check]:
+    """The same where the numbers lie, nothing read on the host; there :func:`value_problems` is quicker.
+
+    ``of`` names what they divide.
+    """
     numbers, last = starts.long(), len(starts) - 1
     left, right = numbers[:-1], numbers[1:]
 
@@ -65,7 +68,7 @@ def checks(name: str, starts: Tensor, tokens: int, longest: int | None = None) -
         return f"{name}[{place[0] + 1}]: wanted at least {got[0]}, the number before it, got {got[1]}"
 
     def ends(_: tuple[int, ...], got: tuple[int, ...]) -> str:
-        return f"{name}[{last}]: wanted {tokens}, the number of tokens, got {got[0]}"
+        return f"{name}[{last}]: wanted {tokens}, the number of {of}, got {got[0]}"
 
     def is_long(_: tuple[int, ...], got: tuple[int, ...]) -> str:
         return f"{name}: wanted sequences of at most {longest} tokens as was promised, got one of {got[0]}"

@@ -111,6 +111,23 @@ def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:
             if each.dtype is not torch.int32 or each.shape != like.shape:
                 break
         else:
-            return []
+            return _other_numbers(host, of)
     wanted = ", ".join(str(tuple(each.shape)) for each in of)
     return [f"host: wanted int32 tensors on the CPU of shapes {wanted}, got {host!r}"]
+
+
+def _other_numbers(host: tuple[Tensor, ...], of: tuple[Tensor, ...]) -> list[str]:
+    """Where numbers on the host are others than those beside them; what lies on a device is not read."""
+    return [
+        f"host[{place}]: wanted the numbers that it stands for, {_few(like)}, got {_few(each)}"
+        for place, (each, like) in enumerate(zip(host, of, strict=True))
+        if like.is_cpu and type(like) is Tensor and not torch.compiler.is_compiling() and each.tolist() != like.tolist()
+    ]
+
+
+def _few(numbers: Tensor) -> str:
+    text = ", ".join(map(str, numbers[:_MAX_TOLD].tolist()))
+    return f"[{text}{', ...' if len(numbers) > _MAX_TOLD else ''}]"
+
+
+_MAX_TOLD = 8

@@ -77,7 +77,7 @@ def checks(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> 
     named = (owners(block_indptr, block_indices) * 2**32 + block_indices).sort().values
     twice = (named[1:] == named[:-1]).sum().unsqueeze(0)
     return [
-        *start_checks("block_indptr", block_indptr, len(block_indices)),
+        *start_checks("block_indptr", block_indptr, len(block_indices), of="blocks"),
         Check(beyond, block_indices.unsqueeze(1), outside),
         Check(twice[0] > 0, twice, again, alone=True),
     ]

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from layerzero.core.capture import captured
+from layerzero.core.capturing import capturing
 
 Run = Callable[[], object]
 
@@ -62,7 +62,7 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with captured(graph):
+        with capturing(graph):
             kept = [call() for call in calls]
 
         def replay() -> None:

@@ -14,25 +14,48 @@ from typing import Any
 
 import torch
 
+from layerzero.core.arguments import told
 from layerzero.core.collecting import held_off
+from layerzero.core.errors import InvalidCallError
 
 _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
 
 
 @contextmanager
-def captured(graph: Any, *, pool: Any = None, stream: Any = None) -> Iterator[None]:
-    """Capture into a ``torch.cuda.CUDAGraph`` what runs inside; see the arguments of ``torch.cuda.graph``.
+def capturing(
+    graph: torch.cuda.CUDAGraph,
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    capture_error_mode: str = "thread_local",
+) -> Iterator[None]:
+    """Capture what the block launches: ``torch.cuda.graph``, with Python's garbage collector held off.
 
-    Other threads may go on with what a capture forbids, such as allocating memory: they know nothing of this one.
-    Raises: whatever capturing raises, RuntimeError mostly. Stream, memory and generator are as before then, and a
-        pool that was given may be used by later captures.
+        graph = torch.cuda.CUDAGraph()
+        with lz.capturing(graph):
+            output = step()  # that ran before, so that what is chosen, built and planned on the way is there
+        graph.replay()
+
+    Without it the collector may free an old graph in the middle of the capture, which breaks it, or ends the process.
+    Objects that lose their last reference meanwhile are freed as ever: drop no graph in the block.
+
+    Args:
+        graph: what is captured into.
+        pool: memory that graphs share, as of ``torch.cuda.graph_pool_handle()`` or ``other.pool()``; its own if None.
+        stream: where the capture takes place; one of torch's own if None.
+        capture_error_mode: whose calls may break it. ``thread_local``, this thread's alone, unlike torch's ``global``:
+            kernels are built in the background (``jit: background``), whose calls have nothing to do with the capture.
+    Raises: InvalidCallError for what is no CUDAGraph; whatever capturing raises, RuntimeError mostly: stream, memory
+        and generator are as before then, and a pool that was given may be used by later captures.
     """
+    if not isinstance(graph, torch.cuda.CUDAGraph):
+        raise InvalidCallError("capturing", [f"graph: wanted a torch.cuda.CUDAGraph, got {told(graph)}"])
     device = torch.cuda.current_device() if stream is None else stream.device_index
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
-        with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             yield
     except BaseException:
         for each in before:  # the last one makes its device the current one

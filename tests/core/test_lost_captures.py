@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.core.capture import captured
+from layerzero.core.capturing import capturing
 
 LOST = "operation failed due to a previous error during capture"
 
@@ -82,7 +82,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     for name, stub in {
         "current_stream": made.current_stream, "set_stream": made.set_stream, "current_device": lambda: made.device,
         "graph_pool_handle": made.pool, "synchronize": lambda: None, "empty_cache": lambda: None,
-        "default_generators": generators, "Stream": lambda: Stream("torch's own"),
+        "CUDAGraph": Graph, "default_generators": generators, "Stream": lambda: Stream("torch's own"),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "_get_device_index", lambda *_, **__: 0)
@@ -96,7 +96,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def lose(cuda: Cuda, **options: Any) -> Graph:
     graph = Graph(cuda)
-    with pytest.raises(RuntimeError, match=LOST), captured(graph, **options):
+    with pytest.raises(RuntimeError, match=LOST), capturing(graph, **options):
         assert not gc.isenabled()
         graph.lost = True
     assert gc.isenabled()
@@ -126,7 +126,7 @@ def test_a_lost_capture_leaves_nothing_behind(cuda: Cuda) -> None:
 
 def test_a_pool_that_was_given_serves_later_captures(cuda: Cuda) -> None:
     lose(cuda, pool=(0, 5), stream=Stream("side"))
-    with captured(Graph(cuda), pool=(0, 5), stream=Stream("side")):
+    with capturing(Graph(cuda), pool=(0, 5), stream=Stream("side")):
         assert cuda.current_stream().name == "side"
     assert cuda.current_stream().name == "first's"
 
@@ -139,7 +139,7 @@ def test_streams_of_both_devices_are_as_before(cuda: Cuda) -> None:
 
 
 def test_an_error_that_the_capture_outlives_is_no_second_release(cuda: Cuda) -> None:
-    with pytest.raises(ValueError, match="mine"), captured(Graph(cuda)):
+    with pytest.raises(ValueError, match="mine"), capturing(Graph(cuda)):
         raise ValueError("mine")
     assert (cuda.pools, cuda.released) == ([], [])
     assert cuda.current_stream().name == "first's"
