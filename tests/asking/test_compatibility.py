@@ -74,7 +74,7 @@ OF_ONE_TORCH = lz.Backend(
     versions=">=2,<4",
     known_bad="==2.0",
     builds=(
-        Build("==4.*", ("torch>=2.15,<2.16",), "pip install lib==4"),
+        Build("==4.*", ("torch>=2.15,<2.16",), "pip install lib==4", proven=False),
         Build("==3.*", ("torch>=2.14,<2.15",), "pip install lib==3"),
         Build(">=2.1,<3", ("torch>=2.13,<2.14",), "pip install lib==2.1"),
     ),
@@ -94,9 +94,14 @@ FITS, VET = "Install a version that fits: pip install lib", "prove this one here
     [
         ("2.14.1", "3.1", ""),
         ("2.13.0", "2.5", ""),
-        ("2.13.0", None, "lib is absent, >=2,<4 is needed. Install it: pip install lib==2.1"),
-        ("2.14.0", None, "lib is absent, >=2,<4 is needed. Install it: pip install lib==3"),
+        ("2.13.0", None, "lib is absent, >=2.1,<3 is needed. Install it: pip install lib==2.1"),
+        ("2.14.0", None, "lib is absent, ==3.* is needed. Install it: pip install lib==3"),
         ("2.12.0", None, NONE_FITS),
+        (
+            "2.15.0",
+            None,
+            "lib is absent, ==4.* is needed. Install it: pip install lib==4, then " + VET.replace("this one", "it"),
+        ),
         ("2.14.0", "2.5", f"torch must be >=2.13,<2.14, is 2.14.0. {FITS}==3"),
         ("2.13.0", "2.0", f"lib version must be >=2,<4, not ==2.0, is 2.0. {FITS}==2.1"),
         # its build is known, its kernels are not: they prove themselves

@@ -68,7 +68,11 @@ def test_experts_are_chosen_by_an_operator_with_or_without_rows_that_count_for_n
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "install"), [("2.11.0", "pip install vllm==0.20.0"), ("2.14.0", "pip install vllm==0.33.0")]
+    ("torch_version", "install"),
+    [
+        ("2.11.0", "pip install vllm==0.20.0"),
+        ("2.14.0", "pip install vllm==0.33.0, then prove it here: `layerzero vet --backend vllm`"),
+    ],
 )
 def test_the_version_that_fits_torch_is_the_one_to_install(torch_version, install):
     query = torch.empty(1, 8, 128, 128, dtype=torch.bfloat16, device="meta")

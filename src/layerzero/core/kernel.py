@@ -66,11 +66,13 @@ class Build:
         versions: which, as a PEP 440 specifier.
         requires: what they were built for: ``torch>=2.14,<2.15``.
         install: the command that installs one of them.
+        proven: whether the declaration holds for them; where it does not, their kernels prove themselves first.
     """
 
     versions: str
     requires: tuple[str, ...]
     install: str
+    proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ class Backend:
 
     def holds_for(self, version: str) -> bool:
         """Whether the declaration was written for a version."""
-        if self.builds and self.build(version) is None:
+        build = self.build(version)
+        if self.builds and not (build and build.proven):
             return False
         return not self.versions or within(version, self.versions)
 

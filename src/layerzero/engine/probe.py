@@ -13,7 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from layerzero.core import forking
 from layerzero.core.device import Device
-from layerzero.core.kernel import Backend, within
+from layerzero.core.kernel import Backend, Build, within
 from layerzero.core.reasons import Reason, ReasonCode
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+?)\s*((?:[<>=!~]=?|===).*)$")
@@ -58,11 +58,14 @@ class Machine:
 
     def _look(self, backend: Backend, device: Device) -> LibraryState:
         version = self._version(backend)
-        install = self.install(backend, device)
+        fits, install = self._fitting(backend, device), self.install(backend, device)
+        vetting = f"`layerzero vet --backend {backend.name}`"
         if backend.distribution and version is None:
             hint = f"Install it: {install}" if install else self._of_no_build(backend)
-            name = " or ".join(backend.distributions)
-            return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, backend.versions or "any", "absent", hint))
+            if fits and not fits.proven:
+                hint += f", then prove it here: {vetting}"
+            name, wanted = " or ".join(backend.distributions), (fits or backend).versions or "any"
+            return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, wanted, "absent", hint))
         fact = f"{next(filter(None, backend.distributions), backend.name)} version"
         fitting = f"Install a version that fits: {install}" if install else self._of_no_build(backend)
         if backend.known_bad and version and within(version, backend.known_bad):
@@ -75,18 +78,20 @@ class Machine:
                 return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
         if broken is None and backend.versions and version is not None and not backend.holds_for(version):
-            vetting = f"prove this one here: `layerzero vet --backend {backend.name}`" if version else ""
-            hint = "; or ".join(filter(None, ("" if build else fitting, vetting)))
+            prove = f"prove this one here: {vetting}" if version else ""
+            hint = "; or ".join(filter(None, ("" if build else fitting, prove)))
             reason = Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
             return LibraryState(version, reason, untested=bool(version) and self.libraries is None)
         return LibraryState(version, broken)
 
     def install(self, backend: Backend, device: Device) -> str:
         """The command that installs what fits here; empty where none is known to."""
-        for build in backend.builds:
-            if all(self._unmet(each, device) is None for each in build.requires):
-                return build.install
-        return "" if backend.builds else backend.install
+        fits = self._fitting(backend, device)
+        return fits.install if fits else "" if backend.builds else backend.install
+
+    def _fitting(self, backend: Backend, device: Device) -> Build | None:
+        met = (each for each in backend.builds if all(self._unmet(one, device) is None for one in each.requires))
+        return next(met, None)
 
     def _of_no_build(self, backend: Backend) -> str:
         if not backend.builds:

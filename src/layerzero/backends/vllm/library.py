@@ -28,9 +28,9 @@ def _backend(summary: str) -> Backend:
         versions="==0.20.*",
         tested=("0.20.0",),
         builds=(
-            # Its libraries load and every operator used here has the parameters it had (torch 2.15, 2026-11-23), but no
-            # GPU ran them: outside `versions`, so that they prove themselves first.
-            Build("==0.33.*", ("torch>=2.14,<2.15",), "pip install vllm==0.33.0"),
+            # Its libraries load and every operator used here has the parameters it had (torch 2.15 on a CPU,
+            # 2026-11-23), but no GPU ran them.
+            Build("==0.33.*", ("torch>=2.14,<2.15",), "pip install vllm==0.33.0", proven=False),
             Build("==0.20.*", ("torch>=2.11,<2.12",), "pip install vllm==0.20.0"),
         ),
         platforms=("cuda",),
