@@ -10,10 +10,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from layerzero.core import forking
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.recipe import CallRecipe
 
 
@@ -110,11 +111,24 @@ def class_text(facts: Facts) -> str:
     return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
+class Libraries(Protocol):
+    """The libraries that a question is about, where they are others than those of this process."""
+
+    @property
+    def torch(self) -> str:
+        """The version of torch."""
+
+    def version(self, backend: Backend, device: Device) -> str | None:
+        """The version of a library; empty where nothing tells, None where it is absent."""
+
+
 class Ledger(Protocol):
     """Times, verdicts and failures, as the engine asks for them and reports them."""
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
-        """The times that are known of these kernels for a call, by kernel id."""
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> Mapping[str, Evidence]:
+        """The times that are known of these kernels for a call, by kernel id; of these libraries, or of those here."""
 
     def untimed(self, facts: Facts) -> bool:
         """Whether no kernel has a time for a call, as far as that can be told at once; where not, evidence tells."""
@@ -186,7 +200,12 @@ class MemoryLedger:
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
+    def evidence(
+        self,
+        kernels: Sequence[Kernel],
+        facts: Facts,
+        libraries: Libraries | None = None,  # noqa: ARG002  # the protocol's names; no version is kept here
+    ) -> Mapping[str, Evidence]:
         """Times recorded for exactly this work."""
         times = self._times.get(call_work(facts)) if self._times else None
         return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
