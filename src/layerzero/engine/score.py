@@ -59,7 +59,8 @@ def rank(
     ``libraries`` are those that a question is about; times hold for versions.
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
-    evidence = ledger.evidence([each.kernel for each in legal], facts, libraries)
+    asked = [each.kernel for each in legal]
+    evidence = ledger.evidence(asked, facts) if libraries is None else ledger.evidence(asked, facts, libraries)
     known = [each.kernel for each in legal if each.kernel.id in evidence]
     device, named = facts.device, _named(facts, policy)
     stock, first = _kept_first([each.kernel for each in legal], facts, policy, named)
