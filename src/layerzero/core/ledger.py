@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +112,12 @@ def class_text(facts: Facts) -> str:
     return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
+def work_text(facts: Facts) -> str:
+    """The class of a call in a line, and a hash of the very work: other sizes or strides have another one."""
+    told = hashlib.blake2b(repr(call_work(facts)).encode(), digest_size=8).hexdigest()
+    return f"{class_text(facts)} work {told}"
+
+
 class Libraries(Protocol):
     """The libraries that a question is about, where they are others than those of this process."""
 
@@ -153,6 +160,12 @@ class Ledger(Protocol):
 
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Errors by (kernel id, operation), oldest first."""
+
+    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember that a capture refused a kernel that ran: for this very work, until a version changes."""
+
+    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why a capture refused a kernel for this very work, None if none did."""
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
@@ -199,6 +212,7 @@ class MemoryLedger:
         self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
+        self._uncaptured: dict[tuple[str, str], str] = {}
 
     def evidence(
         self,
@@ -260,6 +274,14 @@ class MemoryLedger:
         """A copy of what failed."""
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
+
+    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember it for this process."""
+        self._uncaptured[kernel.id, work_text(facts)] = why
+
+    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+        """What this process saw."""
+        return self._uncaptured.get((kernel.id, work_text(facts)))
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
         """No: nothing is remembered of a machine."""
