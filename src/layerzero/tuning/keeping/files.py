@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from layerzero.core import forking
+from layerzero.core import disk, forking
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
@@ -284,6 +284,10 @@ class FileLedger(MemoryLedger):
             waiting = f"; {self.files.waits()} records wait in memory" if self.files.waits() else ""
             end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"
             notes.append(f"{self.files.path} cannot be written: {end}")
+        elif nowhere := disk.no_place(self.files.path):  # nobody tried yet, as in a command that only looks
+            notes.append(
+                f"{self.files.path} cannot be written: {nowhere}; set LAYERZERO_CACHE_DIR to a folder that can"
+            )
         return tuple(notes)
 
     def _doubts(self) -> list[tuple[Name, str]]:
