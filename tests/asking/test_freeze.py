@@ -341,3 +341,74 @@ def test_a_document_with_a_hash_of_settings_alone_is_still_read():
 
     assert unlike("aaaa", "aaaa {}") == []
     assert unlike("aaaa", "bbbb {}") == ["settings: wanted aaaa, got bbbb; that document does not say which they were"]
+
+
+@pytest.fixture
+def of_rows():
+    """Which kernel ran; the better one takes no views, and nobody copies any."""
+    ran = []
+
+    def register(name, priority, limits):
+        def kernel(input, weight, *, eps):
+            ran.append((name, input.is_contiguous()))
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        lz.register_kernel("norm.rms", f"user.{name}", priority=priority, limits=limits)(kernel)
+
+    register("dense", 100, [lz.limits.contiguous("input")])
+    register("any", 99, [])
+    lz.configure(strict_mode=True, fallback_enabled=False)
+    return ran
+
+
+def views():
+    return {
+        "dense": torch.randn(4, 8),
+        "rows": torch.randn(8, 8)[::2],
+        "strided": torch.randn(8, 4).t(),
+        "expanded": torch.randn(1, 8).expand(4, 8),
+    }
+
+
+@pytest.mark.parametrize("first", ["dense", "rows"])
+def test_calls_that_lie_in_other_ways_keep_kernels_of_their_own(of_rows, tmp_path, first):
+    """No frozen kernel runs what it does not take, and none that ran before is refused for the choice of another."""
+    calls, weight, file = views(), torch.randn(8), tmp_path / "frozen.json"
+    for tensor in (calls[first], *calls.values()):
+        lz.rms_norm(tensor, weight)
+    document = lz.freeze()
+    document.write(file)
+    kernels = {name.partition("input:")[2]: each.kernel for name, each in document.choices.items()}
+    assert kernels == {"": "user.dense", "rows": "user.any", "strided": "user.any", "expanded": "user.any"}
+    for frozen_here in (True, False):
+        if not frozen_here:
+            lz.thaw()
+            lz.freeze(file)
+        ENGINE.bump()
+        of_rows.clear()
+        for name in (*reversed(calls), *calls):
+            lz.rms_norm(calls[name], weight)
+        assert {(name, dense) for name, dense in of_rows} == {("dense", True), ("any", False)}
+        assert (lz.frozen().departures, lz.frozen().added) == ({}, ())
+
+
+def test_a_view_that_nobody_saw_gets_the_frozen_kernel_of_dense_tensors_only_if_it_takes_it(of_rows):
+    calls, weight = views(), torch.randn(8)
+    lz.rms_norm(calls["dense"], weight)
+    lz.freeze()
+    ENGINE.bump()
+    assert "not seen before" in lz.explain("rms_norm", calls["rows"], weight).notes[-1]
+    lz.rms_norm(calls["rows"], weight)
+    lz.thaw()
+    lz.lock("rms_norm", "user.any")
+    lz.rms_norm(calls["dense"], weight)
+    lz.freeze()
+    lz.unlock("rms_norm")
+    ENGINE.bump()
+    assert lz.explain("rms_norm", calls["dense"], weight).kernel_id == "user.any"
+    assert (
+        lz.explain("rms_norm", calls["rows"], weight).notes[-1] == "frozen: user.any, for dense tensors of this class"
+    )
+    lz.rms_norm(calls["rows"], weight)
+    assert of_rows == [("dense", True), ("any", False), ("any", True), ("any", False)]
+    assert len(lz.frozen().added) == 1

@@ -546,3 +546,10 @@ app()
     assert {"from Python", "from a library", "buffered in C", "warning: a warning"} <= set(result.stderr.splitlines())
     plain = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert "fine" in plain.stdout.splitlines()
+
+
+def test_confirming_where_nobody_is_suspected_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    assert "confirmed: nothing, there is no suspect" in run("doctor --confirm").stdout
+    assert "confirmed" not in run("doctor").stdout

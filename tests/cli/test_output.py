@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 
 import pytest
+from rich.console import Console
 
 from layerzero.cli import output
-from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.live import live
+from layerzero.cli.rows import Lines, new_row, new_table
+from layerzero.cli.tables import add_row, table_of
 
 KERNEL = "a_library.with_a_kernel.whose_name_takes_sixty_columns_of_a_hundred"
 NUMBERS = ("123456.7", "123456.7", "41.9 %", "6.8e-05", "419 %")
@@ -46,3 +50,45 @@ def test_a_narrow_table_stays_within_its_columns():
 def test_a_terminal_keeps_its_width():
     lines = re.sub(r"\x1b\[[\d;]*m", "", shown(60, terminal=True)).splitlines()
     assert max(map(len, lines)) <= 60
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(("make", "add"), [(new_table, new_row), (table_of, add_row)])
+def test_a_terminal_folds_what_it_has_no_room_for_and_cuts_nothing(make, add, width):
+    """Ids, numbers, long words of prose and headers: each column holds all of its letters, one below the other."""
+    ids = ("vllm.cpu.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged and 3 more", "123456789.12")
+    table = make("kernel", "kernel of a library", "time")
+    for _ in range(3):
+        add(table, *ids)
+    for column in table.columns:
+        column.no_wrap = True
+    file = io.StringIO()
+    file.isatty = lambda: True
+    console = output.stdout_console(file)
+    console.width = width
+    output._print_whole(console, table)
+    text = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    wanted = "".join(["kernel", "kernel of a library", "time", *3 * ids]).replace(" ", "")
+    assert Counter(each for each in text if not each.isspace() and each != "─") == Counter(wanted)
+
+
+def test_a_row_of_lines_is_one_line_in_a_pipe_whatever_its_length():
+    table = table_of("kernel", "work", "time", "from", kind=Lines)
+    add_row(table, KERNEL, "a text that is longer than what is left of a hundred columns " * 2, "1.0 us", "here")
+    file = io.StringIO()
+    output._print_whole(output.stdout_console(file), table)
+    assert len([line for line in file.getvalue().splitlines() if line.strip()]) == 3
+
+
+def test_a_narrow_bar_cuts_the_call_and_not_the_counts():
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, force_interactive=True)
+    with live(quiet=False, console=console) as told:
+        told.at("attention.standard.decode 2x1x2x7 2x2x2x7 2x2x1x1 float32 …" * 2, 12, 66, 11.0)
+    shown = re.split(r"[\r\n]", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", file.getvalue()))
+    line = next(each for each in reversed(shown) if "12/66" in each)
+    assert "11 s left" in line
+    assert re.search(r"\d:\d\d:\d\d", line)
+    assert len(line) <= 80

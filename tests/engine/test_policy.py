@@ -209,6 +209,22 @@ def test_later_origins_win(tmp_path):
     assert effective["deterministic"] == (False, "default")
 
 
+def test_what_adds_up_says_every_place_that_it_comes_from(tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("locks: {norm.rms: torch.rms_norm}\ndeny: [zentorch]\nprefer: [torch]\n")
+    variables = {"LAYERZERO_LOCK_ATTENTION": "torch.sdpa.math", "LAYERZERO_PREFER": "zentorch"}
+    configuration = Configuration({"LAYERZERO_CONFIG": str(file), **variables})
+    effective = configuration.effective_with_origin({"deny": ["xformers"]}, {"deny": ["vllm"]})
+    locks = {"norm.rms": "torch.rms_norm", "attention": "torch.sdpa.math"}
+    assert effective["locks"] == (locks, f"{file}, environment")
+    assert effective["deny"] == (["zentorch", "xformers", "vllm"], f"{file}, scope")
+    assert effective["prefer_sources"] == (["zentorch"], "environment")
+    alone = Configuration({"LAYERZERO_LOCK_ATTENTION": "torch.sdpa.math"}).effective_with_origin({"deny": ["vllm"]})
+    assert (alone["locks"][1], alone["deny"][1]) == ("environment", "scope")
+    again = Configuration({"LAYERZERO_CONFIG": str(file), "LAYERZERO_LOCK": "norm.rms=reference.norm.rms"})
+    assert again.effective_with_origin()["locks"][1] == "environment", "nothing of the file is left"
+
+
 def test_load_config_changes_the_next_call(tmp_path, norm):
     file = tmp_path / "layerzero.yaml"
     file.write_text("locks:\n  norm.rms: reference.norm.rms\n")
@@ -222,7 +238,7 @@ def test_load_config_changes_the_next_call(tmp_path, norm):
     ("strict_mode: 3", "strict_mode: wanted true or false, got 3"),
     ("deny: torch", "deny: wanted a list of texts, got 'torch'; write [torch]"),
     ("deny: [torch, 3]", "deny: wanted a list of texts, got ['torch', 3]"),
-    ("3: 4", "unknown key 3"),
+    ("3: 4", "unknown key 3. See `layerzero config keys`."),
     ("plugins: 5", "plugins: wanted a list of texts, or a text, got 5"),
     ("strict_mod: 1\njit: soon", "'strict_mode'? See `layerzero config keys`.\n"),
     ("cache: {max_sise: 3}", "did you mean 'cache.max_size'"),

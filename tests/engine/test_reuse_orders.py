@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import layerzero as lz
 from drawing import examples
 from layerzero.core.evidence import Measurement
-from layerzero.core.reuse_conditions import DENSE
+from layerzero.core.reuse_conditions import DENSE, LOOSE, holds
 from layerzero.engine import reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -162,3 +162,45 @@ def test_vectors_and_indices_have_no_such_condition(function, given, counted):
     found = reuse.conditions_of(plan, current_policy(), dispatcher.order)
     place = dispatcher.order.index(counted) << 8
     assert [each for each in found if each[0] == DENSE] == [(DENSE, (place, place | 2, place | 1, place | 3), ())]
+
+
+def norm_of(name, priority):
+    """A kernel of norms; one that takes no views."""
+
+    def run(input, weight, *, eps):
+        RAN.append(name)
+        return rms_norm(input, weight.shape, weight, eps)
+
+    limits = [lz.limits.contiguous("input")] if name == "user.dense" else []
+    lz.register_kernel("norm.rms", name, priority=priority, limits=limits)(run)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_plan_for_a_view_that_is_dense_in_no_order_serves_no_dense_call(timed):
+    """Who takes no views is refused for one and is the best for dense memory: which came first decides nothing."""
+    norm_of("user.dense", 90)
+    norm_of("user.any", 80)
+    weight, views, dense = (
+        torch.randn(64),
+        [torch.randn(40, 64)[::2][:rows] for rows in (18, 19, 20)],
+        torch.randn(18, 64),
+    )
+    if timed:
+        for each in ("user.any", "user.dense"):
+            time_us = 20.0 if each == "user.any" else 10.0
+            measured = Measurement(time_us, time_us, 0.0, 9)
+            ENGINE.ledger.record_time(REGISTRY.kernel(each), lz.facts("rms_norm", dense, weight), measured)
+    with lz.scope(strict_mode=True):  # nobody copies a view
+        RAN.clear()
+        for tensor in (*views, dense, torch.randn(18, 64), views[0], dense):
+            lz.rms_norm(tensor, weight)
+            assert RAN[-1] == lz.which("rms_norm", tensor, weight)["kernel_id"]
+    assert RAN == [*3 * ["user.any"], "user.dense", "user.dense", "user.any", "user.dense"]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (3, 1), (0, 4)])
+def test_loose_is_what_dense_is_not(shape):
+    operands = (0, 2, 1, 3)
+    for strides in ((4, 1), (1, 3), (8, 1), (8, 2), (0, 1), (1, 1)):
+        dense, loose = (holds(((code, operands, ()),), [shape], [strides]) for code in (DENSE, LOOSE))
+        assert dense is not loose

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import sqlite3
 import warnings
 from dataclasses import replace
@@ -185,6 +186,19 @@ def test_a_running_process_whose_table_goes_works_on(path, kernels):
         assert store.evidence(kernels, facts(8)) == {}
         store.record(kernels[0], facts(8), TIME)
     assert store.evidence(kernels, facts(8))["user.a"].time_us == 10.0
+
+
+def test_a_cache_that_is_wiped_below_a_running_process_is_made_anew(path, kernels):
+    """What is measured afterwards is kept, not written into files that nobody can open any more."""
+    store = TimeStore()
+    store.record(kernels[0], facts(8), TIME)
+    for rows in (9, 10):
+        shutil.rmtree(path.parent)
+        store.record(kernels[0], facts(rows), TIME)
+        store.settle()
+        assert store.evidence(kernels, facts(rows))["user.a"].time_us == 10.0
+    ended(store)
+    assert TimeStore().evidence(kernels, facts(10))["user.a"].time_us == 10.0
 
 
 def flipped(whole, draw, bits):

@@ -253,6 +253,22 @@ def test_a_setting_may_name_a_link_to_a_database(folder, kernel):
     assert places.set_aside(folder / "times.sqlite") == []
 
 
+@pytest.mark.parametrize("below", ["", "further"])
+def test_doctor_tells_of_a_cache_that_cannot_be_before_anybody_writes(tmp_path, monkeypatch, below):
+    (tmp_path / "file").write_text("x")
+    where = tmp_path / "file" / below
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(where))
+    lz.configure()
+    ENGINE.ledger = StoreLedger(FileLedger(where))
+    assert any(f"{tmp_path / 'file'} is no folder" in issue for issue in lz.doctor().issues)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    (note,) = FileLedger(tmp_path / "cache").notes()
+    assert f"{tmp_path} may not be written" in note
+    monkeypatch.undo()
+    assert FileLedger(tmp_path / "cache").notes() == ()
+    ENGINE.ledger = MemoryLedger()
+
+
 def test_a_whole_cache_that_is_a_file(tmp_path, monkeypatch, kernel):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
     lz.configure()

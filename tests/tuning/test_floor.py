@@ -19,6 +19,7 @@ from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import floor
 from layerzero.tuning.measuring.contest import Status, contest
 from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
 from others import OTHERS
@@ -86,3 +87,34 @@ def test_what_neighbours_rule_out_is_measured_only_again(tmp_path, monkeypatch):
     again = run_jobs([norm(16)], torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS, again=True)
     assert {entry.kernel.id for entry in again.contests[0].entries} == {"torch.rms_norm", "mine.slow"}
     assert again.spared == 0
+
+
+def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+    speed = [1e-3]
+    monkeypatch.setattr(floor, "copy_gb_s", lambda device: speed[0])
+
+    @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
+    def dense(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    with lz.record() as recording:
+        lz.rms_norm(torch.randn(512, 2048)[:, ::2], torch.randn(1024))
+    jobs = jobs_of(recording.manifest(), "cpu")
+
+    def run(**more):
+        return run_jobs(jobs, torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS, **more)
+
+    (first,) = run().contests
+    assert {entry.kernel.id: entry.status for entry in first.entries}["mine.dense"] is Status.HOPELESS
+    steady = Measurement(50.0, 50.0, 0.01, 20, noise=0.01)  # whatever else this machine does meanwhile
+    ENGINE.ledger.record_time(REGISTRY.kernel("torch.rms_norm"), jobs[0].facts("cpu"), steady)
+    second = run()
+    assert (second.known, second.contests) == (1, ())
+    (again,) = run(again=True).contests
+    assert {entry.kernel.id for entry in again.entries} == {"mine.dense", "torch.rms_norm"}
+    speed[0] = 1e6
+    (quick,) = run().contests
+    assert {entry.kernel.id: entry.status for entry in quick.entries}["mine.dense"] is Status.TIMED, "it may win now"

@@ -13,10 +13,17 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from layerzero.core import limits as limit
+from layerzero.core.evidence import Measurement
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops.norm.sweep import norm_case
+from layerzero.tuning.keeping import files
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import contest as contests
+from layerzero.tuning.measuring import running
+from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Status, contest, taking_part
 from layerzero.tuning.measuring.grid import default_grid
 from layerzero.tuning.measuring.jobs import Job
@@ -135,3 +142,52 @@ def test_a_capture_that_refuses_a_kernel_is_no_failure_of_it(captures):
     assert (entry.status, entry.measurement) == (Status.UNCAPTURED, None)
     assert "made before" in entry.detail
     assert not ENGINE.ledger.failures()
+
+
+def test_what_a_capture_refused_is_not_measured_in_each_run_until_a_version_changes(captures, tmp_path, monkeypatch):
+    """Nor in another process; another size is another call, and who asks for all again gets all."""
+    monkeypatch.setattr(running, "clock_of", lambda device, graph: clock_of("cpu"))
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    ran = []
+
+    def load(facts):
+        def run(input, weight, *, eps):
+            ran.append(input.shape[0])
+            return rms_norm(input, weight.shape, weight, eps)
+
+        return run
+
+    def eager_alone(facts):
+        return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "its plan", "made before", "none") if facts["capturing"] else None
+
+    plain = REGISTRY.kernel("torch.rms_norm")
+    refuses = (*plain.limits, limit.Custom("capture: its plan", eager_alone))
+    kernel = dataclasses.replace(plain, id="mine.eager", limits=refuses, load=load, stock=False)
+    REGISTRY.register_kernel(kernel)
+
+    def tuned(rows, **more):
+        ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+        ran.clear()
+        job = Job(*norm_case("norm.rms", rows, 64), "float32")
+        effort = contests.Effort(samples=3, budget_s=0.05)
+        found = running.run_jobs(
+            [job], torch.device("cpu"), effort=effort, graph=True, isolate=False, leave_out=OTHERS, **more
+        )
+        facts = job.facts("cpu")
+        steady = Measurement(50.0, 50.0, 0.01, 20, noise=0.01, graph=True)  # whatever else this machine does meanwhile
+        ENGINE.ledger.record_time(plain, facts.on(facts.device, capturing=True), steady)
+        return found
+
+    (first,) = tuned(9).contests
+    assert {each.kernel.id: each.status for each in first.entries}["mine.eager"] is Status.UNCAPTURED
+    assert ran
+    known = tuned(9)
+    assert (known.known, known.contests, ran) == (1, (), [])
+    assert len(tuned(10).contests) == 1
+    assert ran, "another work of the same class"
+    assert len(tuned(9, again=True).contests) == 1
+    assert ran
+    monkeypatch.setattr(files, "_library", lambda kernel, device: "another version")
+    assert len(tuned(9).contests) == 1
+    assert ran

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.evidence import Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -270,6 +271,46 @@ def test_calls_with_tables_and_optional_tensors_are_in_a_table(operation, tmp_pa
     file = tmp_path / f"{slug(facts.device.name)}.json"
     archive.export_prior(table_of(archive.rows(store.database), "a test"), file)
     assert Priors(facts.device, tmp_path).evidence([kernel], facts)[kernel.id].time_us == 7.0
+
+
+@pytest.mark.parametrize("here", ["0.19.0", "0.20.1", None])
+def test_a_question_about_other_libraries_has_the_times_of_their_versions(here, first_table, monkeypatch):
+    """What is installed here says nothing about them, nor do they about what is installed here."""
+    found_here = importlib.metadata.version
+
+    def version(name):
+        if name != "vllm":
+            return found_here(name)
+        if here is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return here
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(ENGINE, "_ledger", StoreLedger(MemoryLedger()))
+    probe.forget()
+    call, kernel = attention(1, 2048), REGISTRY.kernel("vllm.flash_attn.v3")
+    report = lz.explain(call, libraries={"vllm": "0.20.0", "torch": "2.11.0"})
+    assert next(each for each in report.candidates if each.kernel is kernel).time_us is not None
+    for libraries in ({"vllm": "0.19.0"}, {"vllm": "0.20.0", "torch": "3.0.0"}):
+        others = TimeStore().evidence(REGISTRY.candidates(call["operation"]), call, probe.Machine(None, libraries))
+        assert (kernel.id in others) is (libraries["vllm"] == "0.20.0")
+        assert ("torch.sdpa.cudnn" in others) is ("torch" not in libraries)
+
+
+def test_what_was_found_here_says_nothing_about_another_version(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    store, kernel, libraries = TimeStore(), REGISTRY.kernel("torch.rms_norm"), {"torch": "3.0.0"}
+    call = lz.facts("rms_norm", torch.empty(8, 64), torch.empty(64))
+    store.record(kernel, call, TIME)
+    assert kernel.id in store.evidence([kernel], call)
+    assert kernel.id in store.evidence([kernel], call, probe.Machine(None, {"torch": torch.__version__}))
+    assert store.evidence([kernel], call, probe.Machine(None, libraries)) == {}
+    monkeypatch.setattr(ENGINE, "_ledger", MemoryLedger())
+    ENGINE.ledger.record_verdict(kernel, call, Verdict.WRONG)
+    assert lz.explain(call).reasons(kernel.id)
+    assert lz.explain(call, libraries={"torch": torch.__version__}).reasons(kernel.id)
+    assert not lz.explain(call, libraries=libraries).reasons(kernel.id)
 
 
 def test_a_table_tells_optional_tensors_and_other_dtypes_apart_but_no_dtypes_of_tables():

@@ -6,7 +6,7 @@
  */
 #include "hot.h"
 
-enum { SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE, CODES };
+enum { SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE, LOOSE, CODES };
 
 #define END -1
 
@@ -25,10 +25,10 @@ static int parse_one(PyObject *condition, const Key *key, int64_t *out)
     if (!PyArg_ParseTuple(condition, "lO!O!", &code, &PyTuple_Type, &operands, &PyTuple_Type, &numbers))
         return -1;
     Py_ssize_t operand_count = PyTuple_GET_SIZE(operands), number_count = PyTuple_GET_SIZE(numbers);
-    static const int wanted_numbers[CODES] = {0, 2, 1, -1, 1, 0}; /* -1: any number of them */
+    static const int wanted_numbers[CODES] = {0, 2, 1, -1, 1, 0, 0}; /* -1: any number of them */
     int fits = code >= 0 && code < CODES && operand_count > 0 &&
                (wanted_numbers[code] < 0 || wanted_numbers[code] == number_count) &&
-               (code != DENSE || operand_count % 2 == 0);
+               ((code != DENSE && code != LOOSE) || operand_count % 2 == 0);
     *out++ = code;
     *out++ = operand_count;
     *out++ = number_count;
@@ -128,6 +128,9 @@ int conditions_hold(const int64_t *program, const uint64_t *words)
             break;
         case DENSE:
             holds = dense(operands, program[1] / 2, exact);
+            break;
+        case LOOSE:
+            holds = !dense(operands, program[1] / 2, exact);
             break;
         }
         if (!holds)

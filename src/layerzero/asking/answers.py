@@ -190,7 +190,7 @@ def _explain_facts(call: Facts, machine: Machine) -> Report:
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     frozen = ENGINE.frozen
-    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else NO_TIMES)
+    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else NO_TIMES, machine.asked)
     report = pick(ranked, Routed(call.operation, {}, call.layout), call, policy, REGISTRY.lock_for(policy, call))
     return report if frozen is None else frozen.held(report, policy)
 

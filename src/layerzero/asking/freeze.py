@@ -90,7 +90,8 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
     frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
     NoKernelFoundError is raised where ``fallback_enabled`` is off. A class that was not seen before is chosen for by
-    priority and id, without times, keeps that kernel, and is listed in ``frozen().added``.
+    priority and id, without times, keeps that kernel, and is listed in ``frozen().added``. Calls with tensors that are
+    not contiguous have classes of their own; one that was not seen gets the kernel of dense tensors, if it may run.
 
     Returns: the document; ``write`` it for another process. Its hash says what is frozen.
     Raises: PolicyError if choices are frozen already; FrozenChoiceError for a manifest that was changed, and where this

@@ -155,6 +155,7 @@ def doctor(
     data = diagnosis.to_dict() | ({"confirmed": [each.to_dict() for each in confirmed]} if confirm else {})
     data |= {"jit": status.to_dict(), "faster": [each.to_dict() for each in faster]}
     lines = [f"confirmed: {each}" for each in confirmed]
+    lines += ["confirmed: nothing, there is no suspect"] if confirm and not confirmed else []
     shown = screen.diagnosis(diagnosis, everything=everything)
     return Answer(data, lambda: [*lines, *shown, *screen.faster(status, faster)], code)
 

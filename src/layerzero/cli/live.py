@@ -7,10 +7,21 @@ import math
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from layerzero.cli.output import say
+
+
+class _What(TextColumn):
+    """What is done now: the one part of the line that is cut where a terminal is narrow, counts and times are not."""
+
+    def render(self, task: Task) -> Text:
+        """The text of a task, in one line."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
 
 
 class Live:
@@ -35,11 +46,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(*, quiet: bool) -> Iterator[Live]:
+def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
     """Tell on stderr while a command works."""
-    console = Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False)
     left = TextColumn("{task.fields[left]}")
-    what = TextColumn("{task.description}", markup=False)
+    what = _What("{task.description}", markup=False, table_column=Column())
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), left, what)
     off = quiet or not console.is_terminal
     with Progress(*columns, console=console, disable=off, transient=True) as progress:

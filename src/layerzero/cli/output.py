@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -22,6 +22,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from typer.core import TyperCommand
 
+from layerzero.cli.rows import Lines
 from layerzero.core.errors import InvalidCallError, LayerZeroError, PolicyError, RegistrationError
 
 WIDTH = 100
@@ -29,6 +30,9 @@ WIDTH = 100
 
 PROSE = 24
 """Columns that text gets at least which may wrap."""
+
+LEAST, GAP = 10, 3
+"""Columns that remain in a terminal for what may wrap, and those between two columns."""
 
 FINE, NO, INVALID, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine; the answer is no; the question makes no sense; somebody pressed Ctrl-C."""
@@ -89,17 +93,35 @@ def stdout_console(file: TextIO | None = None) -> Console:
 
 
 def _print_whole(console: Console, part: RenderableType) -> None:
-    """Print; away from a terminal a table takes the columns that its numbers and ids need, so that none is cut."""
+    """Print a table so that none of its numbers and ids is cut.
+
+    Away from a terminal it takes the columns that they need. In one the widest go on in the next line.
+    """
     before = console.width
-    if isinstance(part, Table) and not console.is_terminal:
+    if isinstance(part, Table):
         endless = console.options.update(max_width=10_000)
-        for column in part.columns:
-            cells = (column.header, *column.cells)
-            whole = max(Measurement.get(console, endless, cell).maximum for cell in cells)
-            column.min_width = whole if column.no_wrap else min(whole, PROSE)
-        console.width = max(before, Measurement.get(console, endless, part).minimum)
+        whole = [
+            max(Measurement.get(console, endless, cell).maximum for cell in (column.header, *column.cells))
+            for column in part.columns
+        ]
+        if console.is_terminal:
+            _give_way(part, whole, console.width)
+        else:
+            for column, width in zip(part.columns, whole, strict=True):
+                column.min_width = width if column.no_wrap or isinstance(part, Lines) else min(width, PROSE)
+            console.width = max(before, Measurement.get(console, endless, part).minimum)
     console.print(part)
     console.width = before
+
+
+def _give_way(table: Table, whole: Sequence[int], width: int) -> None:
+    """Let the widest columns wrap that would not, as long as those alone take more than a terminal has."""
+    needs = [size if column.no_wrap else min(size, LEAST) for column, size in zip(table.columns, whole, strict=True)]
+    while sum(needs) + GAP * len(needs) > width:
+        widest = max(range(len(needs)), key=lambda place: needs[place])
+        if needs[widest] <= LEAST:
+            return
+        table.columns[widest].no_wrap, needs[widest] = False, LEAST
 
 
 def say(text: str) -> None:

@@ -31,7 +31,8 @@ cache:
 _ORDER = (
     "Later wins: defaults, the YAML file, the environment, `lz.configure`, `with` blocks (`lz.scope`, `lz.prefer`, "
     "`lz.avoid`, `lz.deterministic`, `lz.disabled`). `layerzero config show` prints every effective value and where it "
-    "comes from; `layerzero config check FILE` checks a file."
+    "comes from. Locks add up, the later one of an operation wins; lists of libraries and kernels add up in `with` "
+    "blocks and replace each other elsewhere. `layerzero config check FILE` checks a file."
 )
 _ELSEWHERE = {
     "LAYERZERO_CACHE_DIR": (

@@ -40,7 +40,7 @@ def show(
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """Show measured times, latest first, a line each."""
+    """Show measured times, latest first, a line each where a terminal is wide enough."""
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from layerzero.cli import describe
 from layerzero.cli.listing import Listed
+from layerzero.cli.rows import Lines, new_row, whole
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Platform
@@ -24,18 +25,19 @@ from layerzero.engine.settings import Setting
 from layerzero.tuning.keeping.rows import Row
 
 
-def table_of(*headers: str, **right: str) -> Table:
+def table_of(*headers: str, kind: type[Table] = Table, **right: str) -> Table:
     """A table; columns whose names are given as ``right`` stand to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=False)
+    table = kind(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=False)
     for header in headers:
         fold = header in ("kernel", "library", "key", "name")  # ids stay whole; prose wraps
-        table.add_column(header, no_wrap=fold, justify="right" if header in right else "left")
+        justify: JustifyMethod = "right" if header in right else "left"
+        table.add_column(whole(header), no_wrap=fold, justify=justify, overflow="fold")
     return table
 
 
 def add_row(table: Table, *cells: Text | str) -> None:
     """Add a row; strings are text, not markup: ``list[str]`` and ``[CODE]`` stay as they are."""
-    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+    new_row(table, *cells)
 
 
 def lines_of(*lines: Text | str) -> Text:
@@ -227,10 +229,8 @@ def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
 
 
 def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
-    """Measured times, a line each, and whether each counts on this machine."""
-    table = table_of("kernel", "work", "time", "from")
-    for column in table.columns:
-        column.no_wrap = True
+    """Measured times, a line each where that is wide enough, and whether each counts on this machine."""
+    table = table_of("kernel", "work", "time", "from", kind=Lines)
     for row, counts in zip(rows, here, strict=True):
         whence = "imported" if row.source else row.written_at[:10]
         whence += "" if counts else ", does not count here"

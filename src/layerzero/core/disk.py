@@ -163,6 +163,19 @@ def make_private(folder: Path) -> None:
         folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
 
 
+def no_place(folder: Path) -> str:
+    """Why a folder cannot be written or made, as far as that is told without trying; else empty."""
+    for place in (folder, *folder.parents):
+        try:
+            if place.is_dir():
+                return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written"
+            if os.path.lexists(place):  # a link that leads nowhere is in the way, too
+                return f"{place} is no folder"
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+    return ""
+
+
 def distrust(folder: Path) -> str:
     """Why a folder is not to be trusted with what this process believes; empty if it is, or where there is none.
 

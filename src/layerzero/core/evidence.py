@@ -123,7 +123,7 @@ def _memory(facts: Facts) -> list[str]:
         if name in optional:
             words.append("x".join("1" if size == 1 else "n" for size in tensor.shape))
         if not tensor.contiguous:
-            words.append(_density(tensor))
+            words.append(density(tensor))
         if tensor.negated:
             words.append("negated")
         if words:
@@ -131,7 +131,8 @@ def _memory(facts: Facts) -> list[str]:
     return found
 
 
-def _density(tensor: TensorFacts) -> str:
+def density(tensor: TensorFacts) -> str:
+    """How a tensor lies that is not contiguous: ``rows`` that are dense, a step in them, or one element for many."""
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.strides, strict=True)):
         return "expanded"
     return "rows" if tensor.last_stride == 1 else "strided"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from layerzero.core import forking
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.recipe import CallRecipe
 
 
@@ -110,11 +112,30 @@ def class_text(facts: Facts) -> str:
     return " ".join(str(part) for part in (operation, dtype, layout, sizes) if part)
 
 
+def work_text(facts: Facts) -> str:
+    """The class of a call in a line, and a hash of the very work: other sizes or strides have another one."""
+    told = hashlib.blake2b(repr(call_work(facts)).encode(), digest_size=8).hexdigest()
+    return f"{class_text(facts)} work {told}"
+
+
+class Libraries(Protocol):
+    """The libraries that a question is about, where they are others than those of this process."""
+
+    @property
+    def torch(self) -> str:
+        """The version of torch."""
+
+    def version(self, backend: Backend, device: Device) -> str | None:
+        """The version of a library; empty where nothing tells, None where it is absent."""
+
+
 class Ledger(Protocol):
     """Times, verdicts and failures, as the engine asks for them and reports them."""
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
-        """The times that are known of these kernels for a call, by kernel id."""
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> Mapping[str, Evidence]:
+        """The times that are known of these kernels for a call, by kernel id; of these libraries, or of those here."""
 
     def untimed(self, facts: Facts) -> bool:
         """Whether no kernel has a time for a call, as far as that can be told at once; where not, evidence tells."""
@@ -139,6 +160,12 @@ class Ledger(Protocol):
 
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Errors by (kernel id, operation), oldest first."""
+
+    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember that a capture refused a kernel that ran: for this very work, until a version changes."""
+
+    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why a capture refused a kernel for this very work, None if none did."""
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
@@ -185,8 +212,14 @@ class MemoryLedger:
         self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
+        self._uncaptured: dict[tuple[str, str], str] = {}
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
+    def evidence(
+        self,
+        kernels: Sequence[Kernel],
+        facts: Facts,
+        libraries: Libraries | None = None,  # noqa: ARG002  # the protocol's names; no version is kept here
+    ) -> Mapping[str, Evidence]:
         """Times recorded for exactly this work."""
         times = self._times.get(call_work(facts)) if self._times else None
         return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
@@ -241,6 +274,14 @@ class MemoryLedger:
         """A copy of what failed."""
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
+
+    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember it for this process."""
+        self._uncaptured[kernel.id, work_text(facts)] = why
+
+    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+        """What this process saw."""
+        return self._uncaptured.get((kernel.id, work_text(facts)))
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
         """No: nothing is remembered of a machine."""

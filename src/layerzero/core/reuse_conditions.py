@@ -22,13 +22,14 @@ from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
 from layerzero.core.watched import EVERYTHING
 
-SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE = range(6)
+SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE, LOOSE = range(7)
 
 Condition = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Code, operands, numbers. An operand is ``tensor << 8 | axis << 1``, plus 1 for the stride of that axis.
 
 SAME: the operands are equal. WITHIN: from one number to the other. MULTIPLE: of a number. ANY_OF: the numbers.
 CLASS: the operands' product has this bit length. DENSE: sizes, then strides, of axes in row-major order without gaps.
+LOOSE: the same, and they are not.
 """
 
 Conditions = tuple[Condition, ...]
@@ -54,6 +55,11 @@ def _holds(code: int, values: list[int], numbers: tuple[int, ...]) -> bool:
         return values[0] in numbers
     if code == CLASS:
         return math.prod(values).bit_length() == numbers[0]
+    return _dense(values) is (code == DENSE)
+
+
+def _dense(values: list[int]) -> bool:
+    """Whether sizes and strides are those of row-major order without gaps."""
     expected, axes = 1, len(values) // 2
     for size, stride in zip(reversed(values[:axes]), reversed(values[axes:]), strict=True):
         if size != 1:
@@ -130,10 +136,18 @@ class SizedCall:
 
     def dense(self, tensor: str) -> Iterable[Condition]:
         """The condition under which a tensor is contiguous as the kernel sees it."""
+        if self.kernel_axes(tensor):
+            yield DENSE, self._rows(tensor), ()
+
+    def loose(self, tensor: str) -> Condition:
+        """The condition under which a tensor is not contiguous as the kernel sees it."""
+        return LOOSE, self._rows(tensor), ()
+
+    def _rows(self, tensor: str) -> tuple[int, ...]:
+        """A tensor's sizes and then its strides, as the kernel sees it."""
         axes = self.kernel_axes(tensor)
-        if axes:
-            sizes = [self.operand(tensor, axis) for axis in axes]
-            yield DENSE, (*sizes, *(self.operand(tensor, axis, stride=True) for axis in axes)), ()
+        sizes = [self.operand(tensor, axis) for axis in axes]
+        return (*sizes, *(self.operand(tensor, axis, stride=True) for axis in axes))
 
     def largest(self) -> Facts:
         """Facts of which every size and shape is at least that of any call of the class."""
@@ -188,19 +202,25 @@ def strides_read(reads: Iterable[str], call: SizedCall) -> Iterable[Condition]:
             yield from _stepping(name, [axis for axis in last if call.facts.tensors[name].shape[axis] > 1], call)
 
 
-def orders(call: SizedCall) -> Iterable[Condition]:
-    """The conditions under which the data lies as it does where it is dense: in the caller's order, or a layout's.
+def orders(call: SizedCall, *, timed: bool) -> Iterable[Condition]:
+    """The conditions under which the data lies as it does: dense in the caller's order, in a layout's, or in none.
 
     Times are kept apart by that (:func:`layerzero.core.evidence.call_work`), and the coarse key tells it of vectors
-    alone. What is dense in no order has no condition: a view of a cache that grows is one class.
+    alone. What is dense in no order is one class, as the views of a cache that grows are: who is refused for such
+    memory may be the one for dense memory, whether there are times or not.
     """
     schema = call.facts.operation.schema
-    seen = [replace(call, layout=layout) for layout in (None, *schema.layouts)]
+    seen: list[SizedCall] = []
     for name, tensor in call.facts.tensors.items():
         if tensor.dtype in INDEX or name in schema.one_by_one or sum([size > 1 for size in tensor.shape]) < 2:
             continue
+        if tensor.contiguous and not timed:
+            continue
+        seen = seen or [replace(call, layout=layout) for layout in (None, *schema.layouts)]
         lying = next((each for each in seen if each.is_dense(name)), None)
-        if lying is not None:
+        if lying is None:
+            yield from dict.fromkeys([each.loose(name) for each in seen])
+        elif timed:
             yield from lying.dense(name)
 
 

@@ -85,15 +85,17 @@ class Configuration:
             return self._interned.setdefault(policy, policy)
 
     def effective_with_origin(self, *scopes: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Every setting's effective value and where it comes from."""
+        """Every setting's effective value and where it comes from; what adds up comes from several places."""
         merged: dict[str, tuple[Any, str]] = {}
         for origin, values in [*self.layers(), *(("scope", dict(scope)) for scope in scopes)]:
             for name, value in values.items():
                 if name == "locks" and name in merged:  # locks add up; the same operation is overridden
                     earlier = {key: lock for key, lock in merged[name][0].items() if key not in value}
-                    merged[name] = ({**earlier, **value}, origin if value else merged[name][1])
+                    before = merged[name][1] if earlier else ""
+                    merged[name] = ({**earlier, **value}, _joined(before, origin) if value else merged[name][1])
                 elif name in _LISTS.values() and origin == "scope":  # a scope adds to what holds outside it
-                    merged[name] = ([*merged[name][0], *value], origin)
+                    before = merged[name][1] if merged[name][0] else ""
+                    merged[name] = ([*merged[name][0], *value], _joined(before, origin))
                 else:
                     merged[name] = (value, origin)
         return merged
@@ -163,6 +165,13 @@ class Configuration:
             except PolicyError as error:
                 raise PolicyError(*(f"{_PREFIX}CONFIG: {problem}" for problem in error.problems)) from error
         self._environment_values = _checked_variables(self._environment)
+
+
+def _joined(before: str, origin: str) -> str:
+    """Where a setting comes from to which two places gave something."""
+    if not before:
+        return origin
+    return before if origin in before.split(", ")[-1:] else f"{before}, {origin}"
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Dispatcher:
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
         times = ledger if frozen is None and later is None else NO_TIMES
-        ranked = score.rank(judged, facts, policy, times)
+        ranked = score.rank(judged, facts, policy, times, machine.asked)
         timed = times is not NO_TIMES and not ledger.untimed(facts)  # of another order of memory, where not of this one
         lock = self.engine.registry.lock_for(policy, facts)
         report = pick(ranked, routed, facts, policy, lock, later, timed=timed)

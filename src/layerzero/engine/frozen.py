@@ -11,6 +11,7 @@ from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import NoKernelFoundError
+from layerzero.core.evidence import density
 from layerzero.core.facts import Facts, plain
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
@@ -50,7 +51,8 @@ class Frozen:
 
     Attributes:
         choices: by the name of the class; the ones made since are among them.
-        added: names of the classes that were first seen while frozen: chosen without times, by priority and id.
+        added: names of the classes that were first seen while frozen: with the kernel of the same calls of dense
+            tensors where that may run, else chosen without times, by priority and id.
         departures: classes whose kernel was refused or failed, by name, the latest of each.
     """
 
@@ -70,12 +72,14 @@ class Frozen:
         if report.locked:
             return report
         if choice is None:
+            dense = self.choices.get(class_name(report.facts, policy, dense=True))
+            found = None if dense is None else _named(report, dense)
+            if found is not None and found.legal:
+                return _noted(_with(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
             return _noted(report, "frozen: this class was not seen before; chosen by priority, without times")
-        found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
+        found = _named(report, choice)
         if found is not None and found.legal:
-            others = (each for each in report.candidates if each is not found)
-            changed = msgspec.structs.replace(report, chosen=found, ranked=(found, *others))
-            return _noted(changed, f"frozen: {choice.kernel}")
+            return _noted(_with(report, found), f"frozen: {choice.kernel}")
         report = _noted(report, f"frozen: {choice.kernel} cannot run: {_why(found)}")
         return report if policy.fallback_enabled else msgspec.structs.replace(report, chosen=None)
 
@@ -90,7 +94,7 @@ class Frozen:
                 return None
             if choice.kernel == plan.kernel.id or report.locked:
                 return None
-            found = next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
+            found = _named(report, choice)
             known = self.departures.get(name)
             self.departures[name] = Departure(choice.kernel, plan.kernel.id, _why(found))
         if known is not None and known.ran == plan.kernel.id:
@@ -105,6 +109,15 @@ class Frozen:
         if choice is not None and report.chosen is None and not policy.fallback_enabled:
             hint = f"{choice.kernel} is frozen for this class; lz.thaw() lets selection go on"
             raise NoKernelFoundError(report.operation, report.failures, hint)
+
+
+def _named(report: Report, choice: Choice) -> Candidate | None:
+    return next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
+
+
+def _with(report: Report, chosen: Candidate) -> Report:
+    others = (each for each in report.candidates if each is not chosen)
+    return msgspec.structs.replace(report, chosen=chosen, ranked=(chosen, *others))
 
 
 def _noted(report: Report, note: str) -> Report:
@@ -125,8 +138,11 @@ def choice_of(plan: Plan, policy: Policy) -> Choice:
     return Choice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]
 
 
-def class_name(facts: Facts, policy: Policy) -> str:
-    """The class of a call as text: every fact by value, but live sizes as powers of two and factors as given or not."""
+def class_name(facts: Facts, policy: Policy, *, dense: bool = False) -> str:
+    """The class of a call as text: every fact by value, but live sizes as powers of two and factors as given or not.
+
+    How a tensor lies is told of one that is not contiguous, as times tell it; ``dense`` names the same call without.
+    """
     schema = facts.operation.schema
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
@@ -140,6 +156,9 @@ def class_name(facts: Facts, policy: Policy) -> str:
             words.append(f"{name}={'0' if value == 0 else 'below 0' if value < 0 else 'given'}")
         elif value != frozenset():
             words.append(f"{name}={plain(value)}")
+    if not dense:
+        loose = ((name, each) for name, each in facts.tensors.items() if not each.contiguous)
+        words += [f"{name}:{density(each)}" for name, each in loose if name not in schema.one_by_one]
     if policy is not CONFIGURATION.policy:
         words.append(f"settings={digest_of(policy)}")
     return " ".join(words)

@@ -122,12 +122,13 @@ def trust_reasons(
 
     Without a machine the library is known to be there.
     """
-    judgement = ledger.judgement(kernel, facts)
+    here = machine is None or _as_here(kernel, facts.device, machine)  # what was seen here holds for versions
+    judgement = ledger.judgement(kernel, facts) if here else None
     verdict = None if judgement is None else judgement.verdict
     library = None if machine is None else library_reason(kernel, facts, machine, verdict)
     reasons = [] if library is None else [library]
     reasons += health.reasons(kernel, str(facts["operation"]), facts.device.name)
-    suspicion = ledger.suspicion(kernel, facts)
+    suspicion = ledger.suspicion(kernel, facts) if here else None
     if suspicion is not None:
         hint = "Run it in a child process: `layerzero doctor --confirm`, or lz.confirm_suspects()"
         wanted = "a suspect that a child process cleared"
@@ -147,6 +148,14 @@ def trust_reasons(
             got = "a plugin without a verdict" if kernel.trust is Trust.PLUGIN else "never run, without a verdict"
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", got, hint))
     return reasons
+
+
+def _as_here(kernel: Kernel, device: Device, machine: Machine) -> bool:
+    """Whether a machine that is asked about has the versions of this one, as far as a kernel's library goes."""
+    here, backend = this_machine(), kernel.backend
+    if machine.asked is None:
+        return True
+    return machine.torch == here.torch and machine.version(backend, device) == here.version(backend, device)
 
 
 def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequence[Reason]) -> list[Reason]:

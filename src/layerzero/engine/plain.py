@@ -55,7 +55,8 @@ class PlainDispatcher:
         kernels = engine.registry.candidates(facts.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
         frozen = engine.frozen
-        ranked = score.rank(judged, facts, policy, engine.ledger if frozen is None else NO_TIMES)
+        times = engine.ledger if frozen is None else NO_TIMES
+        ranked = score.rank(judged, facts, policy, times, machine.asked)
         lock = engine.registry.lock_for(policy, facts)
         report = pick(ranked, Routed(facts.operation, {}), facts, policy, lock)
         return report if frozen is None else frozen.held(report, policy), ranked

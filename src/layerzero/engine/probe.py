@@ -56,6 +56,20 @@ class Machine:
             state = self._states[identity] = self._look(backend, device)
         return state
 
+    @property
+    def asked(self) -> Machine | None:
+        """This machine where its libraries are others than those here, as times are asked about; else None."""
+        return None if self.libraries is None else self
+
+    @property
+    def torch(self) -> str:
+        """The version of torch."""
+        return (self.libraries or {}).get("torch") or str(torch.__version__)
+
+    def version(self, backend: Backend, device: Device) -> str | None:
+        """The version of the backend's library; empty where nothing tells, None where it is absent."""
+        return self.state(backend, device).version
+
     def _look(self, backend: Backend, device: Device) -> LibraryState:
         version = self._version(backend)
         fits, install = self._fitting(backend, device), self.install(backend, device)
@@ -114,7 +128,7 @@ class Machine:
 
     def _distribution_version(self, name: str) -> str | None:
         if name == "torch":  # whatever else is pretended, a torch is there
-            return (self.libraries or {}).get("torch") or str(torch.__version__)
+            return self.torch
         if self.libraries is not None:
             return self.libraries.get(name)
         try:

@@ -75,7 +75,8 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     """What a call of the same coarse key must satisfy to run this plan; None if only the exact call may.
 
     ``order`` has the function's tensors by number. No key tells the negative bit: where a limit reads it, the plan has
-    it asked for. Where there are times, calls whose memory lies in another order have their own.
+    it asked for. Calls whose memory is dense have their own beside those of which it is not; where there are
+    times, also those whose memory lies in another order.
     """
     facts = plan.report.facts
     if EVERYTHING in plan.reads or plan.transforms_data:
@@ -91,9 +92,8 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
         product = math.prod([shapes[each >> 8][each >> 1 & 0x7F] for each in operands])
         classes.append((CLASS, operands, (product.bit_length(),)))
     told = (*exact, *classes, *outline.fixed, *demanded)
-    if not plan.report.timed:
-        return told
-    return (*told, *[each for each in orders(SizedCall(facts, None, order, outline.varying)) if each not in told])
+    lying = orders(SizedCall(facts, None, order, outline.varying), timed=plan.report.timed)
+    return (*told, *[each for each in lying if each not in told])
 
 
 def _kind(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Kind:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Ledger
+from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.plan import Candidate, Term
 from layerzero.engine.policy import Policy, names_kernel
 
@@ -41,7 +41,9 @@ SURELY = 1.5
 norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (a busy AMD EPYC, 2026-11-22)."""
 
 
-def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: Ledger) -> list[Candidate]:
+def rank(
+    candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: Ledger, libraries: Libraries | None = None
+) -> list[Candidate]:
     """Score the legal candidates and order them; the refused follow by priority and id.
 
     With A the highest priority among candidates that have evidence and t_best their shortest time, evidence is worth
@@ -53,9 +55,12 @@ def rank(candidates: Sequence[Candidate], facts: Facts, policy: Policy, ledger: 
     Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 200
     where torch's has none. Where it has, no priority counts more than that of torch's, which keeps (1 - c) * 10 before
     a quicker one, unless it is surely slower.
+
+    ``libraries`` are those that a question is about; times hold for versions.
     """
     legal = [candidate for candidate in candidates if not candidate.reasons]
-    evidence = ledger.evidence([each.kernel for each in legal], facts)
+    asked = [each.kernel for each in legal]
+    evidence = ledger.evidence(asked, facts) if libraries is None else ledger.evidence(asked, facts, libraries)
     known = [each.kernel for each in legal if each.kernel.id in evidence]
     device, named = facts.device, _named(facts, policy)
     stock, first = _kept_first([each.kernel for each in legal], facts, policy, named)

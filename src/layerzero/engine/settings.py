@@ -177,7 +177,7 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for name, value in flat.items():
         if name not in SETTINGS:
             hint = nearest(str(name), SETTINGS)  # YAML reads 3 and true as no texts
-            problems.append(f"{origin}: unknown key {name!r}{hint} See `layerzero config keys`.")
+            problems.append(f"{origin}: unknown key {name!r}{hint or '.'} See `layerzero config keys`.")
             continue
         given = list(value) if isinstance(value, tuple) else value
         try:

@@ -15,6 +15,7 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
 
 _DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
@@ -55,15 +56,15 @@ class Surroundings:
 
     def __init__(self, device: Device, threads: int) -> None:
         self.device, self.threads = device, threads
-        self._known: dict[tuple[str, str], tuple[Environment, bytes]] = {}
+        self._known: dict[tuple[str, str, str], tuple[Environment, bytes]] = {}
 
-    def environment(self, kernel: Kernel) -> tuple[Environment, bytes]:
-        """The environment of a kernel as this process has it, and its key."""
-        backend = kernel.backend
-        version = probe.this_machine().state(backend, self.device).version or ""
+    def environment(self, kernel: Kernel, libraries: Libraries | None = None) -> tuple[Environment, bytes]:
+        """The environment of a kernel as this process has it, or with other libraries, and its key."""
+        backend, libraries = kernel.backend, libraries or probe.this_machine()
+        version, torch_version = libraries.version(backend, self.device) or "", libraries.torch
         if not version and backend.origin in ("code", "decorator"):
             version = code_version(kernel.load)
-        found = self._known.get((backend.name, version))
+        found = self._known.get((backend.name, version, torch_version))
         if found is None:
             device = self.device
             environment = Environment(
@@ -72,12 +73,12 @@ class Surroundings:
                 capability=capability_hash(device),
                 driver=driver_version(device),
                 runtime=device.runtime,
-                torch=str(torch.__version__),
+                torch=torch_version,
                 library=backend.name,
                 version=version,
                 threads=self.threads,
             )
-            found = self._known[backend.name, version] = (environment, environment.key)
+            found = self._known[backend.name, version, torch_version] = (environment, environment.key)
         return found
 
 

@@ -21,19 +21,39 @@ from pathlib import Path
 import msgspec
 import torch
 
-from layerzero.core import forking
+from layerzero.core import disk, forking
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
+from layerzero.core.ledger import (
+    Judgement,
+    MemoryLedger,
+    Suspect,
+    Verdict,
+    call_class,
+    class_text,
+    deciding,
+    home_of,
+    work_text,
+)
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import ending, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.folder import RecordFolder
-from layerzero.tuning.keeping.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record, Versions
+from layerzero.tuning.keeping.records import (
+    FAILURES,
+    PROVED,
+    RUNNING,
+    SUSPECT,
+    UNCAPTURED,
+    VERDICT,
+    Name,
+    Record,
+    Versions,
+)
 
 LOOK_EVERY_S = 1.0
 """How often a process that chooses looks whether another one wrote."""
@@ -200,6 +220,15 @@ class FileLedger(MemoryLedger):
         errors = [*(before.errors if before else []), error][-self.MAX_FAILURES_PER_KERNEL :]
         self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
 
+    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+        """Remember it here and for later processes."""
+        self.files.put(msgspec.structs.replace(self._record(kernel, facts, work_text(facts)), text=why), UNCAPTURED)
+
+    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+        """What this process or another one saw, at these versions."""
+        record = self._recorded(kernel, facts, UNCAPTURED)
+        return None if record is None else record.text
+
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
         """Suspect a kernel and class, here and in later processes."""
         self.files.put(self._about(kernel, facts, text=why), SUSPECT)
@@ -255,6 +284,10 @@ class FileLedger(MemoryLedger):
             waiting = f"; {self.files.waits()} records wait in memory" if self.files.waits() else ""
             end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"
             notes.append(f"{self.files.path} cannot be written: {end}")
+        elif nowhere := disk.no_place(self.files.path):  # nobody tried yet, as in a command that only looks
+            notes.append(
+                f"{self.files.path} cannot be written: {nowhere}; set LAYERZERO_CACHE_DIR to a folder that can"
+            )
         return tuple(notes)
 
     def _doubts(self) -> list[tuple[Name, str]]:
@@ -302,7 +335,8 @@ class FileLedger(MemoryLedger):
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, kind):
             return None
-        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        what = work_text(facts) if kind == UNCAPTURED else class_text(facts)
+        key = records.key_of(kernel.id, what, _versions(kernel, facts))
         return self.files.load(Name(slug, key, kind))
 
     def _record(self, kernel: Kernel, facts: Facts, what: str) -> Record:

@@ -69,8 +69,10 @@ class Journal:
         return Place(self._path, os.fstat(file).st_size)
 
     def _opened(self) -> int:
-        if self._file is not None and os.fstat(self._file).st_size > MAX_OWN:
-            self.close()
+        if self._file is not None:
+            found = os.fstat(self._file)
+            if found.st_size > MAX_OWN or not found.st_nlink:  # somebody removed it: nobody would read what is added
+                self.close()
         while self._file is None:
             check_folder(self.folder.parent)
             disk.make_private(self.folder)

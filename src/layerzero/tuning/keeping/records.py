@@ -23,6 +23,7 @@ MAX_BYTES = 1 << 20
 """No record is larger."""
 
 PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
+UNCAPTURED = "uncaptured"
 
 _NAME = re.compile(r"^(?P<slug>[^@/]{1,120})@(?P<key>[0-9a-f]{24})\.(?P<kind>[a-z]+)(?:-[0-9a-f]{32})?\.json$")
 
@@ -41,11 +42,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         format: version of this document.
-        kernel, what: the kernel, and the class of calls or (of failures) the operation.
+        kernel, what: the kernel, and the class of calls, or (of failures) the operation, or the very work.
         versions: what it holds for.
         at_unix_s, process: when and by whom it was written, for people.
         call, module: how a child makes the call again.
-        text: why it is a suspect, or what a child said.
+        text: why it is a suspect, what a child said, or why a capture refused it.
         verdict: what a child found.
         errors: what the kernel raised, oldest first.
         check: checksum of the rest; empty in what an earlier version wrote.
@@ -90,7 +91,7 @@ class Name(msgspec.Struct, frozen=True):
 def name_of(file: str) -> Name | None:
     """Read a file's name; None if no record is called that."""
     match = _NAME.match(file)
-    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING):
+    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, UNCAPTURED):
         return None
     return Name(match["slug"], match["key"], match["kind"])
 

@@ -18,7 +18,7 @@ from layerzero.core import forking
 from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Ledger
+from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
@@ -86,22 +86,29 @@ class TimeStore:
         """The database that the process-wide settings name."""
         return self.spool.database
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
-        """What is known of these kernels: measured for this work and environment, predicted, or shipped."""
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> dict[str, Evidence]:
+        """What is known of these kernels: measured for this work and environment, predicted, or shipped.
+
+        ``libraries`` stand for those here in a question about others.
+        """
         spool = self.spool
         try:
             spool.refresh()
-            found = self._own(spool.database, kernels, facts)
+            found = self._own(spool.database, kernels, facts, libraries)
         except Exception as error:  # noqa: BLE001  # no call fails because of what lies on a disk
             spool.database.doubt(error)
             found = {}
         if not found:
             priors = priors_of(facts.device)
-            found = priors.evidence(kernels, facts) if priors else found
+            found = priors.evidence(kernels, facts, libraries) if priors else found
         planning = {kernel.id for kernel in kernels if kernel.plans_sizes}
         return decided(settled(found), planning) if found else found
 
-    def _own(self, database: Database, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
+    def _own(
+        self, database: Database, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None
+    ) -> dict[str, Evidence]:
         """What this user's database says."""
         if not database.is_open() and database.is_absent():
             return {}
@@ -124,7 +131,7 @@ class TimeStore:
         if not times and not known:
             return {}
         here = surroundings(facts.device)
-        wanted = {kernel.id: here.environment(kernel)[1] for kernel in kernels}
+        wanted = {kernel.id: here.environment(kernel, libraries)[1] for kernel in kernels}
         hosts = {
             (kernel_id, adapted_then): learning.decode_host(model).host_us
             for kernel_id, environment, adapted_then, model in (known if waits else ())
@@ -246,6 +253,7 @@ class StoreLedger:
         self.record_verdict = markers.record_verdict
         self.record_failure = markers.record_failure
         self.failures = markers.failures
+        self.record_uncaptured, self.uncaptured = markers.record_uncaptured, markers.uncaptured
         self.unproved, self.begin = markers.unproved, markers.begin
         self.accept, self.withdraw = markers.accept, markers.withdraw
         self.on_record = markers.on_record
@@ -271,9 +279,11 @@ class StoreLedger:
         """What was called on this machine, the latest first."""
         return () if self._calls is None else [(each.count, each.call) for each in self._calls.made()]
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> Mapping[str, Evidence]:
-        """Times of these kernels for a call, by kernel id."""
-        return self.times.evidence(kernels, facts)
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> Mapping[str, Evidence]:
+        """Times of these kernels for a call, by kernel id; ``libraries`` are those that a question is about."""
+        return self.times.evidence(kernels, facts, libraries)
 
     def untimed(self, facts: Facts) -> bool:
         """Whether nobody has written a time, and none ships for this device."""

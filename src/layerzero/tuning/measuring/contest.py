@@ -320,6 +320,7 @@ def _made_ready(
             return _Ready(kernel, run, first_call_us, error)
         inside = plan_in_a_capture(kernel, report, call)
         if isinstance(inside, str):  # it has done no wrong
+            ENGINE.ledger.record_uncaptured(kernel, facts, inside)
             return Entry(kernel, Status.UNCAPTURED, None, inside, error)
         return _Ready(kernel, Graphs().captured([inside[1]], before=run), first_call_us, error)
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on

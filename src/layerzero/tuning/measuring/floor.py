@@ -2,7 +2,7 @@
 
 *Memory.* Whatever a plan does, it reads and writes the operation's tensors, and what it copies besides. That takes at
 least what this machine's measured copy takes, or, from a cache, a part of it. Who is above the best time that was seen
-in the same contest is out.
+in the same contest is out, and so is, in later runs, who is above the best that is kept for the very call.
 
 *Neighbours.* Calls of other sizes, measured on this machine, say about what each kernel takes here. Who is predicted to
 be :data:`HOPELESS` times slower than the best, with little doubt, is out until somebody measures everything ``again``.
@@ -11,7 +11,7 @@ be :data:`HOPELESS` times slower than the best, with little doubt, is out until 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -47,6 +47,26 @@ def least_us(candidate: Candidate, facts: Facts, device: torch.device) -> float:
         return 0.0
     least = 0.0 if facts.operation.work is None else facts.operation.work(facts).bytes
     return (least + copied) / copy_gb_s(device) / 1e3 / CACHED
+
+
+def outdone(
+    candidates: Iterable[Candidate], evidence: Mapping[str, Evidence], facts: Facts, device: torch.device
+) -> set[str]:
+    """Ids of the candidates whose copies alone take longer than another one was measured to take for this very call.
+
+    It is asked anew each time: whoever is quicker may be gone tomorrow.
+    """
+    own = {
+        name: each.time_us
+        for name, each in evidence.items()
+        if each.provenance is Provenance.MEASURED and not each.stands_in
+    }
+    best = min(own.values(), default=math.inf)
+    return {
+        each.kernel.id
+        for each in candidates
+        if math.isfinite(best) and each.kernel.id not in own and least_us(each, facts, device) > best
+    }
 
 
 def hopeless(evidence: Mapping[str, Evidence]) -> set[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from layerzero.asking.answers import explain
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.evidence import Provenance
+from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
@@ -33,7 +33,7 @@ from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest
 from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
-from layerzero.tuning.measuring.floor import hopeless
+from layerzero.tuning.measuring.floor import hopeless, outdone
 from layerzero.tuning.measuring.in_turn import InTurn
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.room import needed_bytes, too_large
@@ -79,6 +79,13 @@ class _Run(InTurn):
         """The confidence that is enough: fewer samples, where they were asked for, cannot be worth more."""
         return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
 
+    def out(self, report: Report, evidence: Mapping[str, Evidence]) -> set[str]:
+        """Ids of kernels that cannot win, and of those that a capture refused; with them nobody begins again."""
+        facts = self.asked(report.facts)
+        legal = [each for each in report.candidates if each.legal]
+        kept = {each.kernel.id for each in legal if self.graph and ENGINE.ledger.uncaptured(each.kernel, facts)}
+        return hopeless(evidence) | outdone(legal, evidence, facts, self.device) | kept
+
     def unknown(self, kernels: Iterable[Kernel], report: Report) -> list[Kernel]:
         """Those without a usable time that was measured here, and without a failure before."""
         several = list(kernels)
@@ -86,7 +93,7 @@ class _Run(InTurn):
             return several
         facts = self.asked(report.facts)
         evidence, failures = ENGINE.ledger.evidence(several, facts), ENGINE.ledger.failures()
-        out = hopeless(evidence)
+        out = self.out(report, evidence)
         return [
             kernel
             for kernel in several
@@ -101,11 +108,12 @@ class _Run(InTurn):
         ]
 
     def spared_in(self, report: Report) -> set[str]:
-        """Ids of kernels that this machine's times of other calls rule out."""
+        """Ids of kernels that take no part, by what this machine knows of them."""
         if self.again:
             return set()
-        facts = self.asked(report.facts)
-        return hopeless(ENGINE.ledger.evidence(self.parties(report), facts))
+        parties = self.parties(report)
+        evidence = ENGINE.ledger.evidence(parties, self.asked(report.facts))
+        return self.out(report, evidence) & {each.id for each in parties}
 
     def unbuilt(self, report: Report) -> list[Kernel]:
         """Those of them that would compile in this process: for children, or, with a deadline, for nobody."""

@@ -66,7 +66,7 @@ class Tuned:
         in_process: kernels that ran here for the first time, since no child process could be asked, and why not.
         not_built: kernels that compile and were not measured, and why not.
         winners_changed: calls for which another kernel is chosen now.
-        spared: kernels that were not measured for a call, since this machine's times of other calls rule them out.
+        spared: kernels that were not measured for a call, since what this machine knows rules them out.
         seconds: how long it took; ``compile_s`` of them went into first calls.
     """
 
@@ -114,7 +114,11 @@ class Tuned:
     def __str__(self) -> str:
         text = f"{len(self.contests)} calls measured in {self.seconds:.0f} s, {self.compile_s:.0f} s of it first calls"
         text += f"; {self.known} were known, {self.left} are left"
-        text += f"; {self.spared} times were spared: neighbours say that they cannot win" if self.spared else ""
+        text += (
+            f"; {self.spared} times were spared: they cannot win by what was measured before, or a capture refused them"
+            if self.spared
+            else ""
+        )
         noisy = sum(each.too_noisy for each in self.choices)
         text += f"; {noisy} were too noisy to decide" if noisy else ""
         return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text

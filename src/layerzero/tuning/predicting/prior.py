@@ -25,6 +25,7 @@ from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
 from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import axes_of, is_plain, work_of
@@ -105,8 +106,11 @@ class Priors:
     def __bool__(self) -> bool:
         return bool(self._families)
 
-    def evidence(self, kernels: Sequence[Kernel], facts: Facts) -> dict[str, Evidence]:
-        """Times of kernels whose library has the major version that was measured."""
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> dict[str, Evidence]:
+        """Times of kernels whose library has the major version that was measured, of these or those here."""
+        libraries = libraries or probe.this_machine()
         work = work_of(facts)
         told = dict(work.facts)
         if told["row_alignment"] != "16" or not is_plain(told["memory"]):
@@ -121,7 +125,7 @@ class Priors:
                 learnt = self._learnt[id(family)] = Learnt(family)
             found = {}
             for kernel in kernels:
-                if kernel.id in learnt.exact and _same_major(kernel, table, facts.device):
+                if kernel.id in learnt.exact and _same_major(kernel, table, facts.device, libraries):
                     evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us, worth)
                     if evidence is not None and key[1] and family.graph is False:
                         evidence = _of_device(evidence)
@@ -214,16 +218,16 @@ def problems() -> list[str]:
     return [problem for priors in list(_LOADED.values()) for problem in priors.problems]
 
 
-def _same_major(kernel: Kernel, table: Table, device: Device) -> bool:
-    """Whether a library's version is close enough; one that is asked about without being here counts."""
+def _same_major(kernel: Kernel, table: Table, device: Device, libraries: Libraries) -> bool:
+    """Whether a library's version is close enough; one that is asked about without being there counts."""
     then = table.versions.get(kernel.id)
     if then is None:
         return False
-    version = probe.this_machine().state(kernel.backend, device).version
+    version = libraries.version(kernel.backend, device)
     if version is None:
         return True
     if not then:
-        then, version = table.torch, str(torch.__version__)
+        then, version = table.torch, libraries.torch
     return _major(then) == _major(version)
 
 
