@@ -41,10 +41,13 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # n
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         parameters = [each._parameters for each in state.products]
-        weights = [each["weight"] for each in parameters]
-        if not stays_stock(self, input, *weights) and state.intact(self):
+        try:
+            weights, biases = [each["weight"] for each in parameters], [each["bias"] for each in parameters]
+        except KeyError:  # pruned or parametrised since: the module computes them
+            return type(self).forward(self, input)
+        if not stays_stock(self, input, *weights, *biases) and state.intact(self):
             try:
-                return _call(state, input, weights, [each["bias"] for each in parameters])
+                return _call(state, input, weights, biases)
             except InvalidCallError:
                 if state.renew(*weights):
                     return _block(self, input)

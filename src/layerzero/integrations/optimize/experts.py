@@ -121,7 +121,10 @@ def _is_view(known: tuple[Parameter, Tensor], own: Any) -> bool:
 def _experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
-        learned = (*state.own(self), *state.form.biases(self._parameters), others[1])
+        try:
+            learned = (*state.own(self), *state.form.biases(self._parameters), others[1])
+        except KeyError:  # pruned or parametrised since (adapters on experts): the module computes them
+            return type(self).forward(self, hidden_states, *others)
         if not stays_stock(self, hidden_states, *learned) and state.intact(self):
             try:
                 return compute(state, self, hidden_states, *others)

@@ -27,7 +27,10 @@ class Product(Packs):
 @as_forward
 def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     parameters = self._parameters
-    weight, bias = parameters["weight"], parameters["bias"]
+    try:
+        weight, bias = parameters["weight"], parameters["bias"]
+    except KeyError:  # pruned or parametrised since: the module computes them
+        return type(self).forward(self, input)
     if weight is not None and not stays_stock(self, input, weight, bias):
         state = self.__dict__.get(MARK)
         if state is None:  # another thread has undone it
@@ -45,8 +48,13 @@ def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        if not stays_stock(self, input, weight, bias) and state.intact(self):
+        weight, bias = parameters.get("weight"), parameters.get("bias", self)
+        if (
+            weight is not None
+            and bias is not self
+            and not stays_stock(self, input, weight, bias)
+            and state.intact(self)
+        ):
             try:
                 return lz.linear(input, weight, bias, activation=state.activation, packed=state.forms_for(input)[0])
             except InvalidCallError:
