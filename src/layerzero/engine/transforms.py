@@ -1,4 +1,4 @@
-"""Calls inside a transform (vmap, grad, jvp, functionalize): torch's operators are all that it sees through.
+"""Calls inside a transform (vmap, grad, jvp, functionalize) or a torch.jit.trace: they see torch's operators alone.
 
 The reference is made of them, so it runs, where the operator's word allows it: a lock on another kernel, a denial or
 ``fallback_enabled: false`` makes such a call an error, as anywhere else where nothing legal is left.
@@ -21,8 +21,8 @@ from layerzero.engine.reference import reference_call
 from layerzero.engine.registry import Registry
 
 _HINT = (
-    "inside a transform (vmap, grad, jvp, functionalize, forward-mode AD) only the reference runs; call it outside, or "
-    "allow the reference there, as with lz.scope"
+    "inside a transform (vmap, grad, jvp, functionalize, forward-mode AD, torch.jit.trace) only the reference runs; "
+    "call it outside, or allow the reference there, as with lz.scope"
 )
 
 
