@@ -181,3 +181,27 @@ def test_experts_compute_what_became_of_their_weights() -> None:
         for inner in mixtures.experts_of(each):
             parametrize.register_parametrization(inner, "down_proj", Twice())
     torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def sparse(model: Any) -> None:
+    model.requires_grad_(False)
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            each.weight = nn.Parameter(each.weight.to_sparse_csr(), requires_grad=False)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("change", [*CHANGES.values(), sparse], ids=[*CHANGES, "sparse"])
+@pytest.mark.parametrize("kind", ["Llama", "GPTNeoX", "Qwen3Moe"])
+def test_weights_that_were_something_else_before_are_left(kind: str, change: Callable[[Any], None]) -> None:
+    model = mixtures.made(kind) if kind == "Qwen3Moe" else made(kind)
+    ids = tokens()
+    change(model)
+    expected = model(ids).logits
+    report = lz.optimize(model)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+    if change is not pruned_without_hooks:  # then they are nobody's parameters
+        assert any(each.module.endswith("Linear") for each in report.left)
+    report.undo()
+    torch.testing.assert_close(model(ids).logits, expected)

@@ -23,7 +23,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, reference
@@ -184,7 +184,7 @@ def _forms(parameters: dict[str, Parameter]) -> Iterator[Form]:
     flat = [name for name, each in parameters.items() if each.ndim == 2]
     if len(stacks) != 2 or len(flat) not in {0, 2} or len(stacks) + len(flat) != len(parameters):
         return
-    if any(0 in each.shape for each in parameters.values()):
+    if any(0 in each.shape or not is_dense(each) for each in parameters.values()):
         return
     for (first, second), transposed in itertools.product(itertools.permutations(stacks), (False, True)):
         gate_up, down = (parameters[name].shape for name in (first, second))

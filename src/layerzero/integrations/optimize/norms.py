@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, stays_stock, weight_of
 
 _LARGEST_EPS = 0.01
 
@@ -111,7 +111,9 @@ def norm(module: Module) -> Candidate | str | None:
     """A candidate for a module that is a norm, None for one that is none, or why it cannot be told."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     weight = parameters.get("weight")
-    if weight is None or weight.ndim != 1 or module._modules or any(True for _ in module.buffers(recurse=False)):
+    if weight is None or not all(map(is_dense, parameters.values())) or weight.ndim != 1:
+        return None
+    if module._modules or any(True for _ in module.buffers(recurse=False)):
         return None
     if set(parameters) - {"weight", "bias"} or any(each.shape != weight.shape for each in parameters.values()):
         return None

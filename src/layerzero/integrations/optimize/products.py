@@ -13,7 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock, weight_of
 
 
 class Product(Packs):
@@ -68,7 +68,7 @@ def is_plain(module: Module | None) -> bool:
     return (
         isinstance(module, Linear)
         and type(module).forward is Linear.forward
-        and isinstance(module._parameters.get("weight"), Tensor)
+        and is_dense(module._parameters.get("weight"))  # it has none where it was pruned or parametrised
         and "bias" in module._parameters
         and 0 not in module.weight.shape
     )
@@ -79,7 +79,7 @@ def linear(module: Module) -> Candidate | str | None:
     if not isinstance(module, Linear):
         return None
     if not is_plain(module):
-        return "it is a Linear with a forward of its own, which may compute anything"
+        return "it is a Linear with a forward of its own, or a weight of its own, which may compute anything"
     weight, bias = module.weight, module.bias
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
     state = Product(module, pack=wants_packed(weight))

@@ -218,6 +218,11 @@ def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:
 _PLAIN = frozenset({Tensor, Parameter})
 
 
+def is_dense(weight: object) -> bool:
+    """Whether a weight is a plain tensor: neither of a library's own class (quantised, divided), nor sparse."""
+    return type(weight) in _PLAIN and isinstance(weight, Tensor) and weight.layout is torch.strided
+
+
 def stock_forward(module: Module) -> Forward:
     """The forward of the module's class, for this module."""
     return MethodType(type(module).forward, module)
