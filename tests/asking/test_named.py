@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 
 import pytest
 import torch
@@ -163,13 +162,6 @@ def test_a_mode_that_listens_is_a_reason():
 def test_calls_that_fit_no_signature(arguments, wanted):
     with pytest.raises((lz.InvalidCallError, TypeError), match=wanted):
         lz.explain(lz.scaled_dot_product_attention, Q, K, **arguments)
-
-
-def test_the_signature_is_the_functions():
-    def parts(function):
-        return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
-
-    assert parts(torchs.DROP_IN.signature) == parts(lz.scaled_dot_product_attention)
 
 
 def test_what_changes_its_tensors_first_is_not_bound():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import layerzero as lz
 from decoders import made, stepped, tokens, transformers
@@ -160,3 +162,55 @@ def test_slots_of_a_capture_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert [each.tolist() for each in slots] == [[5, 133]] * 4
     assert made == [False, True, True]
     assert slots[3] is slots[0]
+
+
+@torch.no_grad()
+def test_tokens_are_any_tensors_to_autograd() -> None:
+    """What is written behind tokens that somebody kept is no change of them: stock's would be tensors of their own."""
+    mine, stock = both()
+    for cache, growth in ((mine, appended), (stock, lambda of, *given: of.update(*given))):
+        growth(cache, *fresh(2, 1, 0), 0)
+    grads = []
+    for cache, growth in ((mine, appended), (stock, lambda of, *given: of.update(*given))):
+        probe = torch.ones(WIDTH, requires_grad=True)
+        with torch.enable_grad():
+            loss = (cache.layers[0].keys * probe).sum()
+        growth(cache, *fresh(2, 1, 1), 0)
+        loss.backward()
+        with torch.enable_grad():
+            cache.layers[0].values.mul_(probe).sum().backward()
+        grads.append(probe.grad)
+    torch.testing.assert_close(*grads)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["flip", "crop", "move"])
+def test_a_tensor_that_got_other_data_is_read_as_it_is(change: str) -> None:
+    mine, stock = both()
+    for layer in range(2):
+        appended(mine, *fresh(2, 1, layer), layer), stock.update(*fresh(2, 1, layer), layer)
+    kept = mine.layers[0].keys.data
+    before = kept.clone()
+    for cache in (mine, stock):
+        for layer in cache.layers:
+            for each in (layer.keys, layer.values):
+                each.data = {"flip": each.flip(0), "crop": each.data[:, :, :-2], "move": each.clone() * 2}[change]
+    for layer in range(2):
+        appended(mine, *fresh(2, 1, 9), layer), stock.update(*fresh(2, 1, 9), layer)
+    same(mine, stock)
+    assert torch.equal(kept, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drop", ["reset", "update"])
+def test_memory_is_given_back_with_the_tokens(drop: str) -> None:
+    mine, _ = both()
+    layer = mine.layers[0]
+    appended(mine, *fresh(2, 1, 0), 0)
+    memory = [StorageWeakRef(each.untyped_storage()) for each in (layer.keys, layer.values)]
+    if drop == "reset":
+        mine.reset()
+    else:  # as a stock model does after undo()
+        mine.update(*fresh(2, 1, 1), 0)
+    gc.collect()
+    assert all(each.expired() for each in memory)

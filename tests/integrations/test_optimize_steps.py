@@ -281,10 +281,40 @@ def test_steps_of_a_model_are_captured_in_one_stream(monkeypatch: pytest.MonkeyP
         "graph_pool_handle": object, "stream": lambda _: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(steps, "captured", capture)
+    monkeypatch.setattr(steps, "capturing", capture)
     state = steps.Steps(made("Llama"))
     for number in (0, 0, 1):
         state._captured(lambda: None, torch.device("cuda", number))
     first, second, third = captured
     assert first == second
     assert (third[0], third[2].index) == (first[0], 1)
+
+
+def test_a_model_whose_cache_keeps_latents_takes_no_steps(where: str) -> None:
+    """DeepSeek-V3 attends to keys that it makes of those which the cache gives back."""
+    stock, _ = next(each for each in decoders() if each.name == "DeepseekV3").pair()
+    stock.set_attn_implementation("sdpa")
+    ids = tokens(2, 9)
+    expected = stock.generate(ids, max_new_tokens=12, do_sample=False)
+    report = lz.optimize(stock, graph=True)
+    with pytest.warns(lz.LayerZeroWarning, match="latent"):
+        got = stock.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, expected)
+    assert "latent" in state_of(report).refused
+    assert state_of(report).graphs == 0
+
+
+def test_a_step_that_fails_otherwise_than_the_models_own_code_runs_as_it_is(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = made(), tokens()
+    expected = greedy(model, ids, 8)
+    report = lz.optimize(model, graph=True)
+
+    def odd(*_: Any) -> Any:
+        raise AttributeError("a model's code that looks into its cache")
+
+    monkeypatch.setattr(steps, "step_cache", odd)
+    with pytest.warns(lz.LayerZeroWarning, match="looks into its cache"):
+        assert torch.equal(greedy(model, ids, 8), expected)
+    assert sum(state_of(report).left.values()) == 7

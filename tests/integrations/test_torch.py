@@ -179,3 +179,14 @@ def test_it_compiles_without_a_break() -> None:
     compiled = torch.compile(lz.scaled_dot_product_attention, fullgraph=True, backend="eager")
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(compiled(q, k, v, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("arguments", [{"query": None}, {"key": [1.0]}, {"is_causal": 1}, {"enable_gqa": None}])
+def test_what_is_of_another_type_is_refused_in_torchs_words(arguments: dict[str, Any]) -> None:
+    given = dict(zip(("query", "key", "value"), tensors(), strict=True)) | arguments
+    first = [given.pop(name) for name in ("query", "key", "value")]
+    with pytest.raises(TypeError) as expected:
+        functional.scaled_dot_product_attention(*first, **given)
+    with pytest.raises(TypeError) as got:
+        lz.scaled_dot_product_attention(*first, **given)
+    assert str(got.value) == str(expected.value)

@@ -11,6 +11,7 @@ import torch
 import layerzero as lz
 
 X, W = torch.randn(8, 64), torch.randn(64)
+WIDE = torch.randn(96, 64)
 
 FIRST_USE = """
 import sys, torch, warnings
@@ -78,6 +79,7 @@ INSIDE = {
     "grad": lambda f: torch.func.grad(lambda t: f(t).sum())(X),
     "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
     "functionalize": lambda f: torch.func.functionalize(f)(X),
+    "trace": lambda f: torch.jit.trace(f, (X,)),
 }
 WORDS = {
     "lock": {"locks": {"norm.rms": "torch.rms_norm"}},
@@ -88,6 +90,8 @@ WORDS = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # from torch's own jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 @pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
@@ -118,3 +122,23 @@ def test_what_torch_cannot_write_inside_a_transform_is_said():
     residual = X.clone()
     with pytest.raises(lz.InvalidCallError, match="residual: wanted tensors that torch can write into"):
         torch.func.vmap(lambda t: lz.add_rms_norm(t, residual, W))(torch.stack([X, X]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: lz.rms_norm(t, W),
+        lambda t: lz.linear(t, WIDE),
+        lambda t: lz.attention(t[None, None], t[None, None], t[None, None], layout="BHSD"),
+        lambda t: lz.scaled_dot_product_attention(t[None, None], t[None, None], t[None, None], is_causal=True),
+    ],
+    ids=["rms_norm", "linear", "attention", "scaled_dot_product_attention"],
+)
+def test_a_trace_holds_for_other_sizes_and_leaves_nothing_behind(function):
+    """There sizes are tensors, of which no key, no fact and no note of a failure may be made."""
+    traced, other = torch.jit.trace(function, (X,)), torch.randn(5, 64)
+    torch.testing.assert_close(traced(other), function(other))
+    assert "failed" not in str(lz.explain(lz.rms_norm, X, W))

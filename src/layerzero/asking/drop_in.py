@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ def call_made(of: DropIn, args: tuple[Any, ...], kwargs: Mapping[str, Any], devi
 
     Raises: TypeError for a call that does not fit the signature; InvalidCallError where the library's own runs.
     """
-    given = bound(of.name, of.signature, args, kwargs)
+    given = bound(of.name, getattr(importlib.import_module(of.home), of.name), args, kwargs)
     return of.call(given, "" if device is None else device.torch_type)
 
 

@@ -17,9 +17,8 @@ class DropIn:
     Attributes:
         name: what it is called.
         function: name of the public function that it calls.
-        home: the module that has it, which nothing here imports.
+        home: the module that has it, which nothing imports before somebody asks for it.
         library: whose function it stands for, and which runs the calls that the public one does not take.
-        signature: what its calls pass.
         call: from all its arguments, and the type of device that is asked about (empty for that of the tensors), to the
             call that it makes; InvalidCallError with the reason and what to do where it makes none.
         instead: the call of the public function that means the same for tensors as they are.
@@ -29,6 +28,5 @@ class DropIn:
     function: str
     home: str
     library: str
-    signature: Callable[..., Any]
     call: Callable[[Mapping[str, Any], str], Made]
     instead: str

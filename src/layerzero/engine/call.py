@@ -88,6 +88,7 @@ class Call:
             "_function_modes": torch._C._len_torch_function_stack,
             "_transforms": torch._C._functorch.peek_interpreter_stack,
             "_forward_ad": torch.autograd.forward_ad,
+            "_tracing": torch._C._is_tracing,
         }
         text = self.source + "\n\n" + key_source(self.function)
         exec(compile(text, f"<layerzero {self.function.name}>", "exec"), namespace)  # noqa: S102  # our own text

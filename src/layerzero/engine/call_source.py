@@ -99,6 +99,7 @@ def _unusual_text(function: Function) -> str:
     checks += [f"({name} is not None and (type({name}) is not int or {name} < 1))" for name in function.bounds]
     checks += [_unpassable(function, name) for name in function.scalars]
     checks += ["_dispatch_modes()", "_function_modes()", "_transforms() is not None", "_forward_ad._current_level >= 0"]
+    checks.append("_tracing()")
     return " or ".join(checks)
 
 

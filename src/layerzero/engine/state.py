@@ -36,8 +36,13 @@ def call_state(
 
 
 def in_transform() -> bool:
-    """Whether functorch (vmap, grad, jvp) or forward-mode AD is at work: tensors hide what they are made of."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Whether functorch (vmap, grad, jvp), forward-mode AD or torch.jit.trace is at work.
+
+    Tensors hide what they are made of there; in a trace sizes are tensors, and only torch's operators leave anything.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return bool(torch._C._is_tracing())
 
 
 def in_dispatch_mode() -> bool:

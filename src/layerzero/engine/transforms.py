@@ -1,4 +1,4 @@
-"""Calls inside a transform (vmap, grad, jvp, functionalize): torch's operators are all that it sees through.
+"""Calls inside a transform (vmap, grad, jvp, functionalize) or a torch.jit.trace: they see torch's operators alone.
 
 The reference is made of them, so it runs, where the operator's word allows it: a lock on another kernel, a denial or
 ``fallback_enabled: false`` makes such a call an error, as anywhere else where nothing legal is left.
@@ -6,7 +6,8 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from layerzero.engine.reference import reference_call
 from layerzero.engine.registry import Registry
 
 _HINT = (
-    "inside a transform (vmap, grad, jvp, functionalize, forward-mode AD) only the reference runs; call it outside, or "
-    "allow the reference there, as with lz.scope"
+    "inside a transform (vmap, grad, jvp, functionalize, forward-mode AD, torch.jit.trace) only the reference runs; "
+    "call it outside, or allow the reference there, as with lz.scope"
 )
 
 
@@ -32,7 +33,8 @@ def reference_in_transform(routed: Routed, policy: Policy, registry: Registry, s
     Raises: NoKernelFoundError where policy does not allow it; InvalidCallError where torch cannot write into a tensor
         that the operation changes.
     """
-    _check_policy(routed, policy, registry, state)
+    with _untraced():
+        _check_policy(routed, policy, registry, state)
     mutated = routed.operation.schema.mutated
     with _without_autocast(routed):
         try:
@@ -43,6 +45,17 @@ def reference_in_transform(routed: Routed, policy: Policy, registry: Registry, s
             told = str(error).strip().partition("\n")[0][:200]
             problem = f"{', '.join(mutated)}: wanted tensors that torch can write into inside this transform: {told}"
             raise InvalidCallError(routed.operation.name, [problem]) from error
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Let sizes be numbers meanwhile: in a torch.jit.trace they are tensors, which no rule compares with its own."""
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def _without_autocast(routed: Routed) -> AbstractContextManager[Any]:

@@ -48,4 +48,13 @@ def scaled_dot_product_attention(
             return lz.attention(*made[:3], is_causal, scale, layout=LAYOUT, attn_mask=made[3], dropout_p=dropout_p)
         except InvalidCallError:  # torch's function says in its own words what is wrong, or knows what to do
             pass
-    return _torch_function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _torch_function(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )

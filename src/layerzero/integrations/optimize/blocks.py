@@ -41,10 +41,13 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # n
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         parameters = [each._parameters for each in state.products]
-        weights = [each["weight"] for each in parameters]
-        if not stays_stock(self, input, *weights) and state.intact(self):
+        try:
+            weights, biases = [each["weight"] for each in parameters], [each["bias"] for each in parameters]
+        except KeyError:  # pruned or parametrised since: the module computes them
+            return type(self).forward(self, input)
+        if not stays_stock(self, input, *weights, *biases) and state.intact(self):
             try:
-                return _call(state, input, weights, [each["bias"] for each in parameters])
+                return _call(state, input, weights, biases)
             except InvalidCallError:
                 if state.renew(*weights):
                     return _block(self, input)
@@ -105,14 +108,14 @@ def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, ac
 def block(module: Module) -> Candidate | str | None:
     """A candidate for a feed-forward block, None for what is none, or why it cannot be told."""
     children = {name: each for name, each in module._modules.items() if each is not None}
-    products: dict[str, Module] = {name: each for name, each in children.items() if isinstance(each, Linear)}
+    products = {name: each for name, each in children.items() if isinstance(each, Linear)}
     if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):
         return None
     orders = list(_orders(products))
     if not orders:
         return None
     if not all(is_plain(each) for each in products.values()):
-        return "one of its products has a forward of its own, which may compute anything"
+        return "one of its products has a forward of its own, or a weight of its own, which may compute anything"
     found = list(activations_of(module))
     known = {attribute for _, attribute, _ in found}
     rest = {name: each for name, each in children.items() if name not in products and name not in known}
@@ -150,10 +153,10 @@ def block(module: Module) -> Candidate | str | None:
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
 
 
-def _orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:
+def _orders(products: dict[str, Linear]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
     for names in itertools.permutations(products):
-        shapes = [weight_of(products[name]).shape for name in names]
+        shapes = [products[name].weight.shape for name in names]  # which may be no parameter
         up, down = shapes[:2]
         if down[0] != up[1]:
             continue

@@ -23,7 +23,15 @@ from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.measured import measure
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
-from layerzero.integrations.optimize.swapping import Packs, State, Swap, has_own_forward, is_swapped, weight_of
+from layerzero.integrations.optimize.swapping import (
+    Packs,
+    State,
+    Swap,
+    has_own_forward,
+    is_dense,
+    is_swapped,
+    weight_of,
+)
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
@@ -289,7 +297,9 @@ def _attention(root: Module, report: Optimized, workload: Workload | None) -> li
 
 def _join(states: Iterable[State], root: Module, report: Optimized) -> None:
     """Lay weights that one product computes with one after the other, where kernels read them as they lie."""
-    holders = Counter(each.untyped_storage().data_ptr() for each in root.parameters() if not each.is_meta)
+    holders = Counter(
+        each.untyped_storage().data_ptr() for each in root.parameters() if is_dense(each) and not each.is_meta
+    )
     for state in states:
         if isinstance(state, Layer):
             if not wants_packed(weight_of(state.heads.products[0])):

@@ -23,7 +23,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, reference
@@ -121,7 +121,10 @@ def _is_view(known: tuple[Parameter, Tensor], own: Any) -> bool:
 def _experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
-        learned = (*state.own(self), *state.form.biases(self._parameters), others[1])
+        try:
+            learned = (*state.own(self), *state.form.biases(self._parameters), others[1])
+        except KeyError:  # pruned or parametrised since (adapters on experts): the module computes them
+            return type(self).forward(self, hidden_states, *others)
         if not stays_stock(self, hidden_states, *learned) and state.intact(self):
             try:
                 return compute(state, self, hidden_states, *others)
@@ -181,7 +184,7 @@ def _forms(parameters: dict[str, Parameter]) -> Iterator[Form]:
     flat = [name for name, each in parameters.items() if each.ndim == 2]
     if len(stacks) != 2 or len(flat) not in {0, 2} or len(stacks) + len(flat) != len(parameters):
         return
-    if any(0 in each.shape for each in parameters.values()):
+    if any(0 in each.shape or not is_dense(each) for each in parameters.values()):
         return
     for (first, second), transposed in itertools.product(itertools.permutations(stacks), (False, True)):
         gate_up, down = (parameters[name].shape for name in (first, second))

@@ -65,7 +65,7 @@ def find(
 
 def _has_weights(module: Module) -> bool:
     """Whether it would have been one of the kinds, and no list of others."""
-    own = any(True for _ in module.parameters(recurse=False))
+    own = any(True for _ in module.parameters(recurse=False)) or "parametrizations" in module._modules
     return own or not module._modules or any(isinstance(each, Linear) for each in module.children())
 
 

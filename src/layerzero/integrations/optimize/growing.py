@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,59 +25,87 @@ SHARE, LEAST = 8, 128
 
 
 class _Room:
-    """Memory of a layer's tokens (B, places, H, D), and the views of it that the layer got last."""
+    """The memory of a layer's tokens: what it looks like, and which views of it the layer got last.
 
-    __slots__ = ("_at_once", "keys", "places", "values")
+    The views own the memory, so that whoever drops them (a reset, another update, a move to the host) has it back. They
+    have version counters of their own: what is written behind their ends is no change of them, and autograd may keep
+    them or write into them as into any tensor.
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor, more: int) -> None:
-        tokens = keys.shape[2] + more
-        count = -(-(tokens + max(tokens // SHARE, LEAST)) // LEAST) * LEAST
-        self.keys, self.values = keys, values
-        self.places = self._filled(keys, count), self._filled(values, count)
+    __slots__ = ("_about", "_at_once", "_views", "places")
+
+    def __init__(self) -> None:
         self._at_once: bool | None = None
+        self._about: tuple[Any, ...] = ()
+        self._views: tuple[Callable[[], Tensor | None], ...] = ()
+        self.places = 0
 
-    @staticmethod
-    def _filled(tokens: Tensor, count: int) -> Tensor:
-        batch, heads, length, width = tokens.shape
-        places = tokens.new_empty((batch, count, heads, width))
-        places[:, :length].copy_(tokens.transpose(1, 2))
-        return places
-
-    def serves(self, layer: Any, count: int) -> bool:
-        """Whether the layer holds the views that it got, nothing stands behind them, and so many tokens fit there."""
-        if layer.keys is not self.keys or layer.values is not self.values:
+    def serves(self, keys: Tensor, values: Tensor, count: int) -> bool:
+        """Whether these are the views that the layer got, nothing stands behind them, and so many tokens fit there."""
+        if any(view() is not each for view, each in zip(self._views, (keys, values), strict=True)):
             return False
-        if self.places[0].is_inference() and not torch.is_inference_mode_enabled():
+        if self._about != _about(keys, values):  # somebody gave a tensor other data: `keys.data = ...`
+            return False
+        if keys.is_inference() and not torch.is_inference_mode_enabled():
             return False  # may not be written into
-        return bool(self.keys.shape[2] + count <= self.places[0].shape[1])
+        return bool(keys.shape[2] + count <= self.places)
 
-    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new tokens (B, H, S, D), and give views of all (B, H, length, D)."""
-        first = self.keys.shape[2]
-        end = first + keys.shape[2]
-        mine, theirs = self.places
-        if (
-            self._at_once is False
-            or keys.shape[2] != 1
-            or not self._written_at_once(keys[:, :, 0], values[:, :, 0], first)
-        ):
-            mine[:, first:end].copy_(keys.transpose(1, 2))
-            theirs[:, first:end].copy_(values.transpose(1, 2))
-        self.keys, self.values = mine[:, :end].transpose(1, 2), theirs[:, :end].transpose(1, 2)
-        return self.keys, self.values
+    def made(self, keys: Tensor, values: Tensor, more: int) -> tuple[Tensor, Tensor]:
+        """Copy tokens into new memory that has room for more, and give the views of it."""
+        tokens = keys.shape[2] + more
+        self.places = -(-(tokens + max(tokens // SHARE, LEAST)) // LEAST) * LEAST
+        self._at_once = None
+        return self._filled(keys), self._filled(values)
 
-    def _written_at_once(self, keys: Tensor, values: Tensor, first: int) -> bool:
-        """Write a token of each sequence (B, H, D) by one launch, where a library has such a kernel; whether it did.
+    def _filled(self, tokens: Tensor) -> Tensor:
+        batch, heads, length, width = tokens.shape
+        places = tokens.new_empty((batch, self.places, heads, width))
+        places[:, :length].copy_(tokens.transpose(1, 2))
+        return places[:, :length].transpose(1, 2)
+
+    def write(self, keys: Tensor, values: Tensor, fresh: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new tokens (B, H, S, D) behind the views, and give views of all (B, H, length, D)."""
+        mine, theirs = keys.data, values.data  # detach() would share the counters of versions
+        first, count = keys.shape[2], fresh.shape[2]
+        if self._at_once is False or count != 1 or not self._written_at_once(mine, theirs, fresh, others):
+            self._seen(mine, first, count).copy_(fresh)
+            self._seen(theirs, first, count).copy_(others)
+        grown = self._seen(mine, 0, first + count).data, self._seen(theirs, 0, first + count).data
+        self._views = weakref.ref(grown[0]), weakref.ref(grown[1])
+        self._about = _about(*grown)
+        return grown
+
+    def _seen(self, tokens: Tensor, first: int, count: int) -> Tensor:
+        """So many tokens of the memory of others (B, H, count, D), which lie as (B, places, H, D)."""
+        batch, heads, _, width = tokens.shape
+        row = heads * width
+        return tokens.as_strided((batch, heads, count, width), (self.places * row, width, row, 1), first * row)
+
+    def _written_at_once(self, keys: Tensor, values: Tensor, fresh: Tensor, others: Tensor) -> bool:
+        """Write a token of each sequence by one launch, where a library has such a kernel; whether it did.
 
         A launch costs slow hosts 35 us, and a step has two for each layer without it (H200, 2026-11-22).
         """
-        pages = [each.view(-1, LEAST, *each.shape[2:]) for each in self.places]
-        given = keys, values, *pages, _slots(keys.device, len(keys), self.places[0].shape[1], first)
+        batch, heads, first, _ = keys.shape
+        pages = [
+            each.as_strided(
+                (batch * self.places // LEAST, LEAST, heads, each.shape[3]),
+                (LEAST * heads * each.shape[3], heads * each.shape[3], each.shape[3], 1),
+                0,
+            )
+            for each in (keys, values)
+        ]
+        given = fresh[:, :, 0], others[:, :, 0], *pages, _slots(keys.device, batch, self.places, first)
         if self._at_once is None:
             self._at_once = runs_a_library("append_paged_kv", *given)
         if self._at_once:
             lz.append_paged_kv(*given)
         return self._at_once
+
+
+def _about(*tensors: Tensor) -> tuple[Any, ...]:
+    """Where tensors lie, and how."""
+    return tuple((each.data_ptr(), each.shape, each.stride()) for each in tensors)
 
 
 def _slots(device: torch.device, batch: int, places: int, first: int) -> Tensor:
@@ -103,7 +132,7 @@ _LAST: dict[torch.device, tuple[tuple[Any, ...], Tensor]] = {}
 """The slots of the last step on each device."""
 
 _ROOMS: weakref.WeakKeyDictionary[Any, _Room] = weakref.WeakKeyDictionary()
-"""By layer of a cache."""
+"""By layer of a cache; they keep no memory themselves."""
 
 
 @functools.cache
@@ -123,10 +152,12 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
     if layer is None:
         first, second = cache.update(keys, values, number)
         return first, second
+    held, others = layer.keys, layer.values
     room = _ROOMS.get(layer)
-    if room is None or not room.serves(layer, keys.shape[2]):
-        room = _ROOMS[layer] = _Room(layer.keys, layer.values, keys.shape[2])
-    layer.keys, layer.values = room.write(keys, values)
+    if room is None or not room.serves(held, others, keys.shape[2]):
+        room = _ROOMS[layer] = _Room()
+        held, others = room.made(held, others, keys.shape[2])
+    layer.keys, layer.values = room.write(held, others, keys, values)
     return layer.keys, layer.values
 
 

@@ -48,6 +48,11 @@ class Normed:
         return weight_of(self.module)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether the weight is no parameter any more: it was pruned or parametrised since."""
+        return self.norm.weights_of(self.module) is None
+
+    @property
     def bytes(self) -> int:
         """Memory of the factor, where it is another than the weight."""
         return self._factor.nbytes
@@ -253,6 +258,14 @@ class Layer(State):
         self.heads, self.block, self.norms = heads, block, norms
         self.following: Normed | None = None
         self.packs = any(each is not None for each in (*heads.packed, *block.packed))
+        normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
+        modules = (*heads.products, *block.products, *normed)
+        self._learned = [(each, name) for each in modules for name in each._parameters]
+
+    @property
+    def learned(self) -> list[Tensor | None]:
+        """Weights and biases of all products and norms, as they are now. Raises: KeyError where some are computed."""
+        return [each._parameters[name] for each, name in self._learned]
 
     @property
     def bytes(self) -> int:
@@ -295,8 +308,12 @@ def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> 
 
 def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[str, Any]) -> bool:
     """Whether a call is one that was proved to be the same, and of somebody who does not want the module's own code."""
-    weight = state.heads.products[0]._parameters["weight"]
-    if weight is None or stays_stock(module, hidden_states, *module_weights(state)):
+    try:
+        learned = state.learned
+    except KeyError:  # pruned or parametrised since: the modules compute them
+        return False
+    weight = learned[0]
+    if weight is None or stays_stock(module, hidden_states, *learned):
         return False
     for name, value in named.items():
         if name not in _READ and name not in _TOLD and value is not None and value is not False:
@@ -308,15 +325,6 @@ def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[
     if state.heads.setting not in state.heads.settings:
         return False
     return state.intact(module)
-
-
-def module_weights(state: Layer) -> list[Tensor | None]:
-    """The weights of all products and norms, any of which may want gradients."""
-    if not torch.is_grad_enabled():
-        return []
-    modules = (*state.heads.products, *state.block.products)
-    norms = [each.module for each in (*state.norms, *(state.heads.norms or ())) if each is not None]
-    return [parameter for each in (*modules, *norms) for parameter in each._parameters.values()]
 
 
 def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
@@ -336,7 +344,9 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
     if behind_block is not None:
         output = behind_block.alone(output)
     following = state.following
-    if following is None or output.is_inference():  # in inference mode nobody would see a write in between
+    if (
+        following is None or following.is_computed or output.is_inference()
+    ):  # in inference mode nobody would see a write in between
         return output.add_(total)
     if ONE_TOKEN.get() is not None:
         normed, output = following.over_both(total, output)

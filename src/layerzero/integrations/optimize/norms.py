@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import LayerNorm, Module, RMSNorm, functional
+from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, stays_stock, weight_of
 
 _LARGEST_EPS = 0.01
 
@@ -35,6 +35,14 @@ class Norm(State):
     def __init__(self, form: str, eps: float | None) -> None:
         super().__init__()
         self.form, self.eps = form, eps
+
+    def weights_of(self, module: Module) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the norm; None where they are computed since, or are of another class than torch's."""
+        parameters = module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if type(weight) is not Parameter or (bias is None and getattr(module, "bias", None) is not None):
+            return None
+        return weight, bias
 
     def eps_for(self, input: Tensor) -> float:  # noqa: A002  # torch's name
         """Torch's norm without one takes the smallest step from 1."""
@@ -64,12 +72,15 @@ class OnePlus(Norm):
         return self._sum.nbytes
 
 
+# Each forward asks for its state: it is None once another thread has undone it.
+
+
 @as_forward
 def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
     mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
+    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
         try:
-            return lz.rms_norm(input, weight_of(self), state.eps_for(input))
+            return lz.rms_norm(input, own[0], state.eps_for(input))
         except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
             pass
     return type(self).forward(self, input, *others, **named)
@@ -78,9 +89,9 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
 @as_forward
 def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
     mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
+    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
         try:
-            factor = state.factor(weight_of(self))
+            factor = state.factor(own[0])
             return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
         except InvalidCallError:
             pass
@@ -89,12 +100,11 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 
 @as_forward
 def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    parameters = self._parameters
-    mine = not stays_stock(self, input, *parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None:
-        weight = weight_of(self)
+    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
+    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
+        weight, bias = own
         try:
-            return lz.layer_norm(input, weight.shape, weight, parameters.get("bias"), state.eps_for(input))
+            return lz.layer_norm(input, weight.shape, weight, bias, state.eps_for(input))
         except InvalidCallError:
             pass
     return type(self).forward(self, input, *others, **named)
@@ -104,7 +114,9 @@ def norm(module: Module) -> Candidate | str | None:
     """A candidate for a module that is a norm, None for one that is none, or why it cannot be told."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     weight = parameters.get("weight")
-    if weight is None or weight.ndim != 1 or module._modules or any(True for _ in module.buffers(recurse=False)):
+    if weight is None or not all(map(is_dense, parameters.values())) or weight.ndim != 1:
+        return None
+    if module._modules or any(True for _ in module.buffers(recurse=False)):
         return None
     if set(parameters) - {"weight", "bias"} or any(each.shape != weight.shape for each in parameters.values()):
         return None

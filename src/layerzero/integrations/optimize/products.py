@@ -13,7 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock, weight_of
 
 
 class Product(Packs):
@@ -27,7 +27,10 @@ class Product(Packs):
 @as_forward
 def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
     parameters = self._parameters
-    weight, bias = parameters["weight"], parameters["bias"]
+    try:
+        weight, bias = parameters["weight"], parameters["bias"]
+    except KeyError:  # pruned or parametrised since: the module computes them
+        return type(self).forward(self, input)
     if weight is not None and not stays_stock(self, input, weight, bias):
         state = self.__dict__.get(MARK)
         if state is None:  # another thread has undone it
@@ -45,8 +48,13 @@ def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        if not stays_stock(self, input, weight, bias) and state.intact(self):
+        weight, bias = parameters.get("weight"), parameters.get("bias", self)
+        if (
+            weight is not None
+            and bias is not self
+            and not stays_stock(self, input, weight, bias)
+            and state.intact(self)
+        ):
             try:
                 return lz.linear(input, weight, bias, activation=state.activation, packed=state.forms_for(input)[0])
             except InvalidCallError:
@@ -60,7 +68,7 @@ def is_plain(module: Module | None) -> bool:
     return (
         isinstance(module, Linear)
         and type(module).forward is Linear.forward
-        and isinstance(module._parameters.get("weight"), Tensor)
+        and is_dense(module._parameters.get("weight"))  # it has none where it was pruned or parametrised
         and "bias" in module._parameters
         and 0 not in module.weight.shape
     )
@@ -71,7 +79,7 @@ def linear(module: Module) -> Candidate | str | None:
     if not isinstance(module, Linear):
         return None
     if not is_plain(module):
-        return "it is a Linear with a forward of its own, which may compute anything"
+        return "it is a Linear with a forward of its own, or a weight of its own, which may compute anything"
     weight, bias = module.weight, module.bias
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
     state = Product(module, pack=wants_packed(weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -38,6 +39,8 @@ def _weight_problem(parameter: Parameter) -> str:
         return "is on the meta device and has no values"
     if type(parameter.data) is not Tensor:
         return f"is no plain tensor but a {type(parameter.data).__name__}: quantised or sharded"
+    if parameter.layout is not torch.strided:
+        return f"is no dense tensor but {str(parameter.layout).removeprefix('torch.')}"
     if not parameter.is_floating_point():
         return f"is {str(parameter.dtype).removeprefix('torch.')}: quantised"
     return ""

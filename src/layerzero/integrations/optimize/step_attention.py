@@ -24,7 +24,11 @@ def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
 def _number(memory: Memory, key: Tensor) -> int:
     """The layer whose keys these are."""
     start = key.data_ptr()
-    return next(number for number, keys in enumerate(memory.keys) if keys.data_ptr() == start)
+    for number, keys in enumerate(memory.keys):
+        if keys.data_ptr() == start:
+            return number
+    wanted = "wanted attention to the keys that the cache keeps, got others, which are made of them (latent attention)"
+    raise InvalidCallError("lz.optimize(graph=True)", [wanted])
 
 
 def attend_view(

@@ -200,11 +200,27 @@ def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:
     """Whether a call belongs to the module's own forward: who trains, traces or compiles gets what is stock."""
     if torch.compiler.is_compiling() or module.training or torch._C._is_any_autocast_enabled():
         return True
-    if type(input) not in {Tensor, Parameter} or in_transform():
+    if type(input) not in _PLAIN or in_transform():
         return True
-    if not torch.is_grad_enabled():
-        return False
-    return input.requires_grad or any(each is not None and each.requires_grad for each in weights)
+    wanted = torch.is_grad_enabled()
+    if wanted and input.requires_grad:
+        return True
+    for each in weights:  # a loop: it is asked at every call
+        if each is None:
+            continue
+        if type(each) not in _PLAIN:  # quantised or divided among devices since: its own operators know what to do
+            return True
+        if wanted and each.requires_grad:
+            return True
+    return False
+
+
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+def is_dense(weight: object) -> bool:
+    """Whether a weight is a plain tensor: neither of a library's own class (quantised, divided), nor sparse."""
+    return type(weight) in _PLAIN and isinstance(weight, Tensor) and weight.layout is torch.strided
 
 
 def stock_forward(module: Module) -> Forward:

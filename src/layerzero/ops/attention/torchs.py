@@ -26,6 +26,9 @@ LISTENING = (
     "a mode listens to torch's functions (a default device, `with torch.device(...)`), or a tensor's class does; "
     "call it outside of that, with plain tensors"
 )
+OTHERS = "query, key or value is no tensor"
+SWITCH = "enable_gqa is neither True nor False"
+TRACED = "torch.jit.trace is at work, which sees torch's operators alone"
 NESTED = "a tensor is nested; lz.ragged_attention takes sequences of several lengths one after the other"
 RANK = "a tensor has other than four axes; pass query, key and value as (B, H, S, D)"
 TWO_MASKS = "attn_mask stands beside is_causal=True; put the causal part into the mask"
@@ -50,9 +53,16 @@ def as_attention(
     From the top left no query sees more keys than there are queries, so that further ones are left out. ``kind`` is the
     type of device whose autocast counts, that of the tensors if empty.
     """
-    tensors = query, key, value
+    tensors: tuple[Any, Any, Any] = query, key, value  # whatever a caller gives
     if has_torch_function(tensors) or (mask is not None and has_torch_function((mask,))):
         return LISTENING
+    if not (isinstance(tensors[0], Tensor) and isinstance(tensors[1], Tensor) and isinstance(tensors[2], Tensor)):
+        return OTHERS
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # what dynamo knows
+        return TRACED
+    switch: Any = enable_gqa
+    if type(switch) is not bool:
+        return SWITCH
     if query.is_nested or key.is_nested or value.is_nested:
         return NESTED
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -77,20 +87,6 @@ def as_attention(
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
     return query, key, value, mask
-
-
-def _signature(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Torch's own."""
-    raise AssertionError("the signature only")
 
 
 def _call(given: Mapping[str, Any], kind: str) -> Made:
@@ -122,7 +118,6 @@ DROP_IN = DropIn(
     function=FUNCTION,
     home="layerzero.integrations.torch",
     library="torch",
-    signature=_signature,
     call=_call,
     instead=f'lz.{FUNCTION}, ..., causal=False, layout="{LAYOUT}"',
 )

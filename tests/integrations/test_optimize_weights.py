@@ -1,0 +1,207 @@
+"""Weights that become something else than torch's parameters after ``lz.optimize``: the modules compute them then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Self
+
+import mixtures
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import layerzero as lz
+from decoders import made, tokens, transformers
+from layerzero.integrations.optimize.blocks import block
+from layerzero.integrations.optimize.experts import experts
+from layerzero.integrations.optimize.norms import norm
+from layerzero.integrations.optimize.products import linear, linear_then
+
+WITH_WEIGHTS = nn.Linear, nn.LayerNorm
+
+
+class InInt8(torch.Tensor):
+    """A weight as a library that quantises has it: an own class, which computes its product with rows by itself."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            rows, weight, *bias = args
+            return nn.functional.linear(rows, weight.codes.float() * 0.01, *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+def weights_of(model: Any, kinds: tuple[type, ...] = WITH_WEIGHTS) -> list[Any]:
+    return [each for each in model.modules() if isinstance(each, kinds) or "RMSNorm" in type(each).__name__]
+
+
+def pruned(model: Any, name: str = "weight") -> None:
+    for each in weights_of(model):
+        if getattr(each, name, None) is not None:
+            prune.l1_unstructured(each, name, 0.5)
+
+
+def pruned_without_hooks(model: Any) -> None:
+    for each in weights_of(model):
+        weight = each.weight.detach() * 0.5
+        del each.weight
+        each.weight = weight
+
+
+def normed(model: Any) -> None:
+    for each in weights_of(model, (nn.Linear,)):
+        if isinstance(each, nn.Linear):
+            parametrizations.weight_norm(each)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def parametrized(model: Any, name: str = "weight") -> None:
+    for each in weights_of(model):
+        if getattr(each, name, None) is not None:
+            parametrize.register_parametrization(each, name, Twice())
+
+
+def quantised(model: Any) -> None:
+    model.requires_grad_(False)
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            each.weight = nn.Parameter(InInt8((each.weight / 0.01).round().to(torch.int8)), requires_grad=False)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "pruned": pruned,
+    "biases pruned": lambda model: pruned(model, "bias"),
+    "no parameter": pruned_without_hooks,
+    "weight norm": normed,
+    "parametrised": parametrized,
+    "biases parametrised": lambda model: parametrized(model, "bias"),
+    "quantised": quantised,
+}
+
+
+class Rooted(nn.Module):
+    """A norm by the root mean square, with its weight or with 1 + weight."""
+
+    def __init__(self, plus: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.plus = nn.Parameter(torch.randn(16)), 1e-5, plus
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (self.plus + self.weight)
+
+
+class LlamaRMSNorm(Rooted):
+    """Changed as the models' own are."""
+
+
+FOUND: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Module]]] = {
+    "linear": (linear, lambda: nn.Linear(16, 16)),
+    "linear then": (linear_then, lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU())),
+    "block": (block, lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))),
+    "layer norm": (norm, lambda: nn.LayerNorm(16)),
+    "rms norm": (norm, lambda: LlamaRMSNorm(0.0)),
+    "rms norm of 1 + weight": (norm, lambda: LlamaRMSNorm(1.0)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("find", "make"), FOUND.values(), ids=FOUND)
+def test_modules_compute_what_became_of_their_weights(
+    find: Callable[[Any], Any], make: Callable[[], nn.Module], change: Callable[[Any], None]
+) -> None:
+    torch.manual_seed(0)
+    stock, rows = make().eval(), torch.randn(3, 16)
+    for each in stock.parameters():
+        nn.init.normal_(each)
+    model = copy.deepcopy(stock)
+    find(model).swap.on()
+    model(rows)
+    for each in (stock, model):
+        change(each)
+    torch.testing.assert_close(model(rows), stock(rows), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("kind", ["Llama", "GPTNeoX", "Gemma"])
+def test_layers_and_blocks_compute_what_became_of_their_weights(kind: str, change: Callable[[Any], None]) -> None:
+    stock, ids = made(kind), tokens()
+    model = copy.deepcopy(stock)
+    report = lz.optimize(model)
+    assert {"layer", "block"} & {each.kind for each in report.replaced}
+    outputs = []
+    for each in (stock, model):
+        change(each)
+        cache = transformers.DynamicCache(config=each.config)
+        outputs.append([each(part, past_key_values=cache).logits for part in (ids, ids[:, :1])])
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3, equal_nan=True)  # a row of zeros has no norm
+    report.undo()
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits, equal_nan=True)
+
+
+@torch.no_grad()
+def test_a_layer_whose_successors_norm_is_computed_leaves_it_alone() -> None:
+    stock, ids = made(), tokens()
+    model = copy.deepcopy(stock)
+    lz.optimize(model)
+    for each in (stock, model):
+        parametrize.register_parametrization(each.model.layers[1].input_layernorm, "weight", Twice())
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_compute_what_became_of_their_weights() -> None:
+    """As adapters on the experts' parameters do."""
+    stock, ids = mixtures.made("Qwen3Moe"), mixtures.tokens()
+    model = copy.deepcopy(stock)
+    for each in mixtures.experts_of(model):
+        experts(each).swap.on()
+    for each in (stock, model):
+        for inner in mixtures.experts_of(each):
+            parametrize.register_parametrization(inner, "down_proj", Twice())
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def sparse(model: Any) -> None:
+    model.requires_grad_(False)
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            each.weight = nn.Parameter(each.weight.to_sparse_csr(), requires_grad=False)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("change", [*CHANGES.values(), sparse], ids=[*CHANGES, "sparse"])
+@pytest.mark.parametrize("kind", ["Llama", "GPTNeoX", "Qwen3Moe"])
+def test_weights_that_were_something_else_before_are_left(kind: str, change: Callable[[Any], None]) -> None:
+    model = mixtures.made(kind) if kind == "Qwen3Moe" else made(kind)
+    ids = tokens()
+    change(model)
+    expected = model(ids).logits
+    report = lz.optimize(model)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+    if change is not pruned_without_hooks:  # then they are nobody's parameters
+        assert any(each.module.endswith("Linear") for each in report.left)
+    report.undo()
+    torch.testing.assert_close(model(ids).logits, expected)
