@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero.core import capturing as module
 from layerzero.core.capturing import capturing
 
 LOST = "operation failed due to a previous error during capture"
@@ -82,12 +83,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     for name, stub in {
         "current_stream": made.current_stream, "set_stream": made.set_stream, "current_device": lambda: made.device,
         "graph_pool_handle": made.pool, "synchronize": lambda: None, "empty_cache": lambda: None,
-        "CUDAGraph": Graph, "default_generators": generators, "Stream": lambda: Stream("torch's own"),
+        "CUDAGraph": Graph, "default_generators": generators, "Stream": lambda device=0: Stream("torch's own", device),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "_get_device_index", lambda *_, **__: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
+    monkeypatch.setattr(module, "_STREAMS", {})
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.ended, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: made.released.append(of), raising=False)
@@ -143,3 +145,13 @@ def test_an_error_that_the_capture_outlives_is_no_second_release(cuda: Cuda) -> 
         raise ValueError("mine")
     assert (cuda.pools, cuda.released) == ([], [])
     assert cuda.current_stream().name == "first's"
+
+
+def test_each_device_is_captured_in_a_stream_of_its_own(cuda: Cuda) -> None:
+    """torch's own lies on the device of the first capture: a later one on another device would hold nothing."""
+    for device in (0, 1, 0, 1):
+        cuda.device, graph = device, Graph(cuda)
+        with capturing(graph):
+            assert cuda.current_stream().device == device
+        assert graph.where[0] == device
+    assert list(module._STREAMS) == [1]

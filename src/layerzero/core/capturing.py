@@ -21,6 +21,9 @@ from layerzero.core.errors import InvalidCallError
 _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
 
+_STREAMS: dict[int, torch.cuda.Stream] = {}
+"""Where captures take place on devices for which torch has no stream of its own."""
+
 
 @contextmanager
 def capturing(
@@ -43,7 +46,7 @@ def capturing(
     Args:
         graph: what is captured into.
         pool: memory that graphs share, as of ``torch.cuda.graph_pool_handle()`` or ``other.pool()``; its own if None.
-        stream: where the capture takes place; one of torch's own if None.
+        stream: where the capture takes place; one of the current device if None.
         capture_error_mode: whose calls may break it. ``thread_local``, this thread's alone, unlike torch's ``global``:
             kernels are built in the background (``jit: background``), whose calls have nothing to do with the capture.
     Raises: InvalidCallError for what is no CUDAGraph; whatever capturing raises, RuntimeError mostly: stream, memory
@@ -54,6 +57,7 @@ def capturing(
     device = torch.cuda.current_device() if stream is None else stream.device_index
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    stream = _stream_on(device) if stream is None else stream
     try:
         with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             yield
@@ -66,6 +70,17 @@ def capturing(
         _memory_freed(device, pool)
         _generator_freed(device)
         raise
+
+
+def _stream_on(device: int) -> torch.cuda.Stream | None:
+    """The stream that a capture on a device takes place in where none was given; None where torch's own will do.
+
+    Torch has one for all captures, on the device of the first: there it would capture nothing of another device.
+    """
+    torchs = getattr(torch.cuda.graph, "default_capture_stream", None)
+    if torchs is None or torchs.device_index == device:
+        return None
+    return _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _memory_freed(device: int, pool: Any) -> None:
