@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import stat
 import sys
+import threading
 import types
 
 import pytest
@@ -426,6 +427,27 @@ def test_what_is_prepared_is_there_before_another_stream_reads_it(monkeypatch):
     prepared = Prepared(lambda: torch.zeros(1).as_subclass(OnDevice), 2)
     assert prepared.get(capturing=False) is prepared.get(capturing=False)
     assert waited == ["made"]
+
+
+def test_nobody_waits_for_what_is_prepared_while_a_device_makes_it(monkeypatch):
+    """Two threads with a GPU each: what one waits for may be an exchange with the other."""
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    def beside():
+        if not made:
+            other = threading.Thread(target=lambda: made.append(prepared.get(capturing=False)), daemon=True)
+            made.append(other)
+            other.start()
+            other.join(10.0)
+            assert not other.is_alive()
+
+    made = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(synchronize=beside))
+    prepared = Prepared(lambda: torch.zeros(1).as_subclass(OnDevice), 1)
+    assert prepared.get(capturing=False) is made[1]
+    assert prepared.get(capturing=False) is made[1]
 
 
 def test_xformers_whose_operators_do_not_load_says_what_they_were_built_for(monkeypatch):

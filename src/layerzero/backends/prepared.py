@@ -35,15 +35,24 @@ class Prepared:
             if thing is None:
                 if capturing:
                     raise RuntimeError(f"{self._make.__name__}{key} was not made before the CUDA graph capture")
-                while len(self._kept) >= self._size:
-                    del self._kept[next(iter(self._kept))]
                 thing = self._make(*key)
-                if isinstance(thing, Tensor) and thing.is_cuda:  # another stream may read it next
-                    torch.cuda.current_stream(thing.device).synchronize()
-                self._kept[key] = thing
-            if capturing:
-                self._pinned[key] = thing
-        return thing
+                if not (isinstance(thing, Tensor) and thing.is_cuda):
+                    return self._keep(key, thing)
+            else:
+                if capturing:
+                    self._pinned[key] = thing
+                return thing
+        # Another stream may read it next. Nobody waits for the lock meanwhile: what the stream has yet to do may be
+        # an exchange with the GPU of another thread, which would wait for that thread.
+        torch.cuda.current_stream(thing.device).synchronize()
+        with self._lock:
+            return self._keep(key, thing)
+
+    def _keep(self, key: Hashable, thing: Any) -> Any:
+        """Keep a thing in the place of the oldest; what another thread has made meanwhile stays."""
+        while key not in self._kept and len(self._kept) >= self._size:
+            del self._kept[next(iter(self._kept))]
+        return self._kept.setdefault(key, thing)
 
     def has(self, *key: Hashable) -> bool:
         """Whether the thing for a key is there."""
