@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -23,6 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from layerzero.core.facts import Facts
+
+_ARCH = re.compile(r"(?:sm)?(\d+)(\d)([af]?)")
+"""An architecture as packages (``sm90a``) and paths (``90a``) name it."""
 
 NO_POSITIONS = 0
 """FlashInfer's PosEncodingMode.NONE."""
@@ -84,11 +88,15 @@ def is_shipped(module: str, facts: Facts) -> bool:
 
 
 def _runs_on(arch: str, sm: tuple[int, int]) -> bool:
-    """Whether code for an architecture runs on a device: ``sm80`` on 8.6 and 8.9, too, ``sm90a`` on 9.0 alone."""
-    named = arch.removeprefix("sm")
-    digits = named.rstrip("af")
-    major, minor = int(digits[:-1]), int(digits[-1])
-    return (major, minor) == sm if named.endswith("a") else major == sm[0] and minor <= sm[1]
+    """Whether code for an architecture runs on a device: ``sm80`` on 8.6 and 8.9, too, ``sm90a`` on 9.0 alone.
+
+    Nothing that is named otherwise does.
+    """
+    named = _ARCH.fullmatch(arch)
+    if named is None:
+        return False
+    major, minor = int(named[1]), int(named[2])
+    return (major, minor) == sm if named[3] == "a" else major == sm[0] and minor <= sm[1]
 
 
 def is_built(module: str, facts: Facts) -> bool:
