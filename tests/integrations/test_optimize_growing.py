@@ -214,3 +214,18 @@ def test_memory_is_given_back_with_the_tokens(drop: str) -> None:
         mine.update(*fresh(2, 1, 1), 0)
     gc.collect()
     assert all(each.expired() for each in memory)
+
+
+@torch.no_grad()
+def test_a_cache_goes_on_where_memory_was_short_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, stock = both()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(growing._Room, "_filled", _too_large)
+        appended(mine, *fresh(2, 1, 7), 0)
+    for layer in range(2):
+        appended(mine, *fresh(2, 1, layer), layer), stock.update(*fresh(2, 1, layer), layer)
+    same(mine, stock)
+
+
+def _too_large(*_: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("no memory for this many places")

@@ -154,11 +154,14 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
         return first, second
     held, others = layer.keys, layer.values
     room = _ROOMS.get(layer)
-    if room is None or not room.serves(held, others, keys.shape[2]):
-        room = _ROOMS[layer] = _Room()
-        held, others = room.made(held, others, keys.shape[2])
-    layer.keys, layer.values = room.write(held, others, keys, values)
-    return layer.keys, layer.values
+    if room is not None and room.serves(held, others, keys.shape[2]):
+        grown = room.write(held, others, keys, values)
+    else:
+        room = _Room()
+        grown = room.write(*room.made(held, others, keys.shape[2]), keys, values)
+        _ROOMS[layer] = room  # once it has views: memory may have been short
+    layer.keys, layer.values = grown
+    return grown
 
 
 def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
