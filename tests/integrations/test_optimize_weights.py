@@ -14,7 +14,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import layerzero as lz
 from decoders import made, tokens, transformers
+from layerzero.integrations.optimize import layer
 from layerzero.integrations.optimize.blocks import block
+from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
@@ -205,3 +207,35 @@ def test_weights_that_were_something_else_before_are_left(kind: str, change: Cal
         assert any(each.module.endswith("Linear") for each in report.left)
     report.undo()
     torch.testing.assert_close(model(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_layers_serve_whatever_the_order_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes a pruning back puts the weight behind the bias, which is None in most models."""
+    model, ids = made(), tokens()
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            prune.remove(prune.identity(each, "weight"), "weight")
+    assert [*model.model.layers[0].self_attn.q_proj._parameters] == ["bias", "weight"]
+    expected, computed, compute = model(ids).logits, [], layer._compute
+    lz.optimize(model)
+    monkeypatch.setattr(layer, "_compute", lambda *given: (computed.append(1), compute(*given))[1])
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(computed) == len(model.model.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plus", [0.0, 1.0])
+def test_norms_that_have_no_bias_are_not_asked_for_one(plus: float) -> None:
+    """A module takes ten times as long to say that it has none as the rest of the question does."""
+
+    class Silent(LlamaRMSNorm):
+        def __getattr__(self, name: str) -> Any:
+            assert name != "bias"
+            return super().__getattr__(name)
+
+    module, rows = Silent(plus).eval(), torch.randn(3, 16)
+    expected, found = module(rows), norm(module)
+    assert isinstance(found, Candidate)
+    found.swap.on()
+    torch.testing.assert_close(module(rows), expected, rtol=1e-4, atol=1e-4)

@@ -312,7 +312,7 @@ def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[
         learned = state.learned
     except KeyError:  # pruned or parametrised since: the modules compute them
         return False
-    weight = learned[0]
+    weight = state.heads.products[0]._parameters["weight"]
     if weight is None or stays_stock(module, hidden_states, *learned):
         return False
     for name, value in named.items():
@@ -344,9 +344,8 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
     if behind_block is not None:
         output = behind_block.alone(output)
     following = state.following
-    if (
-        following is None or following.is_computed or output.is_inference()
-    ):  # in inference mode nobody would see a write in between
+    # in inference mode nobody would see a write in between
+    if following is None or following.is_computed or output.is_inference():
         return output.add_(total)
     if ONE_TOKEN.get() is not None:
         normed, output = following.over_both(total, output)

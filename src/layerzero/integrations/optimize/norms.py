@@ -39,8 +39,13 @@ class Norm(State):
     def weights_of(self, module: Module) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of the norm; None where they are computed since, or are of another class than torch's."""
         parameters = module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if type(weight) is not Parameter or (bias is None and getattr(module, "bias", None) is not None):
+        weight = parameters.get("weight")
+        if type(weight) is not Parameter:
+            return None
+        if self.form != "layer":  # the others have none, which a module takes a microsecond to say
+            return weight, None
+        bias = parameters.get("bias")
+        if bias is None and "bias" not in parameters and getattr(module, "bias", None) is not None:
             return None
         return weight, bias
 
