@@ -153,9 +153,8 @@ class StepMetadata(Handle):
 
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
-        for mine, theirs in zip(
-            self._tensors, tensors, strict=False
-        ):  # each call asks: a generator costs as much again
+        # each call asks: a generator costs as much again
+        for mine, theirs in zip(self._tensors, tensors, strict=False):
             if mine is not theirs:
                 return FOREIGN
         return STALE if self.is_stale else self.kind
