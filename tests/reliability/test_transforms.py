@@ -142,3 +142,18 @@ def test_a_trace_holds_for_other_sizes_and_leaves_nothing_behind(function):
     traced, other = torch.jit.trace(function, (X,)), torch.randn(5, 64)
     torch.testing.assert_close(traced(other), function(other))
     assert "failed" not in str(lz.explain(lz.rms_norm, X, W))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_how_far_tables_are_read_follows_lengths_that_nobody_may_read():
+    """On a CPU columns beyond the longest sequence are left out: a trace would leave them out of longer ones, too."""
+    (keys, values), query = torch.randn(2, 8, 4, 2, 16), torch.randn(2, 1, 2, 16)
+    table, lens = (torch.tensor(each, dtype=torch.int32) for each in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[2, 3], [13, 15]]))
+
+    def attention(lens):
+        return lz.paged_attention(query, keys, values, table, lens)
+
+    expected = torch.stack([attention(each) for each in lens])
+    torch.testing.assert_close(torch.func.vmap(attention)(lens), expected)
+    torch.testing.assert_close(torch.jit.trace(attention, (lens[0],))(lens[1]), expected[1])

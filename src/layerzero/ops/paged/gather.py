@@ -9,14 +9,20 @@ from torch import Tensor
 def blocks_of(block_tables: Tensor, context_lens: Tensor, page_size: int, promised: int | None) -> int:
     """How many columns of a table are followed: on a CPU what the longest sequence needs, as far as the table goes.
 
-    Elsewhere as many as were promised, or all: nothing is read on the host.
+    Elsewhere as many as were promised, or all: nothing is read on the host. Nor is it in a transform or a trace, where
+    lengths have no numbers, or others later on.
     """
     blocks = block_tables.shape[1]
     if promised is not None:
         blocks = min(blocks, -(-promised // page_size))
-    if context_lens.is_cpu and len(context_lens):
+    if _has_numbers(context_lens) and len(context_lens):
         blocks = min(blocks, -(-max(int(context_lens.max()), 0) // page_size))
     return blocks
+
+
+def _has_numbers(lengths: Tensor) -> bool:
+    """Whether numbers may be read of a tensor at no cost, and hold for what is computed with them."""
+    return lengths.is_cpu and not (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(lengths))
 
 
 def gathered(
