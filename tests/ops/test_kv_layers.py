@@ -236,3 +236,18 @@ def test_compiled_code_takes_layers_and_steps_as_one_graph():
     assert counted.frame_count == 1
     for each in caches:
         each.close()
+
+
+def test_compiled_code_writes_into_a_virtual_cache():
+    """What a slot's memory is asked by is no part of a graph."""
+    cache = lz.KVCache(1, 2, 32, dtype=torch.float32, **FORMS["virtual"])
+    cache.allocate("a")
+    (key, value), layer = drawn(1)[1:], cache.layer(0)
+
+    def write(slots):
+        lz.append_paged_kv(key, value, layer, slot_mapping=slots)
+
+    with cache.writing(["a"]) as step:
+        torch.compile(write, fullgraph=True, backend="eager")(step.slots)
+        assert torch.equal(layer.keys.flatten(0, 1)[step.slots], key)
+    cache.close()

@@ -78,7 +78,8 @@ def _check_mapped(owner: CachedSequences | None, function: str, given: Mapping[s
     if owner is None or owner.strategy is not KVCacheStrategy.VIRTUAL:
         return
     slots = given.get("slot_mapping")
-    if function != "gather_paged_kv" and isinstance(slots, Tensor) and slots.is_cpu:
+    compiling = torch.compiler.is_compiling()
+    if function != "gather_paged_kv" and isinstance(slots, Tensor) and slots.is_cpu and not compiling:
         owner.check_reserved(slots)
     if function == "copy_kv_blocks":
         problem = (
