@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 import layerzero as lz
-from layerzero.core.collecting import held_off
 
 ROUNDS, CALLS = 9, 5
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -237,7 +236,7 @@ class Way:
                     self.function(**arguments)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with held_off(), torch.cuda.graph(graph):
+                with lz.capturing(graph):
                     for _ in range(CALLS):
                         self.function(**arguments)
             graph.replay()
