@@ -151,8 +151,8 @@ def test_times_of_other_threads_are_not_told_as_chosen_here(times):
         torch.set_num_threads(2)
         assert runs(8) == "user.a", "nobody measured with two"
         (table, note, *_) = command._shown(found, 1, 2)
-        assert [column.header for column in table.columns][2] == "chosen with 1 thread"
+        assert [str(column.header) for column in table.columns][2] == "chosen with 1 thread"
         assert "torch uses 2 here" in str(note)
-        assert [column.header for column in next(command._shown(found, 1, 1)).columns][2] == "chosen now"
+        assert [str(column.header) for column in next(command._shown(found, 1, 1)).columns][2] == "chosen now"
     finally:
         torch.set_num_threads(threads)

