@@ -76,7 +76,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
     "layerzero.core.handle": ("Handle",),
-    "layerzero.core.kernel": ("Backend", "Build", "Kernel"),
+    "layerzero.core.kernel": ("Backend", "Kernel", "Release"),
     "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Routed", "Tolerance"),
     "layerzero.core.arguments": ("Axis", "Param", "Role", "SizeCodes", "TensorSchema"),
     "layerzero.core.schema": ("OperationSchema",),

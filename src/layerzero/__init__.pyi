@@ -50,7 +50,7 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.handle import Handle
-from layerzero.core.kernel import Backend, Build, Kernel
+from layerzero.core.kernel import Backend, Kernel, Release
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Tolerance
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
@@ -84,7 +84,6 @@ __all__ = [
     "Axis",
     "Backend",
     "BlockPattern",
-    "Build",
     "CacheStep",
     "Case",
     "CudaGraphUnsafeError",
@@ -126,6 +125,7 @@ __all__ = [
     "Reason",
     "ReasonCode",
     "RegistrationError",
+    "Release",
     "Report",
     "Role",
     "Routed",

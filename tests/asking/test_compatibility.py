@@ -11,7 +11,7 @@ import layerzero as lz
 from layerzero.asking import compatibility
 from layerzero.asking.compatibility import Status
 from layerzero.core.device import Device
-from layerzero.core.kernel import Build
+from layerzero.core.kernel import Release
 from layerzero.engine import probe
 
 LIBRARY = lz.Backend(name="lib", summary="", distribution="lib", versions=">=1,<2", tested=("1.2",), known_bad="==0.9")
@@ -73,17 +73,17 @@ OF_ONE_TORCH = lz.Backend(
     distribution="lib",
     versions=">=2,<4",
     known_bad="==2.0",
-    builds=(
-        Build("==4.*", ("torch>=2.15,<2.16",), "pip install lib==4", proven=False),
-        Build("==3.*", ("torch>=2.14,<2.15",), "pip install lib==3"),
-        Build(">=2.1,<3", ("torch>=2.13,<2.14",), "pip install lib==2.1"),
+    releases=(
+        Release("==4.*", ("torch>=2.15,<2.16",), "pip install lib==4", proven=False),
+        Release("==3.*", ("torch>=2.14,<2.15",), "pip install lib==3"),
+        Release(">=2.1,<3", ("torch>=2.13,<2.14",), "pip install lib==2.1"),
     ),
 )
 
 
 NONE_FITS = (
-    "lib is absent, >=2,<4 is needed. No build of it is known for torch 2.12.0; install one with its own: pip install "
-    "lib==4 beside torch>=2.15,<2.16 or pip install lib==3 beside torch>=2.14,<2.15 or pip install lib==2.1 beside "
+    "lib is absent, >=2,<4 is needed. No release of it is known for torch 2.12.0; install one with its own: pip "
+    "install lib==4 beside torch>=2.15,<2.16 or pip install lib==3 beside torch>=2.14,<2.15 or pip install lib==2.1 beside "
     "torch>=2.13,<2.14"
 )
 FITS, VET = "Install a version that fits: pip install lib", "prove this one here: `layerzero vet --backend lib`"
@@ -104,17 +104,17 @@ FITS, VET = "Install a version that fits: pip install lib", "prove this one here
         ),
         ("2.14.0", "2.5", f"torch must be >=2.13,<2.14, is 2.14.0. {FITS}==3"),
         ("2.13.0", "2.0", f"lib version must be >=2,<4, not ==2.0, is 2.0. {FITS}==2.1"),
-        # its build is known, its kernels are not: they prove themselves
+        # its release is known, its kernels are not: they prove themselves
         ("2.15.0", "4.1", f"lib version must be >=2,<4, is 4.1. {VET}"),
         ("2.13.0", "2.0.5", f"lib version must be >=2,<4, is 2.0.5. {FITS}==2.1; or {VET}"),
     ],
 )
-def test_each_build_wants_the_torch_that_it_was_made_for(torch, lib, told):
+def test_each_release_wants_the_torch_that_it_was_made_for(torch, lib, told):
     libraries = {"torch": torch} | ({"lib": lib} if lib else {})
     reason = probe.Machine(libraries=libraries).state(OF_ONE_TORCH, Device.detect("cpu")).reason
     assert (reason.message if reason else "") == told
 
 
-def test_a_build_without_a_range_is_refused():
+def test_a_release_without_a_range_is_refused():
     with pytest.raises(lz.RegistrationError, match="versions and requires: wanted ranges such as"):
-        dataclasses.replace(OF_ONE_TORCH, builds=(Build("4", ("torch>=2.15",), "pip install lib"),))
+        dataclasses.replace(OF_ONE_TORCH, releases=(Release("4", ("torch>=2.15",), "pip install lib"),))

@@ -72,6 +72,25 @@ def test_nothing_is_collected_inside_and_other_threads_may_build(captures):
     assert asked == [{"pool": POOL, "stream": None, "capture_error_mode": "thread_local"}]
 
 
+def test_each_capture_has_a_mark_of_its_own_while_it_lasts(captures, monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    tensor = torch.zeros(1).as_subclass(OnDevice)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captures[1]))
+    assert capturing.capture_of(tensor) is None
+    marks = []
+    for _ in range(2):
+        with lz.capturing(Graph()):
+            marks.append(capturing.capture_of(tensor))
+            assert capturing.capture_of(tensor) is marks[-1]
+            assert capturing.capture_of(torch.zeros(1)) is None
+    assert None is not marks[0] is not marks[1] is not None
+    with pytest.raises(ZeroDivisionError), lz.capturing(Graph()):
+        raise ZeroDivisionError
+    assert capturing.capture_of(tensor) is None
+
+
 def test_what_torch_takes_is_handed_on_and_an_error_inside_ends_the_capture(captures):
     asked, opened = captures
     stream = Stream()

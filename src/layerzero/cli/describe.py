@@ -72,9 +72,12 @@ def library(kernel: Kernel) -> str:
     """What must be installed: distribution, versions, further demands."""
     backend = kernel.backend
     names = " or ".join(name for name in backend.distributions if name)
-    own = f"{names} {backend.versions}".strip()
-    builds = [f"{' and '.join(each.requires)} for {each.versions}" for each in backend.builds]
-    return ", ".join(filter(None, [own, *backend.requires, *builds])) or "nothing"
+    releases = " or ".join(
+        f"{each.versions} beside {' and '.join(each.requires)}{'' if each.proven else ' once it is vetted'}"
+        for each in backend.releases
+    )
+    own = f"{names} {releases or backend.versions}".strip()
+    return ", ".join(filter(None, [own, *backend.requires])) or "nothing"
 
 
 def kind(type_: object) -> str:

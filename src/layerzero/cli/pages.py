@@ -8,7 +8,7 @@ from layerzero import backends
 from layerzero.cli import describe
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
-from layerzero.core.kernel import Backend, Build, Kernel
+from layerzero.core.kernel import Backend, Kernel, Release
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.reasons import Reason, ReasonCode
@@ -193,15 +193,15 @@ def kernels() -> str:
     return _page("# Kernels", intro, flags, *blocks, references)
 
 
-def _build(build: Build) -> str:
-    return f"{code(build.requires)} for `{build.versions}`"
+def _release(release: Release) -> str:
+    return f"{code(release.requires)} for `{release.versions}`{'' if release.proven else ' (to be vetted)'}"
 
 
 def _library(backend: Backend, kernels: Sequence[Kernel]) -> str:
     names = " or ".join(name for name in backend.distributions if name)
     heading = f"## {backend.name}" + (f" ({names})" if names else "")
     lines = [f"{backend.summary}. Needs {describe.library(kernels[0])}."]
-    ways = [f"`{each.install}` ({' and '.join(each.requires)})" for each in backend.builds]
+    ways = [f"`{each.install}` ({' and '.join(each.requires)})" for each in backend.releases]
     ways = ways or ([f"`{backend.install}`"] if backend.install else [])
     lines += [f"Install it: {', or '.join(ways)}."] if ways else []
     lines += [f"<{backend.homepage}>"] if backend.homepage else []
@@ -250,7 +250,7 @@ def compatibility() -> str:
             ("" if any(backend.distributions) else "torch ") + ", ".join(backend.tested) if backend.tested else "none",
             f"`{backend.versions}`" if backend.versions else "any",
             f"`{backend.known_bad}`" if backend.known_bad else "",
-            ", ".join(filter(None, [code(backend.requires), *map(_build, backend.builds)])),
+            ", ".join(filter(None, [code(backend.requires), *map(_release, backend.releases)])),
             ", ".join(backend.platforms),
         )
         for backend in backends

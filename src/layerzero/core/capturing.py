@@ -8,11 +8,13 @@ Source: ``torch/cuda/graphs.py`` and ``CUDAGraph::capture_end`` of ``aten/src/AT
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.collecting import held_off
@@ -23,6 +25,9 @@ _FAILED: list[Any] = []
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 """Where captures take place on devices for which torch has no stream of its own."""
+
+_HERE = threading.local()
+"""The mark of the capture that this thread is in."""
 
 
 @contextmanager
@@ -58,6 +63,8 @@ def capturing(
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     stream = _stream_on(device) if stream is None else stream
+    outer = getattr(_HERE, "mark", None)
+    _HERE.mark = object()
     try:
         with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             yield
@@ -70,6 +77,20 @@ def capturing(
         _memory_freed(device, pool)
         _generator_freed(device)
         raise
+    finally:
+        _HERE.mark = outer
+
+
+def capture_of(tensor: Tensor) -> object | None:
+    """A mark of the capture that work on a tensor falls into; None where nothing is captured.
+
+    What a capture makes holds numbers once its own graph was replayed, so that whoever keeps it keeps the mark beside
+    it and uses it in that capture alone. Captures that did not begin by :func:`capturing` cannot be told apart: each
+    question gets another mark.
+    """
+    if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return getattr(_HERE, "mark", None) or object()
 
 
 def _stream_on(device: int) -> torch.cuda.Stream | None:

@@ -59,7 +59,7 @@ class Trust(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class Release:
     """Versions of a library that were built for one environment, where each is built for one torch.
 
     Attributes:
@@ -91,8 +91,8 @@ class Backend:
         conflicts: packages that do harm beside it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
-        builds: the builds of it, newest first, where versions differ in what they were built for: the one that an
-            installed version belongs to must fit, and the one that fits is what ``install`` says.
+        releases: newest first, where versions differ in what they were built for: the one that an installed version
+            belongs to must fit, and the one that fits is what there is to install.
         platforms: platforms that any of its kernels runs on.
         install: the command that installs it.
         homepage: where the library lives.
@@ -108,7 +108,7 @@ class Backend:
     known_bad: str = ""
     conflicts: tuple[tuple[str, str], ...] = ()
     requires: tuple[str, ...] = ()
-    builds: tuple[Build, ...] = ()
+    releases: tuple[Release, ...] = ()
     platforms: tuple[str, ...] = ("cpu",)
     install: str = ""
     homepage: str = ""
@@ -116,8 +116,8 @@ class Backend:
 
     def __post_init__(self) -> None:
         ranges = [each for each in (self.versions, self.known_bad) if each]
-        ranges += [build.versions for build in self.builds]
-        required = [*self.requires, *(each for build in self.builds for each in build.requires)]
+        ranges += [release.versions for release in self.releases]
+        required = [*self.requires, *(each for release in self.releases for each in release.requires)]
         ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in required]
         for text in ranges:
             if not _is_range(text):
@@ -130,14 +130,14 @@ class Backend:
     def __hash__(self) -> int:
         return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend
 
-    def build(self, version: str) -> Build | None:
-        """The build that a version belongs to, of those that are known."""
-        return next((each for each in self.builds if within(version, each.versions)), None)
+    def release(self, version: str) -> Release | None:
+        """The release that a version belongs to, of those that are known."""
+        return next((each for each in self.releases if within(version, each.versions)), None)
 
     def holds_for(self, version: str) -> bool:
         """Whether the declaration was written for a version."""
-        build = self.build(version)
-        if self.builds and not (build and build.proven):
+        release = self.release(version)
+        if self.releases and not (release and release.proven):
             return False
         return not self.versions or within(version, self.versions)
 

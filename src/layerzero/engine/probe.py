@@ -13,7 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from layerzero.core import forking
 from layerzero.core.device import Device
-from layerzero.core.kernel import Backend, Build, within
+from layerzero.core.kernel import Backend, Release, within
 from layerzero.core.reasons import Reason, ReasonCode
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+?)\s*((?:[<>=!~]=?|===).*)$")
@@ -75,25 +75,25 @@ class Machine:
         fits, install = self._fitting(backend, device), self.install(backend, device)
         vetting = f"`layerzero vet --backend {backend.name}`"
         if backend.distribution and version is None:
-            hint = f"Install it: {install}" if install else self._of_no_build(backend)
+            hint = f"Install it: {install}" if install else self._of_no_release(backend)
             if fits and not fits.proven:
                 hint += f", then prove it here: {vetting}"
             name, wanted = " or ".join(backend.distributions), (fits or backend).versions or "any"
             return LibraryState(None, Reason(ReasonCode.NOT_INSTALLED, name, wanted, "absent", hint))
         fact = f"{next(filter(None, backend.distributions), backend.name)} version"
-        fitting = f"Install a version that fits: {install}" if install else self._of_no_build(backend)
+        fitting = f"Install a version that fits: {install}" if install else self._of_no_release(backend)
         if backend.known_bad and version and within(version, backend.known_bad):
             wanted = f"{backend.versions}, not {backend.known_bad}".removeprefix(", ")
             return LibraryState(version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, wanted, version, fitting))
-        build = backend.build(version) if version else None
-        for requirement in (*backend.requires, *(build.requires if build else ())):
-            reason = self._unmet(requirement, device, fitting if build else "")
+        release = backend.release(version) if version else None
+        for requirement in (*backend.requires, *(release.requires if release else ())):
+            reason = self._unmet(requirement, device, fitting if release else "")
             if reason is not None:
                 return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
         if broken is None and backend.versions and version is not None and not backend.holds_for(version):
             prove = f"prove this one here: {vetting}" if version else ""
-            hint = "; or ".join(filter(None, ("" if build else fitting, prove)))
+            hint = "; or ".join(filter(None, ("" if release else fitting, prove)))
             reason = Reason(ReasonCode.VERSION_UNSUPPORTED, fact, backend.versions, version or "unknown", hint)
             return LibraryState(version, reason, untested=bool(version) and self.libraries is None)
         return LibraryState(version, broken)
@@ -101,19 +101,17 @@ class Machine:
     def install(self, backend: Backend, device: Device) -> str:
         """The command that installs what fits here; empty where none is known to."""
         fits = self._fitting(backend, device)
-        return fits.install if fits else "" if backend.builds else backend.install
+        return fits.install if fits else "" if backend.releases else backend.install
 
-    def _fitting(self, backend: Backend, device: Device) -> Build | None:
-        met = (each for each in backend.builds if all(self._unmet(one, device) is None for one in each.requires))
+    def _fitting(self, backend: Backend, device: Device) -> Release | None:
+        met = (each for each in backend.releases if all(self._unmet(one, device) is None for one in each.requires))
         return next(met, None)
 
-    def _of_no_build(self, backend: Backend) -> str:
-        if not backend.builds:
+    def _of_no_release(self, backend: Backend) -> str:
+        if not backend.releases:
             return ""
-        ways = " or ".join(f"{each.install} beside {' and '.join(each.requires)}" for each in backend.builds)
-        return (
-            f"No build of it is known for torch {self._distribution_version('torch')}; install one with its own: {ways}"
-        )
+        ways = " or ".join(f"{each.install} beside {' and '.join(each.requires)}" for each in backend.releases)
+        return f"No release of it is known for torch {self.torch}; install one with its own: {ways}"
 
     def _version(self, backend: Backend) -> str | None:
         if not backend.distribution:

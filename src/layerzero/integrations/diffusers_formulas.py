@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.core.capturing import capture_of
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.rotation import Table
@@ -95,8 +96,8 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
     """Cosines and sines (S, D/2) side by side in one tensor, with the row of each token, made once for all layers.
 
     Where each angle stands ``twice``, both must be the same: None where they are not, and while a graph is captured,
-    when nothing may be asked of the device, unless that was seen before. A capture makes its own table: a replay then
-    reads what the cosines hold by then, and no other call reads memory that only a replay fills.
+    when nothing may be asked of the device, unless that was seen before. Each capture makes its own table: a replay
+    then reads what the cosines hold by then, and no other call, nor another graph, reads memory that a replay fills.
     """
     if cos.is_inference() or sin.is_inference():  # they have no versions: whether they were written into is not known
         if not (twice and cos.is_cuda):
@@ -105,16 +106,16 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
         return None
     versions = cos._version, sin._version
     kept = cos.__dict__.get(_MADE)
-    capturing = cos.is_cuda and torch.cuda.is_current_stream_capturing()
+    capture = capture_of(cos)
     if kept is not None and (kept[1] is not sin or kept[2:4] != (versions, interleaved)):
         kept = None
-    if kept is not None and (kept[4] == capturing or kept[0] is None):
+    if kept is not None and (kept[4] is capture or kept[0] is None):
         made: Table | None = kept[0]
         return made
-    if twice and capturing and kept is None:
+    if twice and capture is not None and kept is None:
         return None
     table = _side_by_side(cos, sin, interleaved, twice=twice, seen=kept is not None)
-    setattr(cos, _MADE, (table, sin, versions, interleaved, capturing))
+    setattr(cos, _MADE, (table, sin, versions, interleaved, capture))
     return table
 
 

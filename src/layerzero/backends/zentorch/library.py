@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from layerzero.core import limits as limit
-from layerzero.core.kernel import Backend, Build
+from layerzero.core.kernel import Backend, Release
 
 ZENTORCH = Backend(
     name="zentorch",
@@ -27,9 +27,9 @@ ZENTORCH = Backend(
     versions=">=2.13.0.2,<2.14.1",
     tested=("2.13.0.2", "2.14.0.1"),
     known_bad="==2.13.0.1",  # it answers from stale pointers
-    builds=(
-        Build(">=2.14.0.1,<2.14.1", ("torch>=2.14,<2.15",), "pip install zentorch==2.14.0.1"),
-        Build(">=2.13.0.2,<2.13.1", ("torch>=2.13,<2.14",), "pip install zentorch==2.13.0.2"),
+    releases=(
+        Release(">=2.14.0.1,<2.14.1", ("torch>=2.14,<2.15",), "pip install zentorch==2.14.0.1"),
+        Release(">=2.13.0.2,<2.13.1", ("torch>=2.13,<2.14",), "pip install zentorch==2.13.0.2"),
     ),
     platforms=("cpu",),
     homepage="https://github.com/amd/ZenDNN-pytorch-plugin",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerzero.core.capturing import capture_of
+
 _MADE = "_layerzero_table"
 """On the tensor of cosines, which a model hands to each of its layers."""
 
@@ -28,13 +30,13 @@ class Table:
 def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
     """The table of (B, S, R) or (1, S, R) cosines and sines, whose second half repeats the first.
 
-    A capture makes its own: a replay then reads what the cosines hold by then, and no other call reads memory that only
-    a replay fills.
+    Each capture makes its own: a replay then reads what the cosines hold by then, and no other call, nor another graph,
+    reads memory that only a replay fills.
     """
     kept = cos.__dict__.get(_MADE)
     versions = (0, 0) if cos.is_inference() else (cos._version, sin._version)
-    capturing = cos.is_cuda and torch.cuda.is_current_stream_capturing()
-    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, capturing):
+    capture = capture_of(cos)
+    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, capture):
         made: Table = kept[0]
         return made
     half = cos.shape[-1] // 2
@@ -43,5 +45,5 @@ def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
     positions = torch.arange(count, device=cos.device)
     positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
     table = Table(rows[:, :half], rows[:, half:], positions)
-    setattr(cos, _MADE, (table, sin, versions, batch, capturing))
+    setattr(cos, _MADE, (table, sin, versions, batch, capture))
     return table
