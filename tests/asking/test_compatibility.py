@@ -83,8 +83,8 @@ OF_ONE_TORCH = lz.Backend(
 
 NONE_FITS = (
     "lib is absent, >=2,<4 is needed. No release of it is known for torch 2.12.0; install one with its own: pip "
-    "install lib==4 beside torch>=2.15,<2.16 or pip install lib==3 beside torch>=2.14,<2.15 or pip install lib==2.1 beside "
-    "torch>=2.13,<2.14"
+    "install lib==4 beside torch>=2.15,<2.16 or pip install lib==3 beside torch>=2.14,<2.15 or pip install lib==2.1 "
+    "beside torch>=2.13,<2.14"
 )
 FITS, VET = "Install a version that fits: pip install lib", "prove this one here: `layerzero vet --backend lib`"
 
