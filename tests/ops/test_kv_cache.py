@@ -348,6 +348,7 @@ def test_mistakes_are_told(call, message):
         ({"latent": (512, 64)}, "latent: wanted no kv_heads, head_dim and value_dim beside it"),
         ({"pages": None}, "max_sequences and max_length: wanted both for a contiguous cache"),
         ({"strategy": "virtual"}, "pages: wanted None for a virtual cache"),
+        ({"max_length": 64}, "max_length: wanted None beside pages, which say how many tokens fit, got 64"),
         ({"strategy": "elsewhere"}, "strategy: wanted contiguous, paged, virtual, unified or None, got 'elsewhere'"),
         ({"layout": "VLLM", "head_dim": 6}, "head_dim: wanted a multiple of 4 in VLLM, got 6"),
     ],

@@ -101,9 +101,13 @@ def asked(
         where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
     )
     if choice.strategy is KVCacheStrategy.PAGED:
-        if pages is None and max_sequences is not None and max_length is not None:
+        if pages is not None:
+            if max_length is not None:
+                wanted = "wanted None beside pages, which say how many tokens fit"
+                problems.append(f"max_length: {wanted}, got {max_length}")
+        elif max_sequences is not None and max_length is not None:
             pages = max_sequences * -(-max_length // page_size)
-        if pages is None:
+        else:
             problems.append("pages: wanted a number for a paged cache, or max_sequences and max_length, got None")
     else:
         if max_sequences is None or max_length is None:

@@ -222,7 +222,7 @@ class FileLedger(MemoryLedger):
 
     def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
         """Remember it here and for later processes."""
-        self.files.put(msgspec.structs.replace(self._record(kernel, facts, work_text(facts)), text=why), UNCAPTURED)
+        self.files.put(msgspec.structs.replace(self._record(kernel, facts, _work(facts)), text=why), UNCAPTURED)
 
     def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
         """What this process or another one saw, at these versions."""
@@ -335,7 +335,7 @@ class FileLedger(MemoryLedger):
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, kind):
             return None
-        what = work_text(facts) if kind == UNCAPTURED else class_text(facts)
+        what = _work(facts) if kind == UNCAPTURED else class_text(facts)
         key = records.key_of(kernel.id, what, _versions(kernel, facts))
         return self.files.load(Name(slug, key, kind))
 
@@ -368,6 +368,13 @@ def _judgement(record: Record | None) -> Judgement | None:
     if record is None or record.verdict is None:
         return None
     return Judgement(record.verdict, record.what, record.text)
+
+
+def _work(facts: Facts) -> str:
+    """A call's very work, and whose adapter did it: another LayerZero may well capture what this one could not."""
+    from layerzero import __version__
+
+    return f"{work_text(facts)} by {__version__}"
 
 
 def _versions(kernel: Kernel, facts: Facts) -> Versions:
