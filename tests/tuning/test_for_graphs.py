@@ -188,6 +188,9 @@ def test_what_a_capture_refused_is_not_measured_in_each_run_until_a_version_chan
     assert ran, "another work of the same class"
     assert len(tuned(9, again=True).contests) == 1
     assert ran
+    with monkeypatch.context() as patched:
+        patched.setattr(lz, "__version__", "another LayerZero")
+        assert len(tuned(9).contests) == 1, "whose adapter may capture it"
     monkeypatch.setattr(files, "_library", lambda kernel, device: "another version")
     assert len(tuned(9).contests) == 1
     assert ran
