@@ -279,39 +279,56 @@ SAMPLES = 4000
 """Of sound at random: a dozen frames of what most models make of it."""
 
 
-def _of_pictures_or_sound(model: Any) -> dict[str, Any]:
+def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
     """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
-    name, generator = model.main_input_name, torch.Generator().manual_seed(0)
-    if name == "input_values":
-        return {name: torch.randn(2, SAMPLES, generator=generator, dtype=torch.float32)}
-    config = getattr(model.config, "vision_config", model.config)
+    config, generator = getattr(model.config, "vision_config", model.config), torch.Generator().manual_seed(0)
     size = getattr(config, "image_size", None)
-    if name != "pixel_values" or size is None:
+    bins, frames = (getattr(config, each, None) for each in ("num_mel_bins", "max_source_positions"))
+    if name == "input_values":
+        shape: tuple[int, ...] = (2, SAMPLES)
+    elif name == "input_features" and bins and frames:  # Whisper's: a convolution takes every other frame
+        shape = (2, bins, 2 * frames)
+    elif name == "pixel_values" and size is not None:
+        shape = (2, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+    else:
         return {}
-    height, width = (size, size) if isinstance(size, int) else size
-    return {
-        name: torch.randn(
-            2, getattr(config, "num_channels", 3), height, width, generator=generator, dtype=torch.float32
-        )
-    }
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float32)}
+
+
+def _example(model: Any) -> dict[str, Any]:
+    """Transformers' example for a model, or pictures or sound where it has none."""
+    known = inspect.signature(model.forward).parameters
+    words = model.dummy_inputs
+    example = {name: each for name, each in words.items() if name in known}
+    if model.main_input_name not in example:
+        example = _of_pictures_or_sound(model, model.main_input_name)
+    if example and "decoder_input_ids" in known and "input_ids" in words:  # shorter: which is which shows
+        example.setdefault("decoder_input_ids", words["input_ids"][: len(next(iter(example.values()))), :-1])
+    return example
 
 
 def example_run(model: Any) -> Callable[[], Any]:
     """A way to run a model on Transformers' own example, as it is and with the first tokens of a row hidden."""
 
-    def run() -> None:
-        known = inspect.signature(model.forward).parameters
+    def placed(example: Mapping[str, Any]) -> dict[str, Any]:
         device = next(model.parameters()).device
-        example = {name: each for name, each in model.dummy_inputs.items() if name in known}
-        if "decoder_input_ids" in known and "input_ids" in example:  # shorter: which is which shows
-            example.setdefault("decoder_input_ids", example["input_ids"][:, :-1])
-        example = _of_pictures_or_sound(model) if model.main_input_name not in example else example
         dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
-        for name, each in example.items():
-            if isinstance(each, Tensor):
-                example[name] = each.to(device, dtype if each.is_floating_point() else None)
+        return {
+            name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
+            for name, each in example.items()
+        }
+
+    def run() -> None:
+        example = placed(_example(model))
         with quiet(model):
-            model(**example)
+            try:
+                model(**example)
+            except Exception:  # words alone are not enough for every model of words and pictures
+                pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
+                if not pictures or "pixel_values" in example:
+                    raise
+                example |= pictures
+                model(**example)
             ids = example.get("input_ids")
             if ids is not None:
                 mask = torch.ones_like(ids)

@@ -1,0 +1,68 @@
+"""``lz.optimize`` without inputs, for models of pictures or sound: their attention is compared on made-up ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+
+pytest.importorskip("transformers")
+
+import transformers
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+WORDS = WIDTHS | {"vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 2, "bos_token_id": 1}
+PICTURES = WIDTHS | {"image_size": 16, "patch_size": 8}
+SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "d_model": 32, "vocab_size": 64}
+for side in ("encoder", "decoder"):
+    SPEECH |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+SPEECH |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def clip() -> Any:
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=WORDS, vision_config=PICTURES))
+
+
+def siglip() -> Any:
+    return transformers.SiglipModel(transformers.SiglipConfig(text_config=WORDS, vision_config=PICTURES))
+
+
+def whisper() -> Any:
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SPEECH))
+
+
+def pictures() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([[5, 7, 2]]), "pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def sound() -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": torch.tensor([[1, 5], [1, 6]])}
+
+
+@pytest.mark.parametrize(("make", "call"), [(clip, pictures), (siglip, pictures), (whisper, sound)])
+def test_attention_is_compared_on_made_up_pictures_and_sound(make: Any, call: Any) -> None:
+    model, given = make().eval(), call()
+    with torch.no_grad():
+        expected = model(**given)[0]
+        report = lz.optimize(model)
+        found = model(**given)[0]
+    (attention,) = [each for each in report.replaced if each.kind == "attention" and not each.path]
+    assert attention.error is not None
+    assert attention.error < 1e-5
+    assert not [each for each in report.left if "attention" in each.why]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_model_raises_is_told_where_pictures_do_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = clip().eval()
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not these pictures")
+
+    monkeypatch.setattr(model.vision_model, "forward", raises)
+    report = lz.optimize(model)
+    (left,) = [each for each in report.left if each.why.startswith("attention")]
+    assert "it could not be compared without inputs= (RuntimeError: not these pictures)" in left.why
