@@ -156,7 +156,10 @@ def resized(call, pick, dense):
             arguments[name] = arguments[name].masked_fill(arguments[name] > most, -1)
         else:
             arguments[name] = arguments[name].clamp(max=most)
-    return RandomCall(call.function, with_its_step(with_its_starts(arguments)), call.name)
+    arguments = with_its_step(with_its_starts(arguments))
+    if isinstance(arguments.get("tree_mask"), torch.Tensor):  # a row for each query that is left
+        arguments["tree_mask"] = arguments["tree_mask"][: len(arguments["query"])]
+    return RandomCall(call.function, arguments, call.name)
 
 
 def padded(elements):
