@@ -12,7 +12,7 @@ from rich.console import Console
 from layerzero.cli import output
 from layerzero.cli.live import live
 from layerzero.cli.rows import Lines, new_row, new_table
-from layerzero.cli.tables import add_row, table_of
+from layerzero.cli.tables import table_of
 
 KERNEL = "a_library.with_a_kernel.whose_name_takes_sixty_columns_of_a_hundred"
 NUMBERS = ("123456.7", "123456.7", "41.9 %", "6.8e-05", "419 %")
@@ -53,7 +53,7 @@ def test_a_terminal_keeps_its_width():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize(("make", "add"), [(new_table, new_row), (table_of, add_row)])
+@pytest.mark.parametrize(("make", "add"), [(new_table, new_row), (table_of, new_row)])
 def test_a_terminal_folds_what_it_has_no_room_for_and_cuts_nothing(make, add, width):
     """Ids, numbers, long words of prose and headers: each column holds all of its letters, one below the other."""
     ids = ("vllm.cpu.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged and 3 more", "123456789.12")
@@ -76,7 +76,7 @@ def test_a_terminal_folds_what_it_has_no_room_for_and_cuts_nothing(make, add, wi
 
 def test_a_row_of_lines_is_one_line_in_a_pipe_whatever_its_length():
     table = table_of("kernel", "work", "time", "from", kind=Lines)
-    add_row(table, KERNEL, "a text that is longer than what is left of a hundred columns " * 2, "1.0 us", "here")
+    new_row(table, KERNEL, "a text that is longer than what is left of a hundred columns " * 2, "1.0 us", "here")
     file = io.StringIO()
     output._print_whole(output.stdout_console(file), table)
     assert len([line for line in file.getvalue().splitlines() if line.strip()]) == 3

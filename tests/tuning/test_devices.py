@@ -52,17 +52,24 @@ def test_cores_are_those_that_this_process_may_use():
     assert len(os.sched_getaffinity(0)) == build_child._CORES
 
 
-def test_what_is_tuned_on_another_gpu_is_timed_there(monkeypatch):
-    """Events of the device that was current before lay around nothing."""
-    inside, seen = [], []
+@pytest.fixture
+def inside(monkeypatch):
+    """The devices that were made the current one, the last of them last."""
+    entered = []
 
     @contextlib.contextmanager
     def device(which):
-        inside.append(which)
+        entered.append(which)
         yield
-        inside.pop()
+        entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    return entered
+
+
+def test_what_is_tuned_on_another_gpu_is_timed_there(monkeypatch, inside):
+    """Events of the device that was current before lay around nothing."""
+    seen = []
     monkeypatch.setattr(tuning, "asked_jobs", lambda *_, **__: [])
     monkeypatch.setattr(tuning, "run_jobs", lambda *_, **__: seen.append(list(inside)))
     tuning.tune("rms_norm", device="cuda:1")
@@ -89,16 +96,8 @@ def test_a_sample_of_a_call_lies_between_events_of_its_device(monkeypatch):
     assert said == ["stream of 1", "call", "stream of 1"]
 
 
-def test_a_models_calls_are_measured_on_its_gpu(monkeypatch):
-    inside, seen = [], []
-
-    @contextlib.contextmanager
-    def device(which):
-        inside.append(which)
-        yield
-        inside.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
+def test_a_models_calls_are_measured_on_its_gpu(monkeypatch, inside):
+    seen = []
     monkeypatch.setattr(inputs, "run_jobs", lambda *_, **__: seen.append(list(inside)))
     workload = inputs.Workload(lambda: None, torch.device("cuda", 1))
     workload.tune(budget_s=1.0, isolate=False)

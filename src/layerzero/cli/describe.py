@@ -73,7 +73,7 @@ def library(kernel: Kernel) -> str:
     backend = kernel.backend
     names = " or ".join(name for name in backend.distributions if name)
     releases = " or ".join(
-        f"{each.versions} beside {' and '.join(each.requires)}{'' if each.proven else ' once it is vetted'}"
+        f"{each.versions} beside {each.beside}{'' if each.proven else ' once it is vetted'}"
         for each in backend.releases
     )
     own = f"{names} {releases or backend.versions}".strip()

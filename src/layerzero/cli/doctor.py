@@ -10,7 +10,8 @@ from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
 from layerzero.asking.sets import OperationFinding, Served
-from layerzero.cli.tables import add_row, counted, hardware, lines_of, table_of, told
+from layerzero.cli.rows import new_row
+from layerzero.cli.tables import counted, hardware, lines_of, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.serving.advice import Advice
 from layerzero.serving.jit_status import JitStatus
@@ -58,7 +59,7 @@ def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterato
     for library in shown:
         state = Text(f"usable{library.known}", style="green") if library.reason is None else told(library.reason)
         about = lines_of(library.summary, state) if everything else state
-        add_row(table, library.name, library.version or "", str(library.kernels), about)
+        new_row(table, library.name, library.version or "", str(library.kernels), about)
     yield table
     folded = [(each, each.reason) for each in libraries if each not in shown and each.reason is not None]
     absent = [(each, why) for each, why in folded if why.code is ReasonCode.NOT_INSTALLED]
@@ -87,7 +88,7 @@ def _asked_for(findings: Sequence[OperationFinding]) -> Iterator[RenderableType]
         first = next((name for name in finding.chosen if name in finding.kernels), finding.kernels[0])
         more = f" and {len(finding.kernels) - 1} more" if len(finding.kernels) > 1 else ""
         style = "green" if finding.served is Served.OPTIMISED else "yellow"
-        add_row(table, finding.operation, finding.dtype, Text(finding.served, style=style), f"{first}{more}")
+        new_row(table, finding.operation, finding.dtype, Text(finding.served, style=style), f"{first}{more}")
     if table.row_count:
         yield table
     for served, names in fallen.items():

@@ -35,8 +35,7 @@ def _known() -> dict[str, set[str]]:
     """Every name that a backend looks for, without dashes and capitals, to its spellings."""
     known: dict[str, set[str]] = {}
     for backend in REGISTRY.backends():
-        demands = [*backend.requires, *(each for release in backend.releases for each in release.requires)]
-        required = [match[0] for each in demands if (match := re.match(r"[A-Za-z0-9_.-]+", each))]
+        required = [match[0] for each in backend.demands if (match := re.match(r"[A-Za-z0-9_.-]+", each))]
         for name in filter(None, (*backend.distributions, *required)):
             if name not in ("cuda", "rocm"):  # the device says these
                 known.setdefault(_plain(name), set()).add(name)

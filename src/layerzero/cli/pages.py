@@ -201,7 +201,7 @@ def _library(backend: Backend, kernels: Sequence[Kernel]) -> str:
     names = " or ".join(name for name in backend.distributions if name)
     heading = f"## {backend.name}" + (f" ({names})" if names else "")
     lines = [f"{backend.summary}. Needs {describe.library(kernels[0])}."]
-    ways = [f"`{each.install}` ({' and '.join(each.requires)})" for each in backend.releases]
+    ways = [f"`{each.install}` ({each.beside})" for each in backend.releases]
     ways = ways or ([f"`{backend.install}`"] if backend.install else [])
     lines += [f"Install it: {', or '.join(ways)}."] if ways else []
     lines += [f"<{backend.homepage}>"] if backend.homepage else []

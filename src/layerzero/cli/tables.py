@@ -35,11 +35,6 @@ def table_of(*headers: str, kind: type[Table] = Table, **right: str) -> Table:
     return table
 
 
-def add_row(table: Table, *cells: Text | str) -> None:
-    """Add a row; strings are text, not markup: ``list[str]`` and ``[CODE]`` stay as they are."""
-    new_row(table, *cells)
-
-
 def lines_of(*lines: Text | str) -> Text:
     """A cell of several lines."""
     return Text("\n").join([line if isinstance(line, Text) else Text(line) for line in lines])
@@ -66,7 +61,7 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
         mark = Text(">", style="bold green") if chosen else Text("")
         name = Text(candidate.kernel.id, style="bold green" if chosen else "" if candidate.legal else "dim")
         score = f"{candidate.score:.1f}" if candidate.legal else Text("refused", style="red")
-        add_row(table, mark, name, score, _why(candidate))
+        new_row(table, mark, name, score, _why(candidate))
     yield table
     if elsewhere:
         yield counted("not for this device", elsewhere)
@@ -142,7 +137,7 @@ def libraries(found: Sequence[Listed]) -> Iterator[RenderableType]:
     for name in sorted({each.kernel.source for each in here}):
         mine = [each for each in here if each.kernel.source == name]
         named = {describe.function_of(operation) or operation for each in mine for operation in each.kernel.operations}
-        add_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
+        new_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
     yield table
     yield Text("`layerzero kernels FUNCTION`, --backend NAME and --all list kernels with their limits")
 
@@ -175,12 +170,12 @@ def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[Ren
         lines += [f"limits: {'; '.join(limits)}"] if limits else []
         lines.append(f"flags: {', '.join(describe.flags(kernel)) or 'none'}")
         lines += [f"narrowed by: {kernel.revision}"] if kernel.revision else []
-        add_row(table, lines_of(name, here), str(kernel.priority), lines_of(*lines))
+        new_row(table, lines_of(name, here), str(kernel.priority), lines_of(*lines))
         table.add_section()
     if references:
         runs = f"runs: {', '.join(describe.operations([listed.kernel.operations[0] for listed in references]))}"
         takes = "takes everything; the operation's own definition in plain PyTorch, the last candidate"
-        add_row(
+        new_row(
             table, lines_of("reference.<operation>", Text("usable here", style="green")), "0", lines_of(runs, takes)
         )
     yield table
@@ -206,7 +201,7 @@ def operations(found: Sequence[Operation]) -> Iterator[RenderableType]:
         cases = f"cases: {', '.join(case.name for case in operation.cases)}"
         text = lines_of(operation.summary, Text(cases, style="dim"))
         count = len(REGISTRY.kernels(operation.name))
-        add_row(table, operation.name, describe.function_of(operation.name), text, str(count))
+        new_row(table, operation.name, describe.function_of(operation.name), text, str(count))
     yield table
 
 
@@ -215,7 +210,7 @@ def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableTyp
     table = table_of("key", "value", "origin")
     for key, (value, origin) in settings.items():
         style = "" if origin == "default" else "bold green"
-        add_row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
+        new_row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
     yield table
 
 
@@ -224,7 +219,7 @@ def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
     table = table_of("key", "type", "default", "meaning")
     for key, setting in settings.items():
         meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
-        add_row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
+        new_row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
     yield table
 
 
@@ -235,7 +230,7 @@ def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
         whence = "imported" if row.source else row.written_at[:10]
         whence += "" if counts else ", does not count here"
         time = ", ".join([f"{row.median_us:.1f} us", *_parts(row)])
-        add_row(table, row.kernel, " ".join(_work(row)), time, Text(whence, style="dim" if counts else "yellow"))
+        new_row(table, row.kernel, " ".join(_work(row)), time, Text(whence, style="dim" if counts else "yellow"))
     return table
 
 
@@ -247,7 +242,7 @@ def times_in_full(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
         spread = "\n".join([f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}", *_parts(row)])
         origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
         whence = f"imported from {row.source}" if row.source else row.written_at[:16]
-        add_row(
+        new_row(
             table,
             row.kernel,
             lines_of(head, Text(sizes, style="dim")),

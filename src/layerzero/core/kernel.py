@@ -74,6 +74,11 @@ class Release:
     install: str
     proven: bool = True
 
+    @property
+    def beside(self) -> str:
+        """What they were built for, as text."""
+        return " and ".join(self.requires)
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -117,8 +122,7 @@ class Backend:
     def __post_init__(self) -> None:
         ranges = [each for each in (self.versions, self.known_bad) if each]
         ranges += [release.versions for release in self.releases]
-        required = [*self.requires, *(each for release in self.releases for each in release.requires)]
-        ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in required]
+        ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in self.demands]
         for text in ranges:
             if not _is_range(text):
                 wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
@@ -129,6 +133,11 @@ class Backend:
 
     def __hash__(self) -> int:
         return hash((self.name, self.import_name))  # every candidate of every choice is looked up by its backend
+
+    @property
+    def demands(self) -> tuple[str, ...]:
+        """What it requires, and what each of its releases does."""
+        return (*self.requires, *(each for release in self.releases for each in release.requires))
 
     def release(self, version: str) -> Release | None:
         """The release that a version belongs to, of those that are known."""

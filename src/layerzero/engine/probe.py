@@ -110,7 +110,7 @@ class Machine:
     def _of_no_release(self, backend: Backend) -> str:
         if not backend.releases:
             return ""
-        ways = " or ".join(f"{each.install} beside {' and '.join(each.requires)}" for each in backend.releases)
+        ways = " or ".join(f"{each.install} beside {each.beside}" for each in backend.releases)
         return f"No release of it is known for torch {self.torch}; install one with its own: {ways}"
 
     def _version(self, backend: Backend) -> str | None:

@@ -40,7 +40,7 @@ FLEX_ATTENTION = Backend(
     name="flex_attention",
     summary="torch's flex_attention, compiled for the sizes of warmup",
     distribution="torch",
-    versions=">=2.13,<2.16",  # the version whose results were compared with float64
+    versions=">=2.13,<2.16",  # the versions whose results were compared with float64
     tested=("2.13.0", "2.14.0", "2.15.0"),
     platforms=("cpu", "cuda"),
     homepage="https://pytorch.org",

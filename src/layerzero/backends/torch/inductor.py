@@ -42,7 +42,7 @@ INDUCTOR = Backend(
     name="inductor",
     summary="Norms and GELU by tanh, compiled by torch's Inductor",
     distribution="torch",
-    versions=">=2.13,<2.16",  # the version whose artefacts were compared with float64
+    versions=">=2.13,<2.16",  # the versions whose artefacts were compared with float64
     tested=("2.13.0", "2.14.0", "2.15.0"),
     platforms=("cpu",),
     homepage="https://pytorch.org",

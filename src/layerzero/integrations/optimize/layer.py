@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import layerzero as lz
+from layerzero.core.capturing import capture_of
 from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
 from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.growing import appended
@@ -65,7 +66,7 @@ class Normed:
         made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
         if self._made_of != made_of:
             factor = (1 + weight.detach().float()).to(weight.dtype)
-            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # it holds nothing before a replay
+            if capture_of(weight) is not None:  # it holds nothing before a replay
                 return factor
             self._factor, self._made_of = factor, made_of
         return self._factor

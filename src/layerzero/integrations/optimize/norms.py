@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 
 import layerzero as lz
+from layerzero.core.capturing import capture_of
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.candidate import (
     STRUCTURE,
@@ -67,7 +68,7 @@ class OnePlus(Norm):
         made_of = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if self._made_of != made_of:
             total = 1 + weight.detach().float()
-            if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # it holds nothing before a replay
+            if capture_of(weight) is not None:  # it holds nothing before a replay
                 return total
             self._sum, self._made_of = total, made_of
         return self._sum
