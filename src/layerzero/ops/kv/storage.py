@@ -58,7 +58,7 @@ class Fixed:
     grows = False
     """Whether :meth:`ensure` and :meth:`soon` do anything."""
 
-    def lacks(self, _slots: Tensor) -> bool:
+    def lacks(self, slots: Tensor) -> bool:  # noqa: ARG002  # its name is that of a virtual cache's
         """Whether slots (T,) on a CPU name memory that is not there: none does."""
         return False
 
@@ -146,10 +146,10 @@ class Virtual(Fixed):
         """Tokens that a page has memory for."""
         return self._length if self._has[page] == self._row_bytes else self._has[page] // self._token_bytes
 
-    def lacks(self, _slots: Tensor) -> bool:
+    def lacks(self, slots: Tensor) -> bool:
         """Whether slots (T,) on a CPU name memory that was not mapped yet; those beyond all pages are no memory."""
         room = torch.tensor([self.has_tokens(page) for page in range(self._pages)])
-        named = _slots[(_slots >= 0) & (_slots < self._pages * self._length)]
+        named = slots[(slots >= 0) & (slots < self._pages * self._length)]
         return bool((named % self._length >= room[named // self._length]).any())
 
     def ensure(self, page: int, tokens: int) -> None:
