@@ -49,3 +49,49 @@ def test_the_facts_of_a_written_call_take_no_memory_however_large_it_was():
     facts = Job("norm.rms", Case("", {}), "bfloat16", recipe=recipe).facts("cpu")
     assert (facts.size("rows"), facts.device.torch_type) == (rows, "cpu")
     assert [each.alignment_bytes for each in facts.tensors.values()] == [2, 16]
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+def test_columns_of_one_tensor_lie_in_one_again(gap):
+    operation = OPERATIONS["attention.mla.decode.paged"]
+    both, query = torch.randn(6, 16, 64 + 8 + gap), torch.randn(2, 1, 4, 64 + 8)
+    given = {"q_nope": query[..., :64], "q_pe": query[..., 64:], "ckv_cache": both[..., :64]}
+    given |= {"kpe_cache": both[..., 64 : 64 + 8], "scale": 0.1}
+    given |= {"block_tables": torch.arange(6).int().view(2, 3), "context_lens": torch.tensor([40, 3]).int()}
+    _, again = arguments_of_recipe(CallRecipe.of(facts_of_call("mla_attention", given)), operation)
+    for left, right in (("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")):
+        one, other = again[left], again[right]
+        assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        assert other.data_ptr() - one.data_ptr() == 64 * 4
+        assert (one.shape, one.stride(), other.stride()) == (given[left].shape, given[left].stride(), one.stride())
+        assert all(each.unique().numel() > each.numel() // 2 for each in (one, other)), "both are drawn"
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (TensorRecipe((4, 8), (8, 1), "float32"), TensorRecipe((4, 8), (8, 1), "float32")),
+        (TensorRecipe((4, 8), (12, 1), "float32"), TensorRecipe((4, 8), (12, 1), "float32")),
+        (TensorRecipe((4, 8), (16, 1), "float32"), TensorRecipe((4, 8), (16, 1), "float32", alignment_bytes=4)),
+        (TensorRecipe((1, 8), (16, 1), "float32"), TensorRecipe((1, 8), (16, 1), "float32")),
+        (TensorRecipe((4, 8), (0, 1), "float32"), TensorRecipe((4, 8), (0, 1), "float32")),
+    ],
+    ids=["dense", "no room", "another address", "one row", "expanded"],
+)
+def test_tensors_that_are_no_columns_of_one_lie_apart(left, right):
+    operation = OPERATIONS["mlp.silu_mul"]
+    assert [each.name for each in operation.schema.inputs] == ["input", "up"]
+    recipe = CallRecipe(operation.name, None, "cpu", {"input": left, "up": right}, {})
+    _, made = arguments_of_recipe(recipe, operation)
+    gate, up = made["input"], made["up"]
+    assert gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+    assert (gate.stride(), up.stride()) == (left.strides, right.strides)
+
+
+def test_a_gate_beside_what_it_lets_through_lies_so_again():
+    operation, halves = OPERATIONS["mlp.silu_mul"], TensorRecipe((4, 8), (16, 1), "float32")
+    recipe = CallRecipe(operation.name, None, "cpu", {"input": halves, "up": halves}, {})
+    made = arguments_of_recipe(recipe, operation)[1]
+    gate, up = made["input"], made["up"]
+    assert up.data_ptr() - gate.data_ptr() == 8 * 4
+    assert not torch.equal(gate, up)
