@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Cuda:
     def __init__(self) -> None:
         self.streams = [Stream("first's", 0), Stream("second's", 1)]
         self.device, self.pools, self.released, self.freed, self.made = 0, [], [], [], 0
+        self.holders: dict[tuple[int, Any], int] = {}
 
     def current_stream(self, device: int | None = None) -> Stream:
         return self.streams[self.device if device is None else device]
@@ -47,6 +49,10 @@ class Cuda:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.pools.remove((device, pool))
 
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        self.released.append((device, pool))
+        self.holders[device, pool] -= 1
+
 
 class Graph:
     """A graph as CUDAGraph.cpp writes it: ending a lost capture raises before anything else."""
@@ -59,6 +65,9 @@ class Graph:
         self.where = self.cuda.device, pool
         if self.where in self.cuda.pools:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if self.cuda.holders.get(self.where) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.cuda.holders[self.where] = self.cuda.holders.get(self.where, 0) + 1
         self.cuda.pools.append(self.where)
 
     def capture_end(self) -> None:
@@ -90,9 +99,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
     monkeypatch.setattr(module, "_STREAMS", {})
+    monkeypatch.setattr(module, "_SHARES", Counter())
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.ended, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: made.released.append(of), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
     return made
 
 
@@ -126,11 +136,18 @@ def test_a_lost_capture_leaves_nothing_behind(cuda: Cuda) -> None:
     assert graph.resets == 1
 
 
-def test_a_pool_that_was_given_serves_later_captures(cuda: Cuda) -> None:
-    lose(cuda, pool=(0, 5), stream=Stream("side"))
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_pool_that_was_given_serves_later_captures(cuda: Cuda, lost: int) -> None:
+    for _ in range(lost):
+        lose(cuda, pool=(0, 5), stream=Stream("side"))
+    assert cuda.released == [], "a pool that nobody holds lets nobody in"
     with capturing(Graph(cuda), pool=(0, 5), stream=Stream("side")):
         assert cuda.current_stream().name == "side"
     assert cuda.current_stream().name == "first's"
+    assert cuda.holders == {(0, (0, 5)): 1}, "the graph alone: its memory goes with it"
+    with capturing(Graph(cuda), pool=(0, 5), stream=Stream("side")):
+        pass
+    assert cuda.holders == {(0, (0, 5)): 2}
 
 
 def test_streams_of_both_devices_are_as_before(cuda: Cuda) -> None:
