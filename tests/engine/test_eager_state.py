@@ -93,6 +93,28 @@ def test_function_modes_see_the_call(call):
     torch.testing.assert_close(result, expected(*call))
 
 
+def test_a_default_device_changes_no_call(call):
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    def modes():
+        return torch.overrides._get_current_function_mode_stack()
+
+    with torch.device("cpu"), torch.device("meta"):
+        before = modes()
+        torch.testing.assert_close(run(*call), expected(*call))
+        with pytest.raises(lz.InvalidCallError):
+            lz.attention(torch.empty(1, device="cpu"), torch.empty(2, device="cpu"), torch.empty(3, device="cpu"))
+        assert modes() == before
+        with Mode(), torch.device("meta"):
+            torch.testing.assert_close(run(*call), expected(*call))
+    assert "attention" in seen, "who looks from outside still sees it"
+
+
 def test_dispatch_modes_see_one_operator(call):
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import DeviceContext
 
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
@@ -166,6 +167,8 @@ class Call:
     def _unusual(self, *values: Any) -> Any:
         """Run a call that makes no key: subclasses, modes, transforms, objects, or arguments that are wrong."""
         arguments = self._arguments(values)
+        if torch._C._len_torch_function_stack() and type(_top_mode()) is DeviceContext:
+            return self._beside_default_device(arguments)
         if any(isinstance(value, Bundle) or value is MISSING for value in values):
             return self.fast(**unpack(self.function, arguments))
         tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
@@ -178,6 +181,21 @@ class Call:
             self.function.route(dict(arguments), current_policy().layout)
             return self._operator(*values)
         return self.dispatcher.once(arguments)
+
+    def _beside_default_device(self, arguments: dict[str, Any]) -> Any:
+        """Run a call under ``torch.set_default_device``: it means nothing to whoever brings tensors.
+
+        As torch's own functions run it, without the mode, but without asking it first: that cost 60 us a call.
+        """
+        mode = torch._C._pop_torch_function_stack()
+        try:
+            return self.fast(**arguments)
+        finally:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def _top_mode() -> object:
+    return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
 
 
 def _tell_unused(function: str, names: str) -> bool:
