@@ -27,22 +27,25 @@ SHARE, LEAST = 8, 128
 class _Room:
     """The memory of a layer's tokens: what it looks like, and which views of it the layer got last.
 
-    The views own the memory, so that whoever drops them (a reset, another update, a move to the host) has it back. They
-    have version counters of their own: what is written behind their ends is no change of them, and autograd may keep
-    them or write into them as into any tensor.
+    It is let go with these views, so that whoever drops them (a reset, another update, a move to the host) has it back.
+    They have version counters of their own: what is written behind their ends is no change of them, and autograd may
+    keep them or write into them as into any tensor.
     """
 
-    __slots__ = ("_about", "_at_once", "_views", "places")
+    __slots__ = ("__weakref__", "_about", "_at_once", "_gone", "_memory", "_pages", "_views", "places")
 
     def __init__(self) -> None:
         self._at_once: bool | None = None
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self._pages: tuple[Tensor, ...] = ()
         self._about: tuple[Any, ...] = ()
         self._views: tuple[Callable[[], Tensor | None], ...] = ()
+        self._gone = functools.partial(_let_go, weakref.ref(self))  # no cycle: the memory goes with the layer at once
         self.places = 0
 
     def serves(self, keys: Tensor, values: Tensor, count: int) -> bool:
         """Whether these are the views that the layer got, nothing stands behind them, and so many tokens fit there."""
-        if any(view() is not each for view, each in zip(self._views, (keys, values), strict=True)):
+        if self._memory is None or self._views[0]() is not keys or self._views[1]() is not values:
             return False
         if self._about != _about(keys, values):  # somebody gave a tensor other data: `keys.data = ...`
             return False
@@ -50,62 +53,65 @@ class _Room:
             return False  # may not be written into
         return bool(keys.shape[2] + count <= self.places)
 
-    def made(self, keys: Tensor, values: Tensor, more: int) -> tuple[Tensor, Tensor]:
-        """Copy tokens into new memory that has room for more, and give the views of it."""
+    def made(self, keys: Tensor, values: Tensor, more: int) -> None:
+        """Copy tokens into new memory that has room for more."""
         tokens = keys.shape[2] + more
         self.places = -(-(tokens + max(tokens // SHARE, LEAST)) // LEAST) * LEAST
-        self._at_once = None
-        return self._filled(keys), self._filled(values)
+        self._memory = self._filled(keys), self._filled(values)
 
     def _filled(self, tokens: Tensor) -> Tensor:
         batch, heads, length, width = tokens.shape
-        places = tokens.new_empty((batch, self.places, heads, width))
-        places[:, :length].copy_(tokens.transpose(1, 2))
-        return places[:, :length].transpose(1, 2)
+        places = tokens.new_empty((batch, self.places, heads, width)).transpose(1, 2)
+        places[:, :, :length].copy_(tokens)
+        return places
 
-    def write(self, keys: Tensor, values: Tensor, fresh: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new tokens (B, H, S, D) behind the views, and give views of all (B, H, length, D)."""
-        mine, theirs = keys.data, values.data  # detach() would share the counters of versions
-        first, count = keys.shape[2], fresh.shape[2]
-        if self._at_once is False or count != 1 or not self._written_at_once(mine, theirs, fresh, others):
-            self._seen(mine, first, count).copy_(fresh)
-            self._seen(theirs, first, count).copy_(others)
-        grown = self._seen(mine, 0, first + count).data, self._seen(theirs, 0, first + count).data
-        self._views = weakref.ref(grown[0]), weakref.ref(grown[1])
+    def write(self, first: int, fresh: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new tokens (B, H, S, D) behind the first ones, and give views of all (B, H, length, D)."""
+        assert self._memory is not None
+        keys, values = self._memory
+        count = fresh.shape[2]
+        if self._at_once is False or count != 1 or not self._written_at_once(keys, values, first, fresh, others):
+            keys.narrow(2, first, count).copy_(fresh)
+            values.narrow(2, first, count).copy_(others)
+        # .data: detach() would share the counters of versions
+        grown = keys.narrow(2, 0, first + count).data, values.narrow(2, 0, first + count).data
+        self._views = weakref.ref(grown[0], self._gone), weakref.ref(grown[1], self._gone)
         self._about = _about(*grown)
         return grown
 
-    def _seen(self, tokens: Tensor, first: int, count: int) -> Tensor:
-        """So many tokens of the memory of others (B, H, count, D), which lie as (B, places, H, D)."""
-        batch, heads, _, width = tokens.shape
-        row = heads * width
-        return tokens.as_strided((batch, heads, count, width), (self.places * row, width, row, 1), first * row)
-
-    def _written_at_once(self, keys: Tensor, values: Tensor, fresh: Tensor, others: Tensor) -> bool:
+    def _written_at_once(self, keys: Tensor, values: Tensor, first: int, fresh: Tensor, others: Tensor) -> bool:
         """Write a token of each sequence by one launch, where a library has such a kernel; whether it did.
 
         A launch costs slow hosts 35 us, and a step has two for each layer without it (H200, 2026-11-22).
         """
-        batch, heads, first, _ = keys.shape
-        pages = [
-            each.as_strided(
-                (batch * self.places // LEAST, LEAST, heads, each.shape[3]),
-                (LEAST * heads * each.shape[3], heads * each.shape[3], each.shape[3], 1),
-                0,
+        if not self._pages:
+            self._pages = tuple(  # pages of so many tokens lie as the memory does: room is made in multiples of them
+                each.transpose(1, 2).reshape(-1, LEAST, each.shape[1], each.shape[3]) for each in (keys, values)
             )
-            for each in (keys, values)
-        ]
-        given = fresh[:, :, 0], others[:, :, 0], *pages, _slots(keys.device, batch, self.places, first)
+        slots = _slots(keys.device, keys.shape[0], self.places, first)
+        given = fresh.select(2, 0), others.select(2, 0), *self._pages, slots
         if self._at_once is None:
             self._at_once = runs_a_library("append_paged_kv", *given)
         if self._at_once:
             lz.append_paged_kv(*given)
         return self._at_once
 
+    def let_go(self, view: object) -> None:
+        """Forget the memory with a view of it, unless the layer got others since."""
+        if any(each is view for each in self._views):
+            self._memory, self._pages = None, ()
 
-def _about(*tensors: Tensor) -> tuple[Any, ...]:
-    """Where tensors lie, and how."""
-    return tuple((each.data_ptr(), each.shape, each.stride()) for each in tensors)
+
+def _let_go(room: Callable[[], _Room | None], view: object) -> None:
+    """What runs once a view is gone."""
+    mine = room()
+    if mine is not None:
+        mine.let_go(view)
+
+
+def _about(keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+    """Where both tensors lie, and how."""
+    return keys.data_ptr(), values.data_ptr(), keys.shape, values.shape, keys.stride(), values.stride()
 
 
 def _slots(device: torch.device, batch: int, places: int, first: int) -> Tensor:
@@ -154,11 +160,13 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
         return first, second
     held, others = layer.keys, layer.values
     room = _ROOMS.get(layer)
+    first = held.shape[2]
     if room is not None and room.serves(held, others, keys.shape[2]):
-        grown = room.write(held, others, keys, values)
+        grown = room.write(first, keys, values)
     else:
         room = _Room()
-        grown = room.write(*room.made(held, others, keys.shape[2]), keys, values)
+        room.made(held, others, keys.shape[2])
+        grown = room.write(first, keys, values)
         _ROOMS[layer] = room  # once it has views: memory may have been short
     layer.keys, layer.values = grown
     return grown
@@ -175,18 +183,17 @@ def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
     held, others = layer.keys, layer.values
     if held.ndim != 4 or others.ndim != 4 or held.shape[2] == 0 or held.shape[2] != others.shape[2]:
         return None
-    if any(each.requires_grad for each in (keys, values, held, others)) or not _fit(held, keys, others, values):
+    if keys.requires_grad or values.requires_grad or held.requires_grad or others.requires_grad:
         return None
-    return layer
+    return layer if _fit(held, keys, others, values) else None
 
 
 def _fit(held: Tensor, keys: Tensor, others: Tensor, values: Tensor) -> bool:
     """Whether new tokens go behind those that are there: as many sequences and heads, of one dtype and device."""
-    return all(
-        one.dtype is two.dtype
-        and one.device == two.device
-        and one.ndim == two.ndim
-        and one.shape[:2] == two.shape[:2]
-        and one.shape[3] == two.shape[3]
-        for one, two in ((held, keys), (others, values))
-    )
+    for one, two in ((held, keys), (others, values)):  # asked at every call: no generator
+        if one.dtype is not two.dtype or one.device != two.device or two.ndim != 4:
+            return False
+        (batch, heads, _, width), (rows, others_heads, _, others_width) = one.shape, two.shape
+        if batch != rows or heads != others_heads or width != others_width:
+            return False
+    return True
