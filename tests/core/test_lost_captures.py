@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ class Cuda:
         self.streams = [Stream("first's", 0), Stream("second's", 1)]
         self.device, self.pools, self.released, self.freed, self.made = 0, [], [], [], 0
         self.holders: dict[tuple[int, Any], int] = {}
+        self.host: list[tuple[int, Any]] = []
 
     def current_stream(self, device: int | None = None) -> Stream:
         return self.streams[self.device if device is None else device]
@@ -69,11 +69,15 @@ class Graph:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self.cuda.holders[self.where] = self.cuda.holders.get(self.where, 0) + 1
         self.cuda.pools.append(self.where)
+        if self.where in self.cuda.host:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.cuda.host.append(self.where)
 
     def capture_end(self) -> None:
         if self.lost:
             raise RuntimeError(LOST)
         self.cuda.ended(*self.where)
+        self.cuda.host.remove(self.where)
 
     def reset(self) -> None:
         self.resets += 1
@@ -99,7 +103,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", None)
     monkeypatch.setattr(module, "_STREAMS", {})
-    monkeypatch.setattr(module, "_SHARES", Counter())
+    monkeypatch.setattr(module, "_INSTEAD", {})
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.ended, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
@@ -137,17 +141,27 @@ def test_a_lost_capture_leaves_nothing_behind(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-def test_a_pool_that_was_given_serves_later_captures(cuda: Cuda, lost: int) -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_pool_that_was_given_stands_for_another_after_a_lost_capture(cuda: Cuda, lost: int, before: int) -> None:
+    given = {"pool": (0, 500), "stream": Stream("side")}
+    for _ in range(before):
+        with capturing(Graph(cuda), **given):
+            pass
     for _ in range(lost):
-        lose(cuda, pool=(0, 5), stream=Stream("side"))
-    assert cuda.released == [], "a pool that nobody holds lets nobody in"
-    with capturing(Graph(cuda), pool=(0, 5), stream=Stream("side")):
-        assert cuda.current_stream().name == "side"
+        lose(cuda, **given)
+    assert cuda.holders[0, (0, 500)] == before, "earlier graphs keep it, and nobody else"
+    later = [Graph(cuda), Graph(cuda)]
+    for each in later:
+        with capturing(each, **given):
+            assert cuda.current_stream().name == "side"
     assert cuda.current_stream().name == "first's"
-    assert cuda.holders == {(0, (0, 5)): 1}, "the graph alone: its memory goes with it"
-    with capturing(Graph(cuda), pool=(0, 5), stream=Stream("side")):
+    assert later[0].where == later[1].where != (0, (0, 500)), "they share one"
+    assert cuda.holders[later[0].where] == 2
+    other = Graph(cuda)
+    cuda.device = 1
+    with capturing(other, pool=(0, 500), stream=Stream("there", 1)):
         pass
-    assert cuda.holders == {(0, (0, 5)): 2}
+    assert other.where == (1, (0, 500)), "each device has pools of its own"
 
 
 def test_streams_of_both_devices_are_as_before(cuda: Cuda) -> None:

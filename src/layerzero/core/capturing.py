@@ -9,7 +9,6 @@ Source: ``torch/cuda/graphs.py`` and ``CUDAGraph::capture_end`` of ``aten/src/AT
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,8 +23,8 @@ from layerzero.core.errors import InvalidCallError
 _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
 
-_SHARES: Counter[tuple[int, Any]] = Counter()
-"""What captures that failed hold of a device's pools, which they would have let go as graphs."""
+_INSTEAD: dict[tuple[int, Any], Any] = {}
+"""By device and pool of a capture that failed: the pool of those that come later."""
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 """Where captures take place on devices for which torch has no stream of its own."""
@@ -59,14 +58,16 @@ def capturing(
         capture_error_mode: whose calls may break it. ``thread_local``, this thread's alone, unlike torch's ``global``:
             kernels are built in the background (``jit: background``), whose calls have nothing to do with the capture.
     Raises: InvalidCallError for what is no CUDAGraph; whatever capturing raises, RuntimeError mostly: stream, memory
-        and generator are as before then, and a pool that was given may be used by later captures.
+        and generator are as before then. Later captures that are given the same pool share another one, since torch
+        lets nobody into the pool of a capture that was lost; its earlier graphs keep it.
     """
     if not isinstance(graph, torch.cuda.CUDAGraph):
         raise InvalidCallError("capturing", [f"graph: wanted a torch.cuda.CUDAGraph, got {told(graph)}"])
     device = torch.cuda.current_device() if stream is None else stream.device_index
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
-    shared = pool is not None
-    pool = pool if shared else torch.cuda.graph_pool_handle()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    while (device, pool) in _INSTEAD:
+        pool = _INSTEAD[device, pool]
     stream = _stream_on(device) if stream is None else stream
     outer = getattr(_HERE, "mark", None)
     _HERE.mark = object()
@@ -79,11 +80,9 @@ def capturing(
         _FAILED.append(graph)
         with suppress(RuntimeError):
             graph.reset()
-        _memory_freed(device, pool, shared=shared)
+        _memory_freed(device, pool)
         _generator_freed(device)
         raise
-    else:
-        _shares_freed(device, pool)
     finally:
         _HERE.mark = outer
 
@@ -111,23 +110,16 @@ def _stream_on(device: int) -> torch.cuda.Stream | None:
     return _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def _memory_freed(device: int, pool: Any, *, shared: bool) -> None:
+def _memory_freed(device: int, pool: Any) -> None:
     """Take no more memory of the pool, and let go what the capture held of it; the graph itself never will.
 
-    A pool that was given keeps this share of it until a capture succeeds: torch lets nobody into a pool that no graph
-    holds any more, so that a first capture that failed would end all later ones (torch 2.11, H200, 2026-11-24).
+    The allocator of host memory goes on recording to it, which nothing ends, and lets no other capture in ("already
+    recording to mempool_id", torch 2.11, H200, 2026-11-24): those that name this pool get another one.
     """
     with suppress(RuntimeError):  # "not currently recording": the capture was ended, and the graph lets go by itself
         torch._C._cuda_endAllocateToPool(device, pool)
-        _SHARES[device, pool] += 1
-        if not shared:
-            _shares_freed(device, pool)
-
-
-def _shares_freed(device: int, pool: Any) -> None:
-    """Let go what captures that failed hold of a pool: a graph has it now, or nobody will."""
-    for _ in range(_SHARES.pop((device, pool), 0)):
         torch._C._cuda_releasePool(device, pool)
+        _INSTEAD[device, pool] = torch.cuda.graph_pool_handle()
 
 
 def _generator_freed(device: int) -> None:
