@@ -148,3 +148,15 @@ def test_rules_match_compute_capability_and_length():
         at_limit = attention("H100", seq=16384)
         cudnn = next(c for c in at_limit.candidates if c.kernel.id == "torch.sdpa.cudnn")
         assert {term.name for term in cudnn.terms} == {"priority"}
+
+
+@pytest.mark.parametrize("name", list(KNOWN_DEVICES))
+def test_a_device_is_known_by_its_drivers_name(name):
+    device = KNOWN_DEVICES[name]
+    assert Device.named(device.name) is Device.named(name.lower()) is device
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA", ""])
+def test_no_other_device_goes_by_a_known_ones_name(name):
+    with pytest.raises(KeyError, match="unknown device"):
+        Device.named(name)

@@ -120,11 +120,14 @@ class Device:
     def named(name: str) -> Device:
         """Describe a well-known device that need not be here (``H100``, ``RTX 5090``, ``MI300X``, ``Gaudi``, ``CPU``).
 
-        Raises: KeyError naming the known devices.
+        Their drivers' names will do, too: ``NVIDIA H200``. Raises: KeyError naming the known devices.
         """
-        wanted = name.lower().replace(" ", "").replace("-", "")
+
+        def told(text: str) -> str:
+            return text.lower().removeprefix("nvidia ").replace(" ", "").replace("-", "")
+
         for known, device in KNOWN_DEVICES.items():
-            if known.lower().replace(" ", "") == wanted:
+            if told(name) in (told(known), told(device.name)):
                 return device
         raise KeyError(f"unknown device {name!r}; known: {', '.join(KNOWN_DEVICES)}")
 
