@@ -391,6 +391,7 @@ def test_flashinfer_takes_what_an_earlier_process_compiled(monkeypatch, tmp_path
     file = tmp_path / ".cache/flashinfer/0.7.2/90a/cached_ops" / name / f"{name}.so"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
+    file.with_name(".ninja_log").write_text(f"0\t9\t1\t{file}\tc0ffee")
     assert BUILT.ready(kernel(kernel_id), facts)
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0")
     assert not BUILT.ready(kernel(kernel_id), facts), "compiled for another device"

@@ -62,6 +62,7 @@ def built(monkeypatch, tmp_path):
         for name in names:
             (tmp_path / name).mkdir()
             (tmp_path / name / f"{name}.so").touch()
+            (tmp_path / name / ".ninja_log").write_text(f"0\t9\t1\t{tmp_path / name / name}.so\tc0ffee")
 
     return put
 
@@ -156,10 +157,13 @@ def home(monkeypatch, tmp_path):
     monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
     monkeypatch.delitem(sys.modules, "flashinfer.jit.env", raising=False)
 
-    def put(architectures):
+    def put(architectures, *, linked=True):
         file = tmp_path / NORM.format(architectures)
         file.parent.mkdir(parents=True)
         file.touch()
+        made = [f"{file.parent}/norm.cuda.o", *([str(file)] if linked else [])]
+        lines = ["# ninja log v6", *(f"7\t52\t1795485906241960761\t{each}\t28be5f80fd139907" for each in made)]
+        file.with_name(".ninja_log").write_text("\n".join(lines))
 
     return put
 
@@ -178,6 +182,17 @@ def test_the_folder_of_architectures_that_are_named_is_the_librarys(home, monkey
     assert not has_norm()
     home(folder)
     assert has_norm()
+
+
+def test_a_library_that_was_not_linked_to_its_end_is_none(home, tmp_path):
+    home("90a", linked=False)
+    assert not has_norm(), "a build that was killed: its next call would compile for a minute"
+    log = (tmp_path / NORM.format("90a")).with_name(".ninja_log")
+    with log.open("a") as file:
+        file.write("\n7\t52\t1795485906241960999\t/elsewhere/norm.so\t28be5f80fd139907\n")
+    assert has_norm()
+    log.unlink()
+    assert not has_norm()
 
 
 def test_a_library_that_is_loaded_says_where_it_looks(home, monkeypatch, tmp_path):

@@ -615,3 +615,30 @@ def test_a_status_is_told_in_words(here):
     status = jit_status.jit_status()
     assert "test.compiles" in str(status)
     assert status.to_dict()["built"][0]["kernel_id"] == "test.compiles"
+
+
+def test_kernels_of_one_module_are_built_by_one_child():
+    from layerzero.tuning.proving.build_apart import _lanes
+
+    def asked(function, kernel_ids, **more):
+        def meta(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        caches = {name: meta(8, 16, 2, 64) for name in ("key_cache", "value_cache")}
+        index = {"block_tables": meta(2, 4, dtype=torch.int32), "context_lens": meta(2, dtype=torch.int32)}
+        libraries = {"flashinfer-python": "0.7.2"}
+        report = lz.explain(function, device="H200", libraries=libraries, **caches, **index, **more)
+        known = {each.id: each for each in lz.list_kernels()}
+        return [(known[each], report.facts) for each in kernel_ids]
+
+    one = torch.empty((2, 1, 4, 64), dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    pairs = asked(
+        "paged_attention", ["flashinfer.paged_decode_tensor_cores", "flashinfer.paged_decode"], query=one
+    ) + asked(
+        "paged_attention", ["flashinfer.fa2.paged_tokens", "flashinfer.fa3.paged_tokens"], query=one[:, 0],
+        cu_seqlens_q=starts, max_seqlen_q=1, causal=True,
+    )  # fmt: skip
+    tensor_cores, plain, tokens, hopper = _lanes(pairs).values()
+    assert tensor_cores == tokens, "both take the module for batches"
+    assert len({tensor_cores, plain, hopper}) == 3

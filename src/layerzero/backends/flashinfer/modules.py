@@ -6,8 +6,8 @@ which then serve single sequences, too. (flashinfer-cubin holds kernels of other
 
 What an earlier process compiled lies in FlashInfer's own cache, by version and architectures, and counts as built: the
 library finds it there by the same name, and asks ninja whether it still holds. A cache that was wiped is seen, since
-each choice looks for the file. Paths and names are those of FlashInfer 0.7.2 (``jit/env.py``,
-``jit/attention/modules.py``).
+each choice looks for the file, and so is a build that was cut off. Paths and names are those of FlashInfer 0.7.2
+(``jit/env.py``, ``jit/attention/modules.py``).
 """
 
 from __future__ import annotations
@@ -105,7 +105,30 @@ def is_built(module: str, facts: Facts) -> bool:
         return True
     if os.environ.get("FLASHINFER_DISABLE_JIT"):  # it would load nothing that was compiled here
         return False
-    return any((folder / module / f"{module}.so").is_file() for folder in _folders(facts.device.sm))
+    return any(_is_whole(folder / module / f"{module}.so") for folder in _folders(facts.device.sm))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a module was linked to its end: ninja writes down what it made, and makes again what it did not.
+
+    A build that was killed leaves part of a library behind, and the next call would compile for a minute.
+    """
+    log = library.with_name(".ninja_log")
+    try:
+        stat = log.stat()
+    except OSError:
+        return False
+    return library.is_file() and _names(log, stat.st_mtime_ns, stat.st_size, library.name)
+
+
+@functools.lru_cache(maxsize=256)
+def _names(log: Path, _changed_ns: int, _bytes: int, name: str) -> bool:
+    """Whether one of the log's lines (start, end, time, output, command's hash) is of an output of this name."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(len(fields := line.split("\t")) > 3 and Path(fields[3]).name == name for line in lines)
 
 
 def _folders(sm: tuple[int, int] | None) -> list[Path]:
@@ -268,6 +291,15 @@ def batches_key(backend: str) -> Callable[[Facts], Hashable]:
         return backend, False, facts.device.sm, "none", compiled_for(facts)
 
     return key
+
+
+def decode_key(tensor_cores: bool) -> Callable[[Facts], Hashable]:
+    """What must have been built for decoding over pages; tensor cores take the module for batches."""
+
+    def on_cuda_cores(facts: Facts) -> Hashable:
+        return "decode", False, facts.device.sm, "none", compiled_for(facts)
+
+    return batches_key("fa2") if tensor_cores else on_cuda_cores
 
 
 def build_key(backend: str) -> Callable[[Facts], Hashable]:

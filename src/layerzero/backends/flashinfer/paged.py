@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import decode_prebuilt
+from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import forking
 from layerzero.core import limits as limit
@@ -159,11 +159,6 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     return decode
 
 
-def _build_key(facts: Facts) -> Hashable:
-    """FlashInfer compiles a module for each dtype, head dim, and use of a window or a cap."""
-    return facts.device.sm, facts["dtype"], facts["head_dim"], facts["window"] is not None, facts["softcap"] is not None
-
-
 def plannable(facts: Facts) -> Reason | None:
     """A plan reads lengths on the host, which a capture does not allow; a capturable step made it before."""
     if not facts["capturing"] or facts["step"] == "capturable":
@@ -210,7 +205,7 @@ def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limi
         limits=(*_LIMITS, *more),
         graph_safe=True,
         jit=True,
-        build_key=_build_key,
+        build_key=decode_key(tensor_cores),
         prebuilt=decode_prebuilt(tensor_cores),
         workspace_bytes=lambda _facts: WORKSPACE_BYTES,
         priority=priority,

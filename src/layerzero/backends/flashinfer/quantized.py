@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, compiled_for, decode_prebuilt
+from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, planned_alone
 from layerzero.backends.flashinfer.varlen import (
     LEFT_WINDOW,
@@ -153,7 +153,7 @@ def _decode(kernel_id: str, tensor_cores: bool, priority: int, *more: Limit) -> 
         load=functools.partial(_load_decode, tensor_cores=tensor_cores),
         accepts=_SCORES,
         limits=(*_LIMITS, *more),
-        build_key=lambda facts: (tensor_cores, facts.device.sm, compiled_for(facts)),
+        build_key=decode_key(tensor_cores),
         prebuilt=decode_prebuilt(tensor_cores),
         priority=priority,
         **_COMMON,

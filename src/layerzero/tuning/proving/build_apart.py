@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import msgspec
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine.jit import BUILT, Outcome, build_of
+from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.testing.apart import BUILD_S, End, Task, run_apart
 from layerzero.testing.process import apart_on
 from layerzero.tuning.proving.build_child import AT_ONCE, Build
@@ -43,15 +43,16 @@ def build_apart(
     if not unique:
         return
     named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
+    lanes = _lanes(unique.values())
     tasks = deque(
         Task(
             Build(kernel.id, CallRecipe.of(facts), named),
             kernel.id,
             BUILD_S,
-            lane=f"child {number % at_once}",
+            lane=f"child {lanes[identity] % at_once}",
             about=(kernel, facts),
         )
-        for number, (kernel, facts) in enumerate(unique.values())
+        for identity, (kernel, facts) in unique.items()
     )
 
     def ended(task: Task, end: End) -> None:
@@ -71,3 +72,17 @@ def build_apart(
         environment=apart_on(next(iter(unique.values()))[1].device),
         stop=stop,
     )
+
+
+def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
+    """Which child builds what: kernels of one library that depend on the same go to the same one.
+
+    They share what is compiled: FlashInfer's decoding by tensor cores, its tokens over pages and its ragged prompts are
+    one module of 65 s, which a second child would wait for, or write at the same moment.
+    """
+    found: dict[BuildIdentity, int] = {}
+    shared: dict[Hashable, int] = {}
+    for kernel, facts in pairs:
+        identity = build_of(kernel, facts)
+        found[identity] = shared.setdefault((kernel.source, identity[1:]), len(shared))
+    return found
