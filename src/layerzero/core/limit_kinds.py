@@ -291,10 +291,16 @@ class Aligned(Limit):
 
 @dataclass(frozen=True, slots=True)
 class Custom(Limit):
-    """A rule that no other limit can say; ``check_facts`` returns a Reason or None."""
+    """A rule that no other limit can say; ``check_facts`` returns a Reason or None.
+
+    Attributes:
+        prepare: make what the rule asks for in a capture; a call that one is to follow runs it, whichever kernel it
+            gets itself: what is quickest in a graph is often another one.
+    """
 
     text: str
     check_facts: Callable[[Facts], Reason | None]
+    prepare: Callable[[Facts], object] | None = None
 
     def check(self, facts: Facts) -> Findings:
         reason = self.check_facts(facts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
+from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
@@ -213,6 +215,7 @@ class Dispatcher:
 
                     _assembly.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
+                self._prepare_capture(judged, report.facts)
                 return plan
             failed.add(chosen.kernel.id)
 
@@ -354,6 +357,15 @@ class Dispatcher:
             from layerzero import _assembly
 
             _assembly.build_later(unbuilt, facts)
+
+    def _prepare_capture(self, judged: Iterable[Candidate], facts: Facts) -> None:
+        """Have made what kernels may not make in the capture that this call's step is for."""
+        if facts["capturing"] or facts.get("step") != "capturable":
+            return
+        for rule in (rule for each in judged if each.legal for rule in each.kernel.limits):
+            if isinstance(rule, Custom) and rule.prepare is not None:
+                with suppress(RuntimeError):  # no memory: the capture refuses the kernel and says what is missing
+                    rule.prepare(facts)
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
