@@ -19,6 +19,9 @@ from layerzero.core.errors import InvalidCallError
 FOREIGN, STALE = "foreign", "stale"
 """Kinds of a handle that does not belong to a call: made of other tensors, or of values that changed since."""
 
+CAPTURABLE = "capturable"
+"""The kind of a handle whose buffers stay where they are, so that a captured graph can go on reading them."""
+
 Kept = TypeVar("Kept")
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
+from layerzero.core.handle import CAPTURABLE
 
 Value = None | bool | int | float | str | list[int]
 
@@ -47,7 +48,7 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def for_graph(self, handles: Collection[str]) -> CallRecipe:
         """The same call with handles that a captured graph can go on reading."""
-        kept = {name: "capturable" for name in handles if self.params.get(name) == "eager"}
+        kept = {name: CAPTURABLE for name in handles if self.params.get(name) == "eager"}
         return msgspec.structs.replace(self, params=self.params | kept) if kept else self
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._device import DeviceContext
 
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
@@ -167,7 +166,7 @@ class Call:
     def _unusual(self, *values: Any) -> Any:
         """Run a call that makes no key: subclasses, modes, transforms, objects, or arguments that are wrong."""
         arguments = self._arguments(values)
-        if torch._C._len_torch_function_stack() and type(_top_mode()) is DeviceContext:
+        if _is_default_device(_top_mode()):
             return self._beside_default_device(arguments)
         if any(isinstance(value, Bundle) or value is MISSING for value in values):
             return self.fast(**unpack(self.function, arguments))
@@ -195,7 +194,14 @@ class Call:
 
 
 def _top_mode() -> object:
-    return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+    modes = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(modes - 1) if modes else None
+
+
+def _is_default_device(mode: object) -> bool:
+    """Whether this is what ``torch.set_default_device`` and ``with torch.device`` set; a call should import nothing."""
+    kind = type(mode)
+    return kind.__name__ == "DeviceContext" and kind.__module__ == "torch.utils._device"
 
 
 def _tell_unused(function: str, names: str) -> bool:

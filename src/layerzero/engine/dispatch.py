@@ -359,8 +359,8 @@ class Dispatcher:
             _assembly.build_later(unbuilt, facts)
 
     def _prepare_capture(self, judged: Iterable[Candidate], facts: Facts) -> None:
-        """Have made what kernels may not make in the capture that this call's step is for."""
-        if facts["capturing"] or facts.get("step") != "capturable":
+        """Have made what kernels may not make in the capture that a handle of this call is for."""
+        if not facts.before_capture:
             return
         for rule in (rule for each in judged if each.legal for rule in each.kernel.limits):
             if isinstance(rule, Custom) and rule.prepare is not None:

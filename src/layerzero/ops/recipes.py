@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.handle import CAPTURABLE
 from layerzero.core.operation import Case, Function, Operation, OpKind
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read
@@ -56,7 +57,7 @@ def arguments_of_recipe(
     for name in schema.handles:  # of the kind that the call had
         kind, param = recipe.params.get(name, "none"), schema.param(name)
         if kind != "none" and param.make is not None:
-            values[name] = param.make(values, kind == "capturable")
+            values[name] = param.make(values, kind == CAPTURABLE)
     values = {**operation.fixed, **values, "layout": recipe.layout}
     return function, accepted(function, values)
 

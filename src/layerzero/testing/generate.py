@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerzero.core.bundle import Bundle
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.handle import FOREIGN
+from layerzero.core.handle import CAPTURABLE, FOREIGN
 from layerzero.core.operation import Case, Operation
 from layerzero.ops import FUNCTIONS as FUNCTIONS_BY_NAME
 from layerzero.ops.calls import accepted, arguments_of, function_for
@@ -59,7 +59,7 @@ class RandomCall:
             if param is None or param.make is None or handle is None:
                 continue
             if param.kind_of(handle, self.arguments) == FOREIGN:
-                own[name] = param.make(self.arguments, getattr(handle, "kind", "") == "capturable")
+                own[name] = param.make(self.arguments, getattr(handle, "kind", "") == CAPTURABLE)
         if own:
             object.__setattr__(self, "arguments", {**self.arguments, **own})
 

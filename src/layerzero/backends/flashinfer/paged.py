@@ -26,6 +26,7 @@ from layerzero.backends.flashinfer.staging import Staging
 from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.handle import CAPTURABLE
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.cascade.declare import FLAT
@@ -161,7 +162,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
 
 def plannable(facts: Facts) -> Reason | None:
     """A plan reads lengths on the host, which a capture does not allow; a capturable step made it before."""
-    if not facts["capturing"] or facts["step"] == "capturable":
+    if not facts["capturing"] or facts["step"] == CAPTURABLE:
         return None
     return Reason(
         ReasonCode.CUDA_GRAPH_UNSAFE,

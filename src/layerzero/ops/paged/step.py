@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
 from layerzero.ops.paged.ragged_tables import padded_tables
 from layerzero.ops.ragged.starts import shape_problems
@@ -69,7 +69,7 @@ class StepMetadata(Handle):
         problems += [] if problems else host_problems(host, lengths) + host_table_problems(host_tables, block_tables)
         if problems:
             raise InvalidCallError("StepMetadata", problems)
-        super().__init__((block_tables, *lengths), "capturable" if capturable else "eager")
+        super().__init__((block_tables, *lengths), CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
         self._given, self._host_tables = host, host_tables
         self.pages = pages
@@ -167,7 +167,7 @@ class StepMetadata(Handle):
     @property
     def capturable(self) -> bool:
         """Whether its buffers stay where they are."""
-        return self.kind == "capturable"
+        return self.kind == CAPTURABLE
 
     def advance(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.handle import FOREIGN, STALE, Handle
+from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.ops.ragged.starts import shape_problems
 
 
@@ -47,7 +47,7 @@ class RaggedMetadata(Handle):
         problems += host_problems(host, (cu_seqlens_q, cu_seqlens_k)) if not problems else []
         if problems:
             raise InvalidCallError("RaggedMetadata", problems)
-        super().__init__((cu_seqlens_q, cu_seqlens_k), "capturable" if capturable else "eager")
+        super().__init__((cu_seqlens_q, cu_seqlens_k), CAPTURABLE if capturable else "eager")
         self._given = host
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class RaggedMetadata(Handle):
     @property
     def capturable(self) -> bool:
         """Whether its buffers stay where they are."""
-        return self.kind == "capturable"
+        return self.kind == CAPTURABLE
 
     @cached_property
     def host(self) -> tuple[Tensor, Tensor]:

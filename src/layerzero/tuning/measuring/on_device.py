@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.handle import Handle
+from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.plan import Report
 from layerzero.engine.functions import CALLS
 from layerzero.testing.generate import RandomCall
@@ -137,5 +137,5 @@ def _copy(call: RandomCall) -> RandomCall:
     for name in function.handles:  # what kernels keep there is of these tensors, too
         param, handle = function.param(name), arguments.get(name)
         if param is not None and param.make is not None and handle is not None:
-            arguments[name] = param.make(arguments, getattr(handle, "kind", "") == "capturable")
+            arguments[name] = param.make(arguments, getattr(handle, "kind", "") == CAPTURABLE)
     return RandomCall(call.function, arguments, call.name)
