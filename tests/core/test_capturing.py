@@ -55,7 +55,7 @@ def captures(monkeypatch):
 
     stand_ins = {"CUDAGraph": Graph, "graph": graph, "Stream": Stream, "current_stream": lambda *_: Stream()}
     stand_ins |= {"current_device": lambda: 0, "graph_pool_handle": lambda: POOL, "set_stream": lambda _: None}
-    monkeypatch.setattr(capturing, "_memory_freed", lambda *_: None)
+    monkeypatch.setattr(capturing, "_memory_freed", lambda *_: False)
     monkeypatch.setattr(capturing, "_generator_freed", lambda _: None)
     for name, stub in (stand_ins | {"stream": lambda _: contextlib.nullcontext()}).items():
         monkeypatch.setattr(torch.cuda, name, stub)

@@ -186,3 +186,19 @@ def test_each_device_is_captured_in_a_stream_of_its_own(cuda: Cuda) -> None:
             assert cuda.current_stream().device == device
         assert graph.where[0] == device
     assert list(module._STREAMS) == [1]
+
+
+def test_a_capture_that_never_began_ends_no_other(cuda: Cuda) -> None:
+    first = Graph(cuda)
+    with capturing(first, pool=(0, 500)):
+        with pytest.raises(RuntimeError, match="already recording"), capturing(Graph(cuda), pool=(0, 500)):
+            pass
+        assert cuda.pools == [(0, (0, 500))]
+    assert (cuda.pools, cuda.released, module._INSTEAD) == ([], [], {})
+
+
+def test_pools_that_nobody_named_are_not_remembered(cuda: Cuda) -> None:
+    for _ in range(3):
+        lose(cuda)
+        lose(cuda, pool=(0, 500))
+    assert list(module._INSTEAD) == [(0, (0, 500))]

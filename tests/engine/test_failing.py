@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.errors import NotPreparedError
 from layerzero.core.kernel import Kernel
 from layerzero.engine import health as health_module
 from layerzero.engine.cache import Key
@@ -390,3 +392,38 @@ def _policy():
     from layerzero.engine.config import current_policy
 
     return current_policy()
+
+
+def test_the_next_kernel_is_captured_where_one_was_not_prepared():
+    """Calls before a capture ran another kernel, so that the best one there keeps nothing on the handle yet."""
+    asked = []
+
+    @lz.register_kernel("norm.rms", "user.unprepared", priority=100)
+    def unprepared(input, weight, *, eps):
+        asked.append("first")
+        raise NotPreparedError("Step", ["handle: wanted one that was used before the capture, got a new one"])
+
+    @lz.register_kernel("norm.rms", "user.also_unprepared", priority=99)
+    def also_unprepared(input, weight, *, eps):
+        asked.append("second")
+        raise NotPreparedError("Step", ["handle: wanted one that was used before the capture, got a new one"])
+
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.testing.assert_close(lz.rms_norm(x, weight), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    assert asked == ["first", "second"] * 2, "nothing is wrong with them: the next call asks again"
+    assert lz.which("rms_norm", x, weight)["kernel_id"] == "user.unprepared"
+    with lz.scope(locks={"norm.rms": "user.unprepared"}), pytest.raises(NotPreparedError, match="before the capture"):
+        lz.rms_norm(x, weight)
+
+
+def test_a_handle_that_is_new_in_a_capture_says_what_to_do(monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    handle = lz.Handle((torch.zeros(1).as_subclass(OnDevice),), "capturable")
+    with pytest.raises(NotPreparedError, match="run one forward pass with it outside of the capture first"):
+        handle.slot("owner", lambda _: None)

@@ -45,6 +45,19 @@ def both(batch: int = 2, prompt: int = 4) -> tuple[Any, Any]:
     return caches
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_layer_of_no_values_grows(monkeypatch, at_once):
+    """Some latent caches keep nothing beside their keys."""
+    monkeypatch.setattr(growing, "runs_a_library", lambda *_: at_once)
+    mine, stock = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad():
+        for count in (5, 1, 1, 2, 1):
+            keys, values = fresh(2, count, count)[0], torch.empty(2, HEADS, count, 0)
+            got = appended(mine, keys, values, 0) if count != 5 else mine.update(keys, values, 0)
+            wanted = stock.update(keys, values, 0)
+            assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+
+
 ACTIONS = ("append", "append", "append", "several", "crop", "reorder", "select", "repeat", "copy", "assign", "write")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.config import current_policy
@@ -95,3 +96,14 @@ def test_a_gate_beside_what_it_lets_through_lies_so_again():
     gate, up = made["input"], made["up"]
     assert up.data_ptr() - gate.data_ptr() == 8 * 4
     assert not torch.equal(gate, up)
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm_", "add_rms_norm"])
+def test_slices_of_two_tensors_that_are_written_lie_apart_again(name):
+    given = {each: torch.randn(4, 16)[:, :8] for each in ("input", "residual")} | {"weight": torch.ones(8)}
+    given = {each: given[each] for each in CALLS[name].dispatcher.names if each in given}
+    facts = facts_of_call(name, given)
+    function, again = arguments_of_recipe(CallRecipe.of(facts), facts.operation)
+    assert function.name == name
+    assert again["input"].untyped_storage().data_ptr() != again["residual"].untyped_storage().data_ptr()
+    getattr(lz, name)(**again)

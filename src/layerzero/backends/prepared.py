@@ -58,14 +58,8 @@ class Prepared:
         """Whether the thing for a key is there."""
         return key in self._kept or key in self._pinned
 
-    def before_capture(
-        self, text: str, key: Callable[[Facts], tuple[Hashable, ...]], *, ahead: bool = False
-    ) -> limit.Custom:
-        """A limit: under capture the thing for the ``key`` of a call must be there already.
-
-        With ``ahead`` any call that a capture is to follow makes it, for kernels that it does not run itself: for what
-        takes no time to make.
-        """
+    def before_capture(self, text: str, key: Callable[[Facts], tuple[Hashable, ...]]) -> limit.Custom:
+        """A limit: under capture the thing for the ``key`` of a call must be there already."""
 
         def check(facts: Facts) -> Reason | None:
             if not facts["capturing"] or self.has(*key(facts)):
@@ -73,7 +67,4 @@ class Prepared:
             wanted, hint = f"{text} made before", "Call it once with these shapes outside of the capture"
             return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, text, wanted, "not made", hint)
 
-        def prepare(facts: Facts) -> None:
-            self.get(*key(facts), capturing=False)
-
-        return limit.Custom(f"under capture: {text} made by an earlier call", check, prepare if ahead else None)
+        return limit.Custom(f"under capture: {text} made by an earlier call", check)

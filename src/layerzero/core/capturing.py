@@ -24,7 +24,7 @@ _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
 
 _INSTEAD: dict[tuple[int, Any], Any] = {}
-"""By device and pool of a capture that failed: the pool of those that come later."""
+"""By device and the pool that was given to a capture that was lost: the pool of those that are given it later."""
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 """Where captures take place on devices for which torch has no stream of its own."""
@@ -65,14 +65,14 @@ def capturing(
         raise InvalidCallError("capturing", [f"graph: wanted a torch.cuda.CUDAGraph, got {told(graph)}"])
     device = torch.cuda.current_device() if stream is None else stream.device_index
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    while (device, pool) in _INSTEAD:
-        pool = _INSTEAD[device, pool]
+    given, pool = pool, torch.cuda.graph_pool_handle() if pool is None else _INSTEAD.get((device, pool), pool)
     stream = _stream_on(device) if stream is None else stream
     outer = getattr(_HERE, "mark", None)
     _HERE.mark = object()
+    began = False
     try:
         with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
+            began = True
             yield
     except BaseException:
         for each in before:  # the last one makes its device the current one
@@ -80,7 +80,8 @@ def capturing(
         _FAILED.append(graph)
         with suppress(RuntimeError):
             graph.reset()
-        _memory_freed(device, pool)
+        if began and _memory_freed(device, pool) and given is not None:
+            _INSTEAD[device, given] = torch.cuda.graph_pool_handle()
         _generator_freed(device)
         raise
     finally:
@@ -110,16 +111,18 @@ def _stream_on(device: int) -> torch.cuda.Stream | None:
     return _STREAMS.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def _memory_freed(device: int, pool: Any) -> None:
+def _memory_freed(device: int, pool: Any) -> bool:
     """Take no more memory of the pool, and let go what the capture held of it; the graph itself never will.
 
-    The allocator of host memory goes on recording to it, which nothing ends, and lets no other capture in ("already
-    recording to mempool_id", torch 2.11, H200, 2026-11-24): those that name this pool get another one.
+    Returns: whether the capture was lost. The allocator of host memory goes on recording to its pool then, which
+        nothing ends, and lets no other capture in ("already recording to mempool_id", torch 2.11, H200, 2026-11-24).
     """
-    with suppress(RuntimeError):  # "not currently recording": the capture was ended, and the graph lets go by itself
+    try:
         torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-        _INSTEAD[device, pool] = torch.cuda.graph_pool_handle()
+    except RuntimeError:  # "not currently recording": the capture was ended, and the graph lets go by itself
+        return False
+    torch._C._cuda_releasePool(device, pool)
+    return True
 
 
 def _generator_freed(device: int) -> None:

@@ -107,6 +107,13 @@ class NoKernelFoundError(LayerZeroError):
         super().__init__("\n".join(lines))
 
 
+class NotPreparedError(InvalidCallError):
+    """A kernel keeps something on a handle that it may not make in the CUDA graph capture that is open.
+
+    Nothing was launched yet: another kernel may run, and where none is left, the caller reads what to do before.
+    """
+
+
 class CudaGraphUnsafeError(LayerZeroError):
     """A CUDA graph capture is open and every legal kernel would spoil it.
 

@@ -12,7 +12,6 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import state_values
 from layerzero.core.errors import InvalidCallError, RegistrationError
-from layerzero.core.handle import CAPTURABLE
 from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
 
@@ -182,14 +181,6 @@ class Facts(Mapping[str, object]):
         if name in values:
             return values[name]
         return values.get(fact_name(name, self.operation), default)
-
-    @property
-    def before_capture(self) -> bool:
-        """Whether a capture is to follow: a handle is for one, and none goes on."""
-        values = self._values
-        return not values["capturing"] and any(
-            values.get(name) == CAPTURABLE for name in self.operation.schema.handles
-        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import forking
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import NotPreparedError
 
 FOREIGN, STALE = "foreign", "stale"
 """Kinds of a handle that does not belong to a call: made of other tensors, or of values that changed since."""
@@ -72,7 +72,7 @@ class Handle:
     def slot(self, owner: Hashable, make: Callable[[Self], Kept]) -> Kept:
         """What a kernel keeps here, made on its first call.
 
-        Raises: InvalidCallError inside a CUDA graph capture if it does not exist yet: making it reads device values.
+        Raises: NotPreparedError inside a CUDA graph capture if it does not exist yet: making it reads device values.
         """
         slot = self._slots.get(owner)
         if slot is None:
@@ -84,7 +84,7 @@ class Handle:
                             "handle: wanted one that was used before the capture, got a new one; run one forward pass "
                             "with it outside of the capture first"
                         )
-                        raise InvalidCallError(type(self).__name__, [problem])
+                        raise NotPreparedError(type(self).__name__, [problem])
                     slot = self._slots[owner] = make(self)  # type: ignore[assignment]  # an owner keeps one type
         return slot  # type: ignore[return-value]
 

@@ -291,16 +291,10 @@ class Aligned(Limit):
 
 @dataclass(frozen=True, slots=True)
 class Custom(Limit):
-    """A rule that no other limit can say; ``check_facts`` returns a Reason or None.
-
-    Attributes:
-        prepare: make what the rule asks for in a capture; a call that one is to follow runs it, whichever kernel it
-            gets itself: what is quickest in a graph is often another one.
-    """
+    """A rule that no other limit can say; ``check_facts`` returns a Reason or None."""
 
     text: str
     check_facts: Callable[[Facts], Reason | None]
-    prepare: Callable[[Facts], object] | None = None
 
     def check(self, facts: Facts) -> Findings:
         reason = self.check_facts(facts)

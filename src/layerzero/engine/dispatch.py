@@ -8,19 +8,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from layerzero.core import forking, outdated
 from layerzero.core.collecting import held_off
-from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError
+from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
-from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
@@ -215,7 +213,6 @@ class Dispatcher:
 
                     _assembly.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
-                self._prepare_capture(judged, report.facts)
                 return plan
             failed.add(chosen.kernel.id)
 
@@ -284,6 +281,8 @@ class Dispatcher:
         policy = current_policy()
         if isinstance(error, planning.PlanUnusableError):
             return self.once(arguments)
+        if isinstance(error, NotPreparedError):
+            return self._instead(plan, error, arguments)
         tried: set[str] = set()
         failed: list[Kernel] = []
         while True:
@@ -301,6 +300,27 @@ class Dispatcher:
                 return self._checked(another, arguments)
             except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
                 plan, error = another, next_error
+
+    def _instead(self, plan: Plan, error: NotPreparedError, arguments: dict[str, Any]) -> Any:
+        """Run the next kernel in a capture whose own was not prepared for it: what ran before was another one.
+
+        Nothing is wrong with it, and no failure is noted: the next handle may have what it wants.
+        """
+        tried = {plan.kernel.id}
+        while True:
+            try:
+                another = self.choose(arguments, current_policy(), failed=tried)
+            except (NoKernelFoundError, CudaGraphUnsafeError):
+                raise error from None
+            if another.kernel.is_reference:
+                raise error
+            log.info("%s is captured in place of %s: %s", another.kernel.id, plan.kernel.id, error)
+            try:
+                return self._checked(another, arguments)
+            except NotPreparedError:
+                tried.add(another.kernel.id)
+            except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
+                return self.failed(another, next_error, arguments)
 
     def reference(self, arguments: dict[str, Any]) -> Any:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""
@@ -357,15 +377,6 @@ class Dispatcher:
             from layerzero import _assembly
 
             _assembly.build_later(unbuilt, facts)
-
-    def _prepare_capture(self, judged: Iterable[Candidate], facts: Facts) -> None:
-        """Have made what kernels may not make in the capture that a handle of this call is for."""
-        if not facts.before_capture:
-            return
-        for rule in (rule for each in judged if each.legal for rule in each.kernel.limits):
-            if isinstance(rule, Custom) and rule.prepare is not None:
-                with suppress(RuntimeError):  # no memory: the capture refuses the kernel and says what is missing
-                    rule.prepare(facts)
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None

@@ -98,11 +98,10 @@ def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Repor
 def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
     """Whether no kernel scores more than its priority, and a legal one that moves no data scores just that.
 
-    Under capture limits may ask what was made before, which changes; nothing is left for later there, nor before one,
-    which another kernel may serve.
+    Under capture limits may ask what was made before, which changes; nothing is left for later there.
     """
     bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources
-    return not bent and not facts["capturing"] and not facts.before_capture and ledger.untimed(facts)
+    return not bent and not facts["capturing"] and ledger.untimed(facts)
 
 
 def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy: Policy) -> tuple[Candidate, ...]:

@@ -101,7 +101,8 @@ def _in_one_memory(inputs: list[TensorSchema], recipe: CallRecipe) -> list[list[
     found: list[list[TensorSchema]] = []
     for each in inputs:
         group = [recipe.tensors[name.name] for name in found[-1]] if found else []
-        if group and _is_beside(recipe.tensors[each.name], group):
+        written = each.mutated or (found and found[-1][0].mutated)  # calls refuse most that share what is written
+        if group and not written and _is_beside(recipe.tensors[each.name], group):
             found[-1].append(each)
         else:
             found.append([each])

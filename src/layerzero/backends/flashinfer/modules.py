@@ -109,9 +109,10 @@ def is_built(module: str, facts: Facts) -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a module was linked to its end: ninja writes down what it made, and makes again what it did not.
+    """Whether a module was once linked to its end: ninja writes down what it made, after it made it.
 
-    A build that was killed leaves part of a library behind, and the next call would compile for a minute.
+    A first build that was killed leaves part of a library behind, which ninja makes again, and the next call would wait
+    a minute for that.
     """
     log = library.with_name(".ninja_log")
     try:

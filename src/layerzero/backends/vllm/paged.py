@@ -172,7 +172,7 @@ _SHAPES = (
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
-    STARTS.before_capture("its tensor of starts", starts_key, ahead=True),
+    STARTS.before_capture("its tensor of starts", starts_key),
 )
 _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 

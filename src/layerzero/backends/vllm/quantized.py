@@ -158,7 +158,7 @@ KERNELS = (
         limits=(
             *_LIMITS,
             limit.contiguous("context_lens"),
-            STARTS.before_capture("its tensor of starts", starts_key, ahead=True),
+            STARTS.before_capture("its tensor of starts", starts_key),
         ),
         priority=75,
         **_OF_V3,

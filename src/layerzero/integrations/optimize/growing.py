@@ -92,7 +92,8 @@ class _Room:
         """
         if not self._pages:
             self._pages = tuple(  # pages of so many tokens lie as the memory does: room is made in multiples of them
-                each.transpose(1, 2).view(-1, LEAST, each.shape[1], each.shape[3]) for each in (keys, values)
+                each.transpose(1, 2).view(each.shape[0] * self.places // LEAST, LEAST, each.shape[1], each.shape[3])
+                for each in (keys, values)
             )
         slots = _slots(keys.device, keys.shape[0], self.places, first)
         given = fresh.select(2, 0), others.select(2, 0), *self._pages, slots

@@ -84,5 +84,6 @@ def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
     shared: dict[Hashable, int] = {}
     for kernel, facts in pairs:
         identity = build_of(kernel, facts)
-        found[identity] = shared.setdefault((kernel.source, identity[1:]), len(shared))
+        whose = kernel.source if kernel.build_key is not None else kernel.id  # others share a class of calls, no more
+        found[identity] = shared.setdefault((whose, identity[1:]), len(shared))
     return found
