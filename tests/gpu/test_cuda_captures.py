@@ -108,3 +108,33 @@ def test_a_cache_grows_in_place_and_gives_stocks_logits(monkeypatch):
     assert growing._ROOMS[cache.layers[0]]._at_once is not None, "it was asked whether one launch does it"
     for mine, other in zip(cache.layers, theirs.layers, strict=True):
         assert (mine.keys.float() - other.keys.float()).abs().max() <= 0.05 * other.keys.float().abs().max()
+
+
+def test_a_kernel_that_has_nothing_on_the_step_leaves_the_capture_to_the_one_that_ran():
+    """What is quickest in a graph need not have run before it."""
+    page, blocks, batch = 16, 64, 8
+    torch.manual_seed(0)
+    keys, values = (torch.randn(batch * blocks, page, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
+    query = torch.randn(batch, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.randint(1, page * blocks, (batch,), dtype=torch.int32)
+    step = lz.StepMetadata(table, lens.cuda(), host=(lens,), capturable=True, max_context_len=page * blocks)
+    given = (query, keys, values, table, step.context_lens)
+
+    def run():
+        return lz.paged_attention(*given, step=step, max_context_len=page * blocks)
+
+    try:
+        with lz.scope(locks={"paged_attention": "vllm.flash_attn.v3.paged"}):
+            expected = run()
+    except lz.NoKernelFoundError as error:
+        pytest.skip(str(error)[:200])
+    graph = torch.cuda.CUDAGraph()
+    with lz.scope(prefer_sources=["flashinfer"]), capturing(graph):
+        wanted = lz.which("paged_attention", *given, step=step, max_context_len=page * blocks)["kernel_id"]
+        got = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    if not str(wanted).startswith("flashinfer"):
+        pytest.skip(f"{wanted} would be captured: no module of FlashInfer is built")
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
