@@ -221,3 +221,13 @@ def test_where_what_is_summed_is_no_number_nothing_more_is_allowed():
     for terms in (torch.nan, torch.inf):
         given = Given(torch.float32, judge.basis({"terms": torch.full((2,), terms, dtype=torch.float64)}))
         assert "2 of 2 elements too far" in judge.problem(want + 4, want, given)
+
+
+def test_copies_of_what_lies_in_one_memory_lie_in_one_memory():
+    both = torch.randn(4, 6)
+    memory: dict = {}
+    left, right, alone = (compare.copied(each, memory) for each in (both[:, :4], both[:, 4:], torch.ones(3)))
+    assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
+    assert torch.equal(torch.as_strided(left, (4, 6), (6, 1)), both)
+    assert alone.untyped_storage().data_ptr() != left.untyped_storage().data_ptr()
+    assert compare.copied(both).untyped_storage().data_ptr() != left.untyped_storage().data_ptr()

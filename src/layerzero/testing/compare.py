@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.distribution import Distribution
@@ -272,11 +272,18 @@ def _memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def copied(value: Any) -> Any:
-    """The same values in a copy of the whole memory, at the same strides and offset; a generator in the same state."""
+def copied(value: Any, memory: dict[int, UntypedStorage] | None = None) -> Any:
+    """The same values in a copy of the whole memory, at the same strides and offset; a generator in the same state.
+
+    Args:
+        memory: copies by address, for tensors that lie in one memory to do so again: kernels read both parts of a
+            latent cache through one pointer where they can.
+    """
     if not isinstance(value, Tensor):
         return value.clone_state() if isinstance(value, torch.Generator) else value
-    memory = _memory(value).clone().untyped_storage()
+    known, own = {} if memory is None else memory, value.untyped_storage()
+    if own.data_ptr() not in known:
+        known[own.data_ptr()] = _memory(value).clone().untyped_storage()
     copy = torch.empty(0, dtype=value.dtype, device=value.device)
-    copy.set_(memory, value.storage_offset(), value.shape, value.stride())
+    copy.set_(known[own.data_ptr()], value.storage_offset(), value.shape, value.stride())
     return torch._neg_view(copy) if value.is_neg() else copy

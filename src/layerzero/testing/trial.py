@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
@@ -154,7 +154,8 @@ def duplicate(call: RandomCall) -> RandomCall:
 
     A handle belongs to the tensors that it was made of: of the copies it is made again, where it was good before.
     """
-    copies = {name: copied(value) for name, value in call.arguments.items()}
+    memory: dict[int, UntypedStorage] = {}
+    copies = {name: copied(value, memory) for name, value in call.arguments.items()}
     function = CALLS[call.function].function
     for name, value in call.arguments.items():
         param = function.param(name)
