@@ -82,7 +82,17 @@ def test_every_way_to_read_facts_is_watched():
     assert ways <= set(vars(Watched)) | {"size"}
     parts = {name for name in dir(TensorFacts) if not name.startswith("_")} - {"of", "permuted"}
     assert parts == {
-        *("shape", "strides", "dtype", "ndim", "alignment_bytes", "row_alignment_bytes", "expanded", "negated"),
+        *(
+            "shape",
+            "strides",
+            "dtype",
+            "ndim",
+            "alignment_bytes",
+            "row_alignment_bytes",
+            "expanded",
+            "repeated",
+            "negated",
+        ),
         *("last_stride", "contiguous"),
     }
 

@@ -23,6 +23,7 @@ from layerzero.backends.vllm import flash_attn as vllm_flash_attn
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.watched import EVERYTHING, reads_of
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
@@ -103,8 +104,8 @@ CALLS = [
 def test_vllm_v3_gives_its_operator_each_argument_in_its_place(monkeypatch, call):
     operator = Operator(FA3_SCHEMA, lambda given: [*meaning(given, ("q", "k", "v", "seqused_k")), None, None])
     monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd=operator))
-    lengths = Prepared(lambda _, batch, seq_k: torch.full((batch,), seq_k, dtype=torch.int32), 8)
-    monkeypatch.setattr(vllm_flash_attn, "_LENGTHS", lengths)
+    tables = Prepared(lambda _, batch, number: vllm_flash_attn._table("cpu", batch, number), 8)
+    monkeypatch.setattr(vllm_flash_attn, "TABLES", tables)
     check_library(vllm_flash_attn._load_v3, call)
 
 
@@ -181,6 +182,38 @@ def test_flash_attention_4_is_called_through_its_package_once(monkeypatch):
     assert [(scale, [each for each in rest if each is not None]) for scale, rest in given] == [
         (0.5, [rest[7], (None, None)]) for _, rest in given
     ]
+
+
+def test_flash_attention_4_asks_its_package_again_for_another_length(monkeypatch):
+    asked = []
+
+    def compiles(key):
+        def function(q, k, v, out, lse, *rest):
+            out.copy_(attention_reference(q, k, v))
+
+        return function
+
+    forward = package_forward(compiles=compiles)
+
+    recording = flash_attn_cute._recording
+
+    def recorded(given):
+        run, recorder = recording(given)
+        return lambda *tensors, **named: (asked.append(tensors[1].shape[1]), run(*tensors, **named))[1], recorder
+
+    monkeypatch.setattr(flash_attn_cute, "_recording", recorded)
+    module = types.SimpleNamespace(_flash_attn_fwd=forward)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    facts = facts_of(*tensors(1, 9), operation="attention.gqa.decode")
+    run = flash_attn_cute._load(facts)
+    for seq_k in (9, 9, 10, 10, 10, 9):
+        query, key, value = tensors(1, seq_k)
+        torch.testing.assert_close(run(query, key, value), attention_reference(query, key, value))
+    assert asked == [9, 10, 9]
+    reads = reads_of(flash_attn_cute._load, facts) | reads_of(flash_attn_cute._build_key, facts)
+    assert not {EVERYTHING, "seq_k", "key.shape", "key.strides"} & reads, reads
 
 
 def test_flash_attention_4_refuses_a_package_that_calls_otherwise(monkeypatch):

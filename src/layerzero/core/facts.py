@@ -84,6 +84,11 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
         return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
+    def repeated(self) -> tuple[bool, ...]:
+        """Of each axis, whether its stride is 0, whatever its size; every key tells it."""
+        return tuple([step == 0 for step in self.strides])
+
+    @property
     def row_alignment_bytes(self) -> int:
         """Largest power of two up to 16 that divides the address and every stride but the last; of int64, up to 8.
 

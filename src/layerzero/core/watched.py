@@ -30,7 +30,7 @@ Reads = frozenset[str]
 Answer = TypeVar("Answer")
 
 _OF_ANY_LAYOUT = frozenset({
-    *("shape", "strides", "dtype", "ndim", "alignment_bytes", "row_alignment_bytes", "expanded"),
+    *("shape", "strides", "dtype", "ndim", "alignment_bytes", "row_alignment_bytes", "expanded", "repeated"),
 })  # fmt: skip
 _OF_ONE_LAYOUT = frozenset({"last_stride", "contiguous"})
 

@@ -5,10 +5,12 @@ Hopper, and Blackwell's data-centre parts with tcgen05. Its kernels for sm_80 an
 FlashAttention 2's and not declared. Values wider than keys are accepted there and not here, where nobody compared them.
 
 The package's own Python takes 78 us a call (H200 host, 2026-11-21): it derives a compile key of 70 entries each time.
-What it derives follows from shapes, strides and arguments, which a plan fixes. So the first call of a plan goes through
+What it derives follows from shapes, strides and arguments. So the first call of some shapes and strides goes through
 the package, a recorder in place of its table of compiled functions writes down which one it called and with what, and
-later calls call that function with their own tensors. The recorder stands in a copy of the package's function: nothing
-of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two functions.
+the next calls alike call that function with their own tensors. A decode step has a new length, for which its first
+layer asks the package again: another plan for it would cost 2 ms. The recorder stands in a copy of the package's
+function: nothing of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two
+functions.
 What it compiled serves other processes, too (``kept``).
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from layerzero.backends.cute_dsl import stamps
 from layerzero.backends.flash_attn.kept import cache_folder, kept
+from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -87,13 +90,10 @@ _CONSTANT_FROM = _LSE + 1
 def _load(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    facts.only_this_call()  # what the first call records follows from its shapes and strides
     forward, recorder = _recording(_flash_attn_fwd)
-    batch, heads, seq_q = facts.size("batch"), facts.size("heads"), facts.size("seq_q")
-    shape, lse_shape = (batch, seq_q, heads, facts.size("value_dim")), (batch, heads, seq_q)
-    compiled: Callable[..., Any] | None = None
-    before: tuple[Any, ...] = ()
-    after: tuple[Any, ...] = ()
+    value_dim = facts.size("value_dim")
+    asking = forking.lock()  # what one thread's call records is not what another's did
+    last: tuple[Any, ...] = ((), None, (), ())  # shapes and strides, the function, and its constants
 
     def v4(
         query: Tensor,
@@ -107,38 +107,41 @@ def _load(facts: Facts) -> Callable[..., Any]:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        nonlocal compiled, before, after
+        nonlocal last
         if query.requires_grad or key.requires_grad or value.requires_grad:  # a leaf, in no_grad: no exchange takes it
             query, key, value = query.detach(), key.detach(), value.detach()
         if sinks is not None:
             sinks = sinks.detach()
-        output = query.new_empty(shape)
-        lse = query.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
-        if compiled is not None:
-            compiled(query, key, value, output, lse, *before, sinks, *after)
+        shape = query.shape
+        output = query.new_empty((*shape[:3], value_dim))
+        lse = query.new_empty((shape[0], shape[2], shape[1]), dtype=torch.float32) if return_lse else None
+        about = shape, key.shape, query.stride(), key.stride(), value.stride()
+        known = last  # once: another thread may write it
+        if known[0] == about:
+            known[1](query, key, value, output, lse, *known[2], sinks, *known[3])
             return (output, lse) if return_lse else output
         left, right = window or (-1, -1)
-        forward(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=causal,
-            softcap=softcap,
-            window_size_left=left if left >= 0 else None,
-            window_size_right=right if right >= 0 else None,
-            learnable_sink=sinks,
-            num_splits=1,
-            return_lse=return_lse,
-            out=output,
-            lse=lse,
-        )
-        arguments = recorder.arguments
+        with asking:
+            forward(
+                query,
+                key,
+                value,
+                softmax_scale=scale,
+                causal=causal,
+                softcap=softcap,
+                window_size_left=left if left >= 0 else None,
+                window_size_right=right if right >= 0 else None,
+                learnable_sink=sinks,
+                num_splits=1,
+                return_lse=return_lse,
+                out=output,
+                lse=lse,
+            )
+            function, arguments = recorder.function, recorder.arguments
         given = (arguments[_K].shape, arguments[_OUT].data_ptr(), arguments[_LSE], arguments[_SINK])
         if (*given[:2], given[2] is lse, given[3] is sinks) != (key.shape, output.data_ptr(), True, True):
             raise RuntimeError("flash_attn.cute calls its compiled function with other arguments than 4.0.0b36 does")
-        before, after = arguments[_CONSTANT_FROM:_SINK], arguments[_SINK + 1 :]
-        compiled = recorder.function
+        last = about, function, arguments[_CONSTANT_FROM:_SINK], arguments[_SINK + 1 :]
         return (output, lse) if return_lse else output
 
     return v4
@@ -151,7 +154,7 @@ def _build_key(facts: Facts) -> Hashable:
     left, right = window or (-1, -1)
     rows = facts.size("seq_q") * group  # query heads of a kv head are packed into one tile
     sinks = facts.tensors.get("sinks")
-    broadcast = tuple(stride == 0 for name in ("query", "key", "value") for stride in facts.tensors[name].strides)
+    broadcast = tuple(facts.tensors[name].repeated for name in ("query", "key", "value"))
     return (
         (device.sm, facts["dtype"], head_dim, facts["value_dim"], group),
         (facts.get("causal"), left >= 0, right >= 0, facts["softcap"], facts["return_lse"], sinks and sinks.dtype),

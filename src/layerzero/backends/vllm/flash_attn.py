@@ -5,10 +5,12 @@ vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0 and of the schemas in the
 hopper/flash_api.cpp and csrc/flash_attn/flash_api.cpp of vllm-project/flash-attention (read 2026-11-21).
 
 FlashAttention 3 is built for variable lengths only. Dense tensors go in as they are, with a constant tensor of lengths
-(``seqused_k``), which is such a call; nothing is reshaped. The number of splits is left to the library, as vLLM does.
-It writes the schedule of a call into memory that it allocates itself: metadata made once would hold a counter that two
-streams must not share. FlashAttention 2 has no plain forward in this build, but its cache operator is one when nothing
-is appended; it splits keys for decode as well, and reads device lengths. Neither build has dropout or a backward pass.
+(``seqused_k``), which is such a call; nothing is reshaped. These are rows of one table for many lengths: decoding meets
+a new one at every step, and neither makes a tensor nor another plan for it. The number of splits is left to the
+library, as vLLM does. It writes the schedule of a call into memory that it allocates itself: metadata made once would
+hold a counter that two streams must not share. FlashAttention 2 has no plain forward in this build, but its cache
+operator is one when nothing is appended; it splits keys for decode as well, and reads device lengths. Neither build has
+dropout or a backward pass.
 Library: vllm 0.20, Apache-2.0; FlashAttention BSD-3-Clause.
 """
 
@@ -37,21 +39,44 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import with_lse
 
-
-def _lengths(device_index: int, batch: int, seq_k: int) -> Tensor:
-    return torch.full((batch,), seq_k, dtype=torch.int32, device=f"cuda:{device_index}")
-
-
-def _lengths_key(facts: Facts) -> tuple[int, int, int]:
-    return facts.device.index, facts.size("batch"), facts.size("seq_k")
+_NUMBERS = 2**14
+"""In one table of lengths: 64 KB, 16,384 lengths of one sequence, 256 of 64."""
 
 
-_LENGTHS = Prepared(_lengths, 4096)
+def _rows(batch: int) -> int:
+    """Lengths in one table."""
+    return max(1, _NUMBERS // max(1, batch))
+
+
+def _table(where: str, batch: int, number: int) -> Tensor:
+    """The lengths (rows, batch) from ``number`` times so many on, each ``batch`` times."""
+    rows = _rows(batch)
+    lengths = torch.arange(number * rows, (number + 1) * rows, dtype=torch.int32, device=where)
+    return lengths.unsqueeze(1).expand(rows, batch).contiguous()
+
+
+TABLES = Prepared(_table, 1024)
+
+
+def _of_call(where: str, batch: int, seq_k: int) -> tuple[str, int, int]:
+    """Which table has the lengths of a call."""
+    return where, batch, seq_k // _rows(batch)
+
+
+def _table_of(facts: Facts) -> tuple[str, int, int]:
+    return _of_call(f"cuda:{facts.device.index}", facts.size("batch"), facts.size("seq_k"))
+
+
+def lengths(where: str, batch: int, seq_k: int, *, capturing: bool) -> Tensor:
+    """``seq_k``, ``batch`` times: int32, a row of a table that is kept."""
+    table: Tensor = TABLES.get(*_of_call(where, batch, seq_k), capturing=capturing)
+    return table[seq_k % _rows(batch)]
 
 
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
-    lengths = _LENGTHS.get(*_lengths_key(facts), capturing=bool(facts["capturing"]))
+    where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
+    last: tuple[int, int, Tensor | None] = (-1, -1, None)  # the layers of a step ask for the same
     default_scale = facts.size("head_dim") ** -0.5
     nothing = (None,) * 6  # max_seqlen_q and _k, page table, its batch index, left padding, rotary cosine
     unscaled = (None,) * 5  # rotary sine and lengths, scales of q, k and v
@@ -68,13 +93,18 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        nonlocal last
         left, right = window or (-1, -1)
+        batch, seq_k = key.shape[0], key.shape[1]
+        known = last  # once: another thread may write it
+        if known[0] != batch or known[1] != seq_k:
+            last = known = batch, seq_k, lengths(where, batch, seq_k, capturing=capturing)
         output, lse, *_ = operator(
             query,
             key,
             value,
             *(None,) * 8,  # new keys and values, q_v, out, three cumulative lengths, seqused_q
-            lengths,
+            known[2],
             *nothing,
             *unscaled,
             default_scale if scale is None else scale,
@@ -190,7 +220,7 @@ KERNELS = (
             limit.Custom(FITTING_VALUES, fitting_values),
             limit.Custom("sinks: bfloat16, at most 64 heads", fitting_sinks),
             limit.contiguous("sinks"),
-            _LENGTHS.before_capture("its tensor of lengths", _lengths_key),
+            TABLES.before_capture("its table of lengths", _table_of),
         ),
         graph_safe=True,
         device_guard=True,
