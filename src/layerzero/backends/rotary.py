@@ -7,8 +7,10 @@ where they are not, the rows that the tokens need are gathered, which costs two 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +40,11 @@ def table_and_places(
     """A joined table and a place in it for each of ``batch * seq`` tokens.
 
     ``dtype`` is what the places must be; where None, int32 stays. All happens on the device, without waiting for it.
+    Layers of a step give the same tensors: the views of small ones are made once, not 32 times 4 us.
     """
+    global _last
+    if positions is not None and (found := _last.of(cos, sin, positions, batch * seq, dtype)):
+        return found
     tokens = batch * seq
     table = joined(cos, sin)
     if table is None:
@@ -52,8 +58,48 @@ def table_and_places(
         positions = torch.arange(seq, device=cos.device)
     if positions.numel() != tokens:
         positions = positions.expand(batch, seq)
-    places = positions.reshape(tokens).contiguous()  # of what is stepped or shared by a batch, reshape makes a view
-    return table, places if dtype is None or places.dtype == dtype else places.to(dtype)
+    given, places = positions, positions.reshape(tokens).contiguous()  # of what is stepped, reshape makes a view
+    if dtype is not None and places.dtype != dtype:
+        return table, places.to(dtype)
+    if table.numel() <= _SMALL and places.data_ptr() == given.data_ptr() and table.data_ptr() == cos.data_ptr():
+        _last = _Last(
+            (weakref.ref(cos), weakref.ref(sin), weakref.ref(given)), _where(cos, sin, given), dtype, table, places
+        )
+    return table, places
+
+
+_SMALL = 2**16
+"""Entries of a table whose views are kept: whoever lets go of a longer one has its memory back at once."""
+
+
+def _where(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[int, int, int]:
+    """Where their memory begins: somebody may give a tensor another."""
+    return cos.data_ptr(), sin.data_ptr(), positions.data_ptr()
+
+
+class _Last(NamedTuple):
+    """The views that were made last, and of what."""
+
+    made_of: tuple[Callable[[], Tensor | None], ...] = ()
+    where: tuple[int, int, int] = (0, 0, 0)
+    dtype: torch.dtype | None = None
+    table: Tensor | None = None
+    places: Tensor | None = None
+
+    def of(
+        self, cos: Tensor, sin: Tensor, positions: Tensor, tokens: int, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Those of a call, where they are the same."""
+        table, places = self.table, self.places
+        if table is None or places is None or places.shape[0] != tokens or self.dtype is not dtype:
+            return None
+        of_cos, of_sin, of_positions = self.made_of
+        if of_cos() is not cos or of_sin() is not sin or of_positions() is not positions:
+            return None
+        return (table, places) if self.where == _where(cos, sin, positions) else None
+
+
+_last = _Last()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
-from layerzero.integrations.transformers import ONE_TOKEN, attention_forward
+from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
@@ -131,6 +131,7 @@ class Heads(Packs):
         self.settings = frozenset({NAME, COMPARED, of})
         self.joined: Joined | None = None
         self.biases: Joined | None = None
+        self._told_little = ALONE.issuperset(self.told)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -177,7 +178,7 @@ class Heads(Packs):
                     plus_one=first.form == "one_plus",
                 )
             parts = product.view(*rows.shape[:2], heads + 2 * kv_heads, width)
-            query, key, value = torch.split(parts, [heads, kv_heads, kv_heads], -2)
+            query, key, value = parts.split_with_sizes([heads, kv_heads, kv_heads], -2)  # torch.split asks 2 us more
         if self.norms is None:
             lz.rope_(query, key, cos, sin, positions, layout="BSHD")
             return query, key, value
@@ -222,15 +223,25 @@ class Heads(Packs):
             return attention_forward
         return comparing if setting == COMPARED else theirs_of(self.module)
 
+    def _is_alone(self, rows: Tensor, key: Tensor) -> bool:
+        """Whether one query without a mask is all that there is to attend to: nobody compares, captures or adds."""
+        if not self._told_little or self.setting != NAME or ONE_TOKEN.get() is not None:
+            return False
+        return key.shape[0] == rows.shape[0]
+
     def attend(self, rows: Tensor, named: Mapping[str, Any]) -> Tensor:
         """What the module gives for normalised rows, in memory of its own."""
         module: Any = self.module
         cos, sin = named["position_embeddings"]
-        query, key, value = (each.transpose(1, 2) for each in self.project(rows, table_for(cos, sin, *rows.shape[:2])))
-        cache = named.get("past_key_values")
+        query, key, value = self.project(rows, table_for(cos, sin, *rows.shape[:2]))
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        cache, mask = named.get("past_key_values"), named.get("attention_mask")
         if cache is not None:
             key, value = appended(cache, key, value, module.layer_idx)
-        attended = self._function()(module, query, key, value, named.get("attention_mask"), **self.told)[0]
+        if mask is None and rows.shape[1] == 1 and self._is_alone(rows, key):
+            attended = attend_one(query, key.transpose(1, 2), value.transpose(1, 2), **self.told)
+        else:
+            attended = self._function()(module, query.transpose(1, 2), key, value, mask, **self.told)[0]
         last = self.products[-1]
         return lz.linear(
             attended.reshape(*rows.shape[:2], -1),
@@ -348,10 +359,7 @@ def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
     # in inference mode nobody would see a write in between
     if following is None or following.is_computed or output.is_inference():
         return output.add_(total)
-    if ONE_TOKEN.get() is not None:
-        normed, output = following.over_both(total, output)
-    else:
-        normed = following.of_sum(total, output)
+    normed, output = following.over_both(total, output)  # both are this layer's own
     setattr(output, _NORMED, (normed, following.weight, output._version))
     return output
 
