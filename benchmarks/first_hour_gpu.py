@@ -1,6 +1,7 @@
 """What a user of a GPU gets without a command: the first calls, the calls after background builds, those after tuning.
 
     python benchmarks/first_hour_gpu.py --calls 24 --seed 0 --wait-s 120 --tune-s 300 --until-s 530 --out hour.json
+    python benchmarks/first_hour_gpu.py --calls 10 --seed 0,1,2      as many calls of each seed, in the same processes
 
 Calls are random attention calls with heads of published models, for which no table was made. Every state is a process
 over one fresh cache folder, and says which kernel its calls get; the last process times all kernels of each call, and
@@ -60,7 +61,8 @@ QUICK_TO_BUILD = ("flash_attn", "quack")
 
 def calls_of(options: argparse.Namespace) -> list[Job]:
     """What is called in every state."""
-    return [job for _, job in judged_jobs("cuda", options.seed, options.calls, ("bfloat16",), published=True)]
+    drawn = (judged_jobs("cuda", seed, options.calls, ("bfloat16",), published=True) for seed in options.seed)
+    return [job for jobs in drawn for _, job in jobs]
 
 
 def chosen(jobs: Sequence[Job]) -> list[str | None]:
@@ -264,7 +266,8 @@ def row_of(state: list[str | None], found: list[dict[str, Any]]) -> dict[str, An
 def in_process(state: str, options: argparse.Namespace, environment: dict[str, str], **more: Any) -> Any:
     """One state, in a process of its own."""
     file = Path(environment["LAYERZERO_CACHE_DIR"]).with_name(f"{state}.json")
-    command = [sys.executable, __file__, "--calls", str(options.calls), "--seed", str(options.seed), "--state", state]
+    command = [sys.executable, __file__, "--calls", str(options.calls), "--state", state]
+    command += ["--seed", ",".join(map(str, options.seed))]
     command += ["--wait-s", str(options.wait_s), "--quiet-s", str(options.quiet_s), "--out", str(file)]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
     began = time.monotonic()
@@ -304,6 +307,9 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
              "left": said.get("left"), "skipped": said.get("skipped"), "not_built": said.get("not_built"),
              "winners_changed": said.get("winners_changed")}  # fmt: skip
     rows = {state: row_of(states[state], judged) for state in STATES}
+    for seed in options.seed if len(options.seed) > 1 else ():
+        mine = [each for each in judged if options.seed[each["number"] // options.calls] == seed]
+        rows |= {f"{state}, seed {seed}": row_of(states[state], mine) for state in STATES}
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows, "states": found,
             "tuning": tuned, "times": judged}  # fmt: skip
 
@@ -333,15 +339,21 @@ def show(found: dict[str, Any]) -> None:
         cells = ("over_best", "worst_over_best", "over_torch", "worst_over_torch", "launching")
         print(f"| {state} | {row['calls']} | " + " | ".join(f"{row[name]:.3f}" for name in cells)
               + f" | {row['launched']} | {row['growing']:.3f} |")  # fmt: skip
-    for state, row in found["rows"].items():
+    for state in STATES:
+        row = found["rows"][state]
         print(state, "worst:", "; ".join(f"{name} {ratio:.2f}: {text}" for name, (text, ratio) in row["worst"].items()))
+
+
+def seeds(text: str) -> list[int]:
+    """Numbers between commas."""
+    return [int(each) for each in text.split(",")]
 
 
 def main() -> None:
     """Run everything, or one state."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seeds, default=[0], help="of the calls; several with commas")
     parser.add_argument("--wait-s", type=float, default=120.0, help="from the first call to the second look")
     parser.add_argument("--quiet-s", type=float, default=10.0, help="calls without builds, in the restarted process")
     parser.add_argument("--tune-s", type=float, default=300.0)
