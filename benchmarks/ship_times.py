@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--call-s", type=float, default=0.12, help="seconds for each kernel of a call")
     parser.add_argument("--without", default="", help="globs of kernels, or libraries, to leave out, with commas")
     parser.add_argument("--replays", action="store_true", help="half of the time for replays of CUDA graphs")
+    parser.add_argument("--in-process", action="store_true", help="try nothing in children first: one crash ends it")
     parser.add_argument("--build", metavar="I/N", help="only compile, every Nth artefact from the Ith")
     parser.add_argument("--out", type=Path, default=Path("tables"))
     given = parser.parse_args()
@@ -109,8 +110,9 @@ def main() -> None:
         for turn, graph in enumerate(ways):
             budget_s = max(until - time.monotonic(), 0.0) / (len(sets) - number) / (len(ways) - turn)
             tuned = run_jobs(
-                jobs, device, effort=effort, budget_s=budget_s, leave_out=leave_out, graph=graph, progress=told
-            )
+                jobs, device, effort=effort, budget_s=budget_s, leave_out=leave_out, graph=graph, progress=told,
+                isolate=not given.in_process,
+            )  # fmt: skip
             print(f"{name}{', replays' if graph else ''}: {tuned}; not built: {dict(tuned.not_built)}", flush=True)
         print(f"{name}: {write(name, device, given.out)}", flush=True)
 
