@@ -9,6 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Kernel
+from layerzero.engine import jit
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, Built
 from layerzero.tuning.measuring.contest import bound_plan, taking_part, window
@@ -35,13 +36,14 @@ def compile_all(pairs: Sequence[tuple[Kernel, Job]], device: torch.device) -> It
         started = time.perf_counter()
         try:
             call = job.make(device)
-            with window():
+            with window(), jit.opened_files() as opened:
                 report = lz.explain(call.function, **call.arguments)
                 candidate = next(each for each in report.candidates if each.legal and each.kernel.id == kernel.id)
                 bound_plan(candidate, report, call)[1]()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
             BUILT.add(kernel, report.facts)
+            jit.note(kernel, report.facts, opened)  # other processes find it: shards build, and one measures
         except Exception as error:  # noqa: BLE001  # what does not compile is a line, and is refused later
             yield f"{kernel.id} for {job.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue

@@ -46,7 +46,8 @@ SETS = {
 }  # fmt: skip
 """Globs of operations; ``layer`` is everything between the attentions of a decoder."""
 
-LENGTHS, CONTEXTS = ((1, 128), (1, 1024), (1, 8192), (4, 2048), (24, 300)), ((1, 512), (1, 8192), (16, 2048), (64, 700))
+LENGTHS = ((1, 128), (1, 1024), (1, 8192), (2, 4096), (4, 2048), (8, 640), (24, 300))
+CONTEXTS = ((1, 512), (1, 8192), (4, 1024), (16, 2048), (32, 256), (64, 700))
 """Batch and length, of prefill and of decoding, with the heads of models that the grid has not."""
 
 

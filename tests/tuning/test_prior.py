@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -46,8 +47,8 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def first_table(tmp_path, monkeypatch):
-    """Only the table of round times, so that these can be named here."""
-    (tmp_path / "nvidia-h200.json").write_bytes((FOLDER / "nvidia-h200.json").read_bytes())
+    """Only a table of round times, so that these can be named here."""
+    (tmp_path / "nvidia-h200.json").write_bytes(Path(__file__).with_name("round_times.json").read_bytes())
     monkeypatch.setattr(prior, "FOLDER", tmp_path)
     monkeypatch.setattr(prior, "_LOADED", {})
 
@@ -325,5 +326,5 @@ def test_the_table_knows_every_fact_of_a_call():
     """A new fact of attention makes the table say nothing: it has to be written into the table then."""
     work = dict(work_of(attention(1, 2048)).facts)
     facts = {name for name, _ in told_apart(work)}
-    table = read_table(FOLDER / "nvidia-h200.json")
+    table = read_table(FOLDER / "nvidia-h200_dense.json")
     assert facts == set(table.families[0].facts)
