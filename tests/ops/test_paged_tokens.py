@@ -20,7 +20,7 @@ from launches import Counted
 from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
-from layerzero.ops.paged import step as paged_step
+from layerzero.ops.paged import slots as paged_slots
 from layerzero.ops.paged.host_slots import slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 from paged_calls import PAGE, paged, starts
@@ -231,13 +231,13 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
             return str(error)
 
     on_host = asked()
-    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
     assert on_host == asked()
 
 
 def test_a_length_below_every_difference_of_int32_leads_nowhere(monkeypatch):
     """By launches it wraps around: to tokens beyond their table, not to places beyond all tables."""
-    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
     tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, -(2**31)], dtype=torch.int32)
     step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32))
     with pytest.raises(lz.InvalidCallError, match="got 2 tokens beyond their table"):
@@ -350,7 +350,7 @@ def loop_in_c():
 @pytest.mark.parametrize("ways", ["as they are", "by launches"])
 def test_a_step_is_made_on_the_host_wherever_torch_makes_tensors(monkeypatch, ways, count):
     if ways == "by launches":
-        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+        monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)
     tables, lens = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([20, 9], dtype=torch.int32)
     starts = None if count == 1 else torch.tensor([0, count, 2 * count], dtype=torch.int32)
     wanted = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
@@ -394,7 +394,7 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
 @pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1], [0, 2**31 - 1, -(2**31)]])
 def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):
     if not numpy_is_here:
-        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+        monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)
     tables, lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
     step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32))
     with pytest.raises(lz.InvalidCallError, match="cu_seqlens_q: wanted starts that begin with 0 and do not decrease"):
