@@ -13,10 +13,11 @@ from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.ops.paged.host_slots import host_table_problems
+from layerzero.ops.paged.late_count import LateCount
 from layerzero.ops.paged.ragged_tables import padded_tables
 from layerzero.ops.paged.slots import SlotMapping, numbers_on_host
 from layerzero.ops.ragged.starts import shape_problems
-from layerzero.ops.ragged.step import host_problems
+from layerzero.ops.ragged.step import host_problems, is_readable
 
 
 class StepMetadata(Handle):
@@ -42,12 +43,16 @@ class StepMetadata(Handle):
         host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
             plans on the host waits for no copy then. Their numbers are compared where both lie on the CPU.
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
-            if None.
+            if None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is told of, too.
         host_tables: ``block_tables`` as a CPU tensor, beside ``host``: slots are made there then, and take one copy.
-    Raises: InvalidCallError for tensors that are no tables and lengths, or a bound or number of pages below 1.
+    Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
+        lengths beyond the bound, where they lie on the CPU or ``host`` brings them.
     """
+
+    _is_captured = False
+    """Whether a launch that is sized by the bound was captured."""
 
     @public("StepMetadata")
     def __init__(
@@ -68,10 +73,14 @@ class StepMetadata(Handle):
             problems += shape_problems("cu_seqlens_q", cu_seqlens_q, len(context_lens) + 1)
         lengths = (context_lens,) if cu_seqlens_q is None else (context_lens, cu_seqlens_q)
         problems += [] if problems else host_problems(host, lengths) + host_table_problems(host_tables, block_tables)
+        problems += (
+            [] if problems else self._length_problems(max_context_len, context_lens if host is None else host[0])
+        )
         if problems:
             raise InvalidCallError("StepMetadata", problems)
         super().__init__((block_tables, *lengths), CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
+        self._beyond = LateCount()
         self._given, self._host_tables = host, host_tables
         self.pages = pages
         self._uncounted = self._copies()
@@ -165,6 +174,12 @@ class StepMetadata(Handle):
         """Upper bound of the lengths; None for what the tables hold."""
         return self._max_context_len
 
+    def bound_of_launch(self, *, captured: bool) -> int | None:
+        """:attr:`max_context_len`, for a launch that is sized by it; one that is ``captured`` has it for good."""
+        if captured:
+            self._is_captured = True
+        return self._max_context_len
+
     @property
     def capturable(self) -> bool:
         """Whether its buffers stay where they are."""
@@ -180,9 +195,11 @@ class StepMetadata(Handle):
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
 
         ``host`` and ``host_tables`` are as for a new one: without them what plans on the host copies the values again,
-        and slots are made on the device.
-        Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place: on the CPU for these values;
-            on a GPU for those of an earlier step, as far as the device has answered, since nothing waits for it.
+        and slots are made on the device. A smaller ``max_context_len`` changes nothing once a launch that is sized by
+        it was captured.
+        Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place, for a bound above that of a
+            captured launch, and for lengths beyond the bound: on the CPU and by ``host`` for these values; on a GPU for
+            those of an earlier step, as far as the device has answered, since nothing waits for it.
         """
         problems = _number_problems("max_context_len", max_context_len) + host_problems(host, self._tensors[1:])
         problems += host_table_problems(host_tables, self.block_tables)
@@ -190,15 +207,42 @@ class StepMetadata(Handle):
             made = [each for each in self._slots.values() if isinstance(each, SlotMapping) and each.by_starts]
         if host is not None and not problems and made:
             problems = [text for each in made[:1] if (text := each.other_total(int(host[1][-1])))]
+        problems += [] if problems else self._bound_problems(max_context_len, host)
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
             self._given, self._host_tables = host, host_tables
-            self._max_context_len = max_context_len or self._max_context_len
+            if not self._is_captured:
+                self._max_context_len = max_context_len or self._max_context_len
             slots = [each for each in self._slots.values() if isinstance(each, SlotMapping)]
             self.refresh()
             for slot in slots:
                 slot.tell("StepMetadata.advance")
+
+    def _bound_problems(self, bound: int | None, host: tuple[Tensor, ...] | None) -> list[str]:
+        """A bound that a captured launch cannot take any more, and lengths beyond the one that counts."""
+        mine, lens = self._max_context_len, self.context_lens if host is None else host[0]
+        if not self._is_captured:
+            return self._length_problems(bound or mine, lens)
+        if mine is None:
+            return []
+        if bound is not None and bound > mine:
+            return [f"max_context_len: wanted at most {mine}, {_CAPTURED}, got {bound}{_AGAIN}"]
+        if lens.is_cuda:  # a replay looks at nothing
+            self._beyond.add(lens > mine)
+        beyond = self._beyond.untold()
+        lost = f"context_lens: wanted at most {mine}, {_CAPTURED}, got {beyond} beyond it, now or in an earlier step"
+        return [lost + _AGAIN] if beyond else self._length_problems(mine, lens)
+
+    def _length_problems(self, bound: int | None, lens: Tensor) -> list[str]:
+        """Lengths on the CPU beyond a bound, which sizes launches."""
+        if bound is None or not is_readable(lens) or not len(lens):
+            return []
+        longest = int(lens.max())
+        if longest <= bound:
+            return []
+        more = _AGAIN if self._is_captured else "; pass a larger max_context_len, or None for what the tables hold"
+        return [f"context_lens: wanted at most max_context_len {bound}, got {longest}{more}"]
 
     def refresh(self) -> None:
         """Bring every slot up to date; lengths on the host are read again unless they were given."""
@@ -230,6 +274,8 @@ class StepMetadata(Handle):
 
 
 _MOST_TOKENS = 2**31 - 1
+_CAPTURED = "which captured launches are sized by"
+_AGAIN = "; make a new StepMetadata with a larger max_context_len and capture again"
 
 
 def _number_problems(name: str, number: object) -> list[str]:

@@ -121,8 +121,13 @@ def _other_numbers(host: tuple[Tensor, ...], of: tuple[Tensor, ...]) -> list[str
     return [
         f"host[{place}]: wanted the numbers that it stands for, {_few(like)}, got {_few(each)}"
         for place, (each, like) in enumerate(zip(host, of, strict=True))
-        if like.is_cpu and type(like) is Tensor and not torch.compiler.is_compiling() and each.tolist() != like.tolist()
+        if is_readable(like) and each.tolist() != like.tolist()
     ]
+
+
+def is_readable(numbers: Tensor) -> bool:
+    """Whether numbers can be looked at here without a wait: they lie on the CPU, and nobody traces what is done."""
+    return numbers.is_cpu and type(numbers) is Tensor and not torch.compiler.is_compiling()
 
 
 def _few(numbers: Tensor) -> str:
