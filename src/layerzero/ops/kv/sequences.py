@@ -311,14 +311,6 @@ class CachedSequences(Bundle):
             self._storage.trim(self._book.free)
             self._storage.ensure(page, tokens)
 
-    def check_reserved(self, slots: Tensor) -> None:
-        """Refuse slots (T,) on a CPU whose memory is not there yet. Raises: KVCacheError."""
-        if self._storage.lacks(slots):
-            problem = (
-                "wanted slots that a step reserved, got one without memory; writing() makes room, step.slots names it"
-            )
-            raise KVCacheError(problem)
-
     @alone
     def commit(self, step: CacheStep) -> None:
         """End a step and keep its tokens."""

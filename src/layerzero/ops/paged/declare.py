@@ -33,7 +33,7 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import parts, written
+from layerzero.ops.paged import on_demand, parts, written
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.paged.sweep import append_sweep, sweep_of
@@ -132,6 +132,14 @@ def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: o
     return [Check(context_lens > bound, context_lens.unsqueeze(1), say)]
 
 
+def _check_values(
+    key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
+) -> list[Check]:
+    """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
+    found = on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
+    return check_lengths(context_lens, step) + found
+
+
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     capacity = values["max_blocks"] * values["page_size"]
     bound = values["max_context_len"]
@@ -210,7 +218,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
-        check_values=check_lengths,
+        check_values=_check_values,
         guard=written.guard,
         examples=table_examples,
         scratch=parts.scratch,
@@ -312,6 +320,7 @@ APPEND_PAGED = Operation(
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
+    check_values=on_demand.checks,
     guard=written.guard,
     work=_append_work,
     sweep=append_sweep,
