@@ -240,6 +240,25 @@ def test_compiled_code_takes_layers_and_steps_as_one_graph():
         each.close()
 
 
+def test_compiled_code_refuses_a_step_from_before_pages_moved():
+    """No step is asked for its kind there: what a layer brings is all that looks at it."""
+    torch._dynamo.reset()
+    cache = lz.KVCache(1, 2, 32, pages=8, page_size=16, dtype=torch.float32)
+    for name in "ab":
+        with cache.writing([cache.allocate(name)]) as step:
+            pass
+    compiled = torch.compile(lambda query: lz.paged_attention(query, cache.layers[0], step=step), backend="eager")
+    query = torch.randn(1, 1, 8, 32)
+    with warnings.catch_warnings():  # it plans for each call again, which it says
+        warnings.simplefilter("ignore", lz.LayerZeroPerformanceWarning)
+        assert compiled(query).shape == query.shape
+        cache.free("a")
+        cache.compact()
+        with pytest.raises(lz.KVCacheError, match="wanted a step made since pages moved"):
+            compiled(query)
+    cache.close()
+
+
 def test_compiled_code_writes_into_a_virtual_cache():
     """What a slot's memory is asked by is no part of a graph."""
     cache = lz.KVCache(1, 2, 32, dtype=torch.float32, **FORMS["virtual"])

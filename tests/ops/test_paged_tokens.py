@@ -390,6 +390,22 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
         lz.StepMetadata(**step).advance(host_tables=tables)
 
 
+def test_tables_of_the_host_name_the_pages_of_those_on_the_cpu():
+    """Nobody compared them, and slots were made of one, pages read by the other."""
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens = torch.tensor([17, 20], dtype=torch.int32)
+    other = tables.clone()
+    step = lz.StepMetadata(tables, lens, host=(lens,), host_tables=other)
+    other[1, 0] = 4
+    wanted = r"host_tables\[1, 0\]: wanted the page that it stands for, 0, got 4"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        step.advance(host=(lens,), host_tables=other)
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.StepMetadata(tables, lens, host_tables=other)
+    tables[1, 0] = 4
+    step.advance(host=(lens,), host_tables=other)
+
+
 @pytest.mark.parametrize("numpy_is_here", [True, False])
 @pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1], [0, 2**31 - 1, -(2**31)]])
 def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):

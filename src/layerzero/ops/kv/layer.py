@@ -64,11 +64,14 @@ def _check_slots(kind: str, slots: object, cache: Tensor, *, written: bool) -> N
 
 
 def _check_step(owner: CachedSequences | None, step: object) -> None:
-    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError."""
+    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError.
+
+    An eager call asks the step again for its kind; code of torch.compile asks nothing but this.
+    """
     if owner is not None:
         owner.check_moved(step)
     elif isinstance(step, CacheStep):  # it keeps its own cache, so this is of another
-        raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone")
+        raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone; make another")
 
 
 def _check_whole(owner: CachedSequences | None, function: str) -> None:

@@ -263,7 +263,8 @@ class CachedSequences(Bundle):
         entries = [self._book.entry(name) for name in names]
         longest = max([entry.length + count for entry, count in zip(entries, counts, strict=True)], default=0)
         if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
-            raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}")
+            problem = f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}"
+            raise KVCacheError(f"{problem}; truncate or free it, or make a cache of longer rows")
         needed = -(-longest // self.page_size)
         if reuse is not None and type(reuse) is not CacheStep:
             problems.append(f"reuse: wanted a step that writing() gave, or None, got {told(reuse)}")
@@ -349,7 +350,7 @@ class CachedSequences(Bundle):
         if self._closed:
             raise KVCacheError(GONE)
         if step.cache is not self:
-            raise KVCacheError("wanted a step of this cache, got one of another")
+            raise KVCacheError("wanted a step of this cache, got one of another; writing() begins one")
         if step.moves != self.moves:
             raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
         if step.is_aborted:

@@ -46,7 +46,8 @@ class StepMetadata(Handle):
             if None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is told of, too.
-        host_tables: ``block_tables`` as a CPU tensor, beside ``host``: slots are made there then, and take one copy.
+        host_tables: ``block_tables`` as a CPU tensor, beside ``host`` and compared as that is: slots are made there
+            then, and take one copy.
     Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
         lengths beyond the bound, where they lie on the CPU or ``host`` brings them.
     """
@@ -299,7 +300,8 @@ def table_problems(block_tables: object, context_lens: object) -> list[str]:
     if problems or not isinstance(block_tables, Tensor) or not isinstance(context_lens, Tensor):
         return problems
     if block_tables.device != context_lens.device:
-        problems.append(f"context_lens: wanted device {block_tables.device}, got {context_lens.device}")
+        where = f"{block_tables.device} and {context_lens.device}"
+        problems.append(f"block_tables and context_lens: wanted both on the device of the caches, got {where}")
     if block_tables.shape[0] != context_lens.shape[0]:
         lengths = f"wanted {block_tables.shape[0]} lengths as in block_tables, got {context_lens.shape[0]}"
         problems.append(f"context_lens: {lengths}")
