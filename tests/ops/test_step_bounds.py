@@ -1,4 +1,4 @@
-"""The bound of lengths that launches are sized by: what a captured one was given counts for all of its replays."""
+"""What a step says of values on the device: the bound that launches are sized by, and numbers on the host."""
 
 from __future__ import annotations
 
@@ -131,3 +131,26 @@ def test_a_bound_that_lengths_are_beyond_is_none():
     step.advance(max_context_len=21)
     assert made(bound=1, lens=(0, 0)).max_context_len == 1
     assert steps.StepMetadata(torch.zeros(0, 4).int(), torch.zeros(0).int(), max_context_len=3).max_context_len == 3
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+@pytest.mark.parametrize("untold", [False, True])
+def test_debug_mode_finds_a_step_whose_numbers_are_others_on_the_device(changed, untold):
+    """Torch counts no writes into tensors of inference mode, and nobody compares what lies on a device."""
+    with torch.inference_mode(untold), lz.scope(debug=True):
+        tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+        lens, starts = torch.tensor([17, 20], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+        step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
+        cache = torch.randn(8, 16, 2, 32)
+        call = (torch.randn(4, 8, 32), cache, cache.clone(), tables, lens)
+        lz.paged_attention(*call, cu_seqlens_q=starts, step=step)
+        place = ((0, 0), (0,), (1,))[changed]
+        name = ("block_tables", "context_lens", "cu_seqlens_q")[changed]
+        if untold:
+            step._tensors[changed][place] += 1
+        else:  # as if the host had been told something else than the device
+            host = [tables.clone(), lens.clone(), starts.clone()]
+            host[changed][place] -= 1
+            step._host_tables, step._given = host[0], (host[1], host[2])
+        with pytest.raises(lz.InvalidCallError, match=rf"{name}\[.*\]: wanted \d+, which the host knows, got"):
+            lz.paged_attention(*call, cu_seqlens_q=starts, step=step)

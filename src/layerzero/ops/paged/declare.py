@@ -121,15 +121,16 @@ def _paged_fake(
 
 
 def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: object) -> list[Check]:
-    """Values on the device, beside places and counts: lengths within the bound that the step promises."""
+    """Values on the device, beside places and counts: what the step says of them, and lengths within its bound."""
+    found = [] if step is None else step.checks()
     bound = None if step is None else step.max_context_len
     if bound is None:
-        return []
+        return found
 
     def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
         return f"context_lens[{place[0]}]: wanted at most {bound}, as the step promises, got {got[0]}"
 
-    return [Check(context_lens > bound, context_lens.unsqueeze(1), say)]
+    return [*found, Check(context_lens > bound, context_lens.unsqueeze(1), say)]
 
 
 def _check_values(

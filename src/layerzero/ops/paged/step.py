@@ -12,6 +12,7 @@ from layerzero.core.arguments import out_of_range, told
 from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
+from layerzero.core.values import Check
 from layerzero.ops.paged.host_slots import host_table_problems
 from layerzero.ops.paged.late_count import LateCount
 from layerzero.ops.paged.ragged_tables import padded_tables
@@ -157,6 +158,19 @@ class StepMetadata(Handle):
         """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
         return self._given is not None or not self.context_lens.is_cuda
 
+    def checks(self) -> list[Check]:
+        """Values on the device, for debug mode: they are those that the host was given, or read when it planned.
+
+        So a step is found that nobody advanced after writes into tensors of inference mode, which torch does not count.
+        """
+        names, read = ("block_tables", "context_lens", "cu_seqlens_q"), self._given or self.__dict__.get("host", ())
+        told = (self._host_tables, *read, None, None)
+        return [
+            _same(name, mine, known.to(mine.device, non_blocking=True))
+            for name, mine, copy, given in zip(names, self._tensors, self._uncounted, told, strict=False)
+            if (known := given if copy is None else copy) is not None
+        ]
+
     @property
     def host_tables(self) -> Tensor | None:
         """The block tables on the CPU: what was given, or themselves where they lie there."""
@@ -277,6 +291,15 @@ class StepMetadata(Handle):
 _MOST_TOKENS = 2**31 - 1
 _CAPTURED = "which captured launches are sized by"
 _AGAIN = "; make a new StepMetadata with a larger max_context_len and capture again"
+
+
+def _same(name: str, tensor: Tensor, known: Tensor) -> Check:
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        where = ", ".join(map(str, place))
+        wanted = f"{name}[{where}]: wanted {got[0]}, which the host knows, got {got[1]} on the device"
+        return f"{wanted}; pass host= the same numbers, and advance() after they change"
+
+    return Check(tensor != known, torch.stack((known, tensor), -1), say)
 
 
 def _number_problems(name: str, number: object) -> list[str]:
