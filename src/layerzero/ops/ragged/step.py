@@ -78,10 +78,6 @@ class RaggedMetadata(Handle):
         most = [max((right - left for left, right in pairwise(each.tolist())), default=0) for each in self.host]
         return max(most[0], 1), max(most[1], 1)
 
-    def state(self) -> str:
-        """What a choice depends on: its kind, or that it was made of numbers that changed since."""
-        return STALE if self.is_stale else self.kind
-
     def belongs(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
         """Whether it was made of these tensors."""
         return self.kind_for(cu_seqlens_q, cu_seqlens_k) not in (FOREIGN, STALE)
