@@ -277,7 +277,8 @@ class CachedSequences(Bundle):
             else:
                 blocks = reuse.block_tables.shape[1]
         if blocks is not None and (type(blocks) is not int or blocks < needed):
-            problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}")
+            whose = "" if reuse is None else ", as the step to reuse has; make one with more blocks="
+            problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}{whose}")
         if problems:
             raise InvalidCallError("KVCache.writing", problems)
         return entries

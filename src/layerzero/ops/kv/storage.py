@@ -98,7 +98,9 @@ class Virtual(Fixed):
         self._row_bytes, self._count = self._row(grain), layers
         if limit_bytes is not None and layers * grain > limit_bytes:
             self._range.close()
-            problem = f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}"
+            problem = (
+                f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}; raise it"
+            )
             raise KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
         self._limit = limit_bytes
         self._has, self._room = [0] * pages, [0] * pages
