@@ -46,8 +46,10 @@ def launches(monkeypatch):
     monkeypatch.setattr(paged, "operators", lambda *_: operators)
     monkeypatch.setattr(paged, "STARTS", types.SimpleNamespace(get=lambda *_, **__: torch.arange(3).int()))
 
-    def run(step, *, capturing):
-        kernel = paged._load_v3(Facts(capturing=capturing, window=None, softcap=None))
+    def run(step, *, capturing, chosen_in_capture=None):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        of_capture = capturing if chosen_in_capture is None else chosen_in_capture
+        kernel = paged._load_v3(Facts(capturing=of_capture, window=None, softcap=None))
         cache = torch.zeros(8, 16, 2, 64)
         kernel(torch.zeros(2, 1, 4, 64), cache, cache, step.block_tables, step.context_lens, step=step)
 
@@ -63,6 +65,13 @@ def test_a_step_that_was_never_captured_takes_any_bound(launches):
     step.advance(max_context_len=40)
     launches.run(step, capturing=False)
     assert launches.launched == launches.scheduled == [32, 50, 40]
+
+
+def test_an_eager_call_on_the_plan_of_a_capture_captures_nothing(launches):
+    step = made()
+    launches.run(step, capturing=False, chosen_in_capture=True)
+    step.advance(max_context_len=50)
+    assert step.max_context_len == 50
 
 
 def test_a_captured_launch_keeps_its_bound_and_so_do_its_schedules(launches):

@@ -140,7 +140,8 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         metadata = None
         if step is not None:
-            max_context_len = step.bound_of_launch(captured=captured)  # the one that its schedule was made for
+            # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
+            max_context_len = step.bound_of_launch(captured=captured and torch.cuda.is_current_stream_capturing())
             metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
         output, lse, *_ = operator(
             *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),
