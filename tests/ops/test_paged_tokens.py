@@ -460,3 +460,25 @@ def test_numbers_of_the_host_are_those_beside_them():
     assert torch.equal(step.slot_mapping(16), before)
     with pytest.raises(lz.InvalidCallError, match=r"RaggedMetadata: host\[0\]: wanted the numbers that it stands for"):
         lz.RaggedMetadata(starts, starts, host=(starts + 1, starts))
+
+
+def test_a_step_of_other_starts_is_refused_on_a_kept_plan_too():
+    """It was by the first call of a kind, and by kernels that plan, but no more by calls that had run before."""
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens, starts = torch.tensor([17, 20], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    others = torch.tensor([0, 2, 4], dtype=torch.int32)
+    keys, values, query = torch.randn(8, 16, 2, 32), torch.randn(8, 16, 2, 32), torch.randn(4, 8, 32)
+    call = query, keys, values, tables, lens
+    step, of_one = lz.StepMetadata(tables, lens, cu_seqlens_q=starts), lz.StepMetadata(tables, lens)
+    for more in ({}, {"decodes": 1}):
+        own = {"cu_seqlens_q": starts, **more}
+        wanted = lz.paged_attention(*call, **own)
+        torch.testing.assert_close(lz.paged_attention(*call, **own, step=step), wanted)
+        if not more:
+            with pytest.raises(lz.InvalidCallError, match="StepMetadata of this cu_seqlens_q, got that of others"):
+                lz.paged_attention(*call, cu_seqlens_q=others, step=step)
+        with pytest.raises(lz.InvalidCallError, match="StepMetadata of this cu_seqlens_q, got that of one token a seq"):
+            lz.paged_attention(*call, **own, step=of_one)
+        lz.paged_attention(*call, **own, step=step)
+    decode = lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=step)  # one token each, whatever the step has
+    torch.testing.assert_close(decode, lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=of_one))

@@ -10,6 +10,7 @@ and lengths lie on the device: nothing is read on the host, so a captured step r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ READ = (
 
 MAX_CONTEXT_LEN = Param("max_context_len", int, None, Role.BOUND, made_of=("context_lens",))
 STEP = Param("step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step)
+STEP_OF_TOKENS = replace(STEP, made_of=(*STEP.made_of, "cu_seqlens_q"))
+"""Of calls with several queries a sequence."""
 
 
 # attention.standard.decode.paged, attention.gqa.decode.paged

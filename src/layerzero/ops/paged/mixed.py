@@ -37,7 +37,15 @@ from layerzero.ops.attention.declare import (
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import on_demand, tree, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, READ, STEP, check_lengths, table_examples
+from layerzero.ops.paged.declare import (
+    CACHE_LAYOUTS,
+    MAX_CONTEXT_LEN,
+    PAGES,
+    READ,
+    STEP_OF_TOKENS,
+    check_lengths,
+    table_examples,
+)
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.mixed_sweep import sweep_of
 from layerzero.ops.paged.step import StepMetadata
@@ -260,7 +268,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
             params=(
                 *(CAUSAL, SCALE, WINDOW, SOFTCAP, RETURN_LSE, MAX_CONTEXT_LEN, MAX_SEQLEN_Q),
                 *((DECODES,) if mixed else ()),
-                STEP,
+                STEP_OF_TOKENS,
             ),
             axes=(_BATCH, *_TOKENS, *PAGES, *HEAD_DIMS),
             layouts=CACHE_LAYOUTS,

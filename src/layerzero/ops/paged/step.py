@@ -176,12 +176,17 @@ class StepMetadata(Handle):
         """The block tables on the CPU: what was given, or themselves where they lie there."""
         return self.block_tables if self.block_tables.device.type == "cpu" else self._host_tables
 
-    def kind_for(self, *tensors: Tensor) -> str:
-        """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
+    def kind_for(self, *tensors: Tensor | None) -> str:
+        """Its kind; ``foreign`` for other tables, lengths and starts than its own, ``stale`` once these changed.
+
+        A call of one token each has no starts, whatever the step has.
+        """
         # each call asks: a generator costs as much again
         for mine, theirs in zip(self._tensors, tensors, strict=False):
-            if mine is not theirs:
+            if mine is not theirs and theirs is not None:
                 return FOREIGN
+        if len(tensors) > len(self._tensors) and tensors[-1] is not None:
+            return FOREIGN
         return STALE if self.is_stale else self.kind
 
     @property
