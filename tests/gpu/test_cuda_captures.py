@@ -138,3 +138,30 @@ def test_a_kernel_that_has_nothing_on_the_step_leaves_the_capture_to_the_one_tha
     if not str(wanted).startswith("flashinfer"):
         pytest.skip(f"{wanted} would be captured: no module of FlashInfer is built")
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_lengths_that_outgrow_a_captured_bound_are_told_of_before_a_replay():
+    page, batch = 16, 4
+    keys, values = (torch.randn(batch * 8, page, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.arange(batch * 8, device="cuda").int().view(batch, 8)
+    query = torch.randn(batch, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.full((batch,), 30, dtype=torch.int32, device="cuda")
+    step = lz.StepMetadata(table, lens, capturable=True, max_context_len=32)
+    with lz.scope(locks={"paged_attention": "vllm.flash_attn.v3.paged"}):
+        try:
+            lz.paged_attention(query, keys, values, table, lens, step=step)
+        except lz.NoKernelFoundError as error:
+            pytest.skip(str(error)[:200])
+        with capturing(torch.cuda.CUDAGraph()):
+            lz.paged_attention(query, keys, values, table, lens, step=step)
+    again = "make a new StepMetadata with a larger max_context_len and capture again"
+    with pytest.raises(lz.InvalidCallError, match=f"max_context_len: wanted at most 32, .*got 48; {again}"):
+        step.advance(max_context_len=48)
+    on_host = torch.full((batch,), 33, dtype=torch.int32)
+    with pytest.raises(lz.InvalidCallError, match=f"context_lens: .*, got 33; {again}"):
+        step.advance(host=(on_host,))
+    lens += 3
+    with pytest.raises(lz.InvalidCallError, match=f"got 4 beyond it, now or in an earlier step; {again}"):
+        step.advance()  # the device answers now, or by the next one
+        torch.cuda.synchronize()
+        step.advance()

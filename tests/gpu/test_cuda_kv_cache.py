@@ -145,3 +145,22 @@ def test_a_captured_step_follows_a_row_that_grows():
     want = lz.attention(query, keys, values, layout="BSHD")
     torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
     cache.close()
+
+
+def test_debug_mode_finds_places_without_memory():
+    """A kernel that goes there takes the context with it."""
+    cache = cache_of("virtual", max_length=2**20)
+    name = cache.allocate()
+    appended(cache, [name], [20])
+    layer, far = cache.layers[1], torch.tensor([3 * 2**20 + 7], device="cuda")
+    new = [torch.randn(1, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    tables, lens = (torch.full(size, 3, dtype=torch.int32, device="cuda") for size in ((1, 1), (1,)))
+    query = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    with lz.scope(debug=True):
+        for call in ((layer,), (layer.keys, layer.values)):
+            with pytest.raises(lz.InvalidCallError, match=r"slot_mapping\[0\]: wanted a place with memory"):
+                lz.append_paged_kv(*new, *call, slot_mapping=far)
+        with pytest.raises(lz.InvalidCallError, match=r"block_tables\[0, 0\]: wanted a page with memory"):
+            lz.paged_attention(query, layer.keys, layer.values, tables, lens)
+    del call
+    cache.close()

@@ -65,3 +65,34 @@ def test_a_type_error_from_within_a_constructor_stays_what_it_is(monkeypatch):
     monkeypatch.setattr("layerzero.ops.kv.sequences.asked", fails)
     with pytest.raises(TypeError, match=r"^from within$"):
         cache(kv_heads=2, head_dim=32)
+
+
+def test_what_has_no_rows_behind_each_other_is_told_what_helps():
+    cache = lz.KVCache(1, 2, 32, max_sequences=4, max_length=64, dtype=torch.float32, strategy="contiguous")
+    first, second, third, empty = (cache.allocate(name) for name in "abcd")
+    with cache.writing([first, second, third], 2):
+        pass
+    forked = cache.fork(first)
+    for names, helps in (
+        ([first, third], r"got \[0, 2\]; defragment\(\) first"),
+        ([first, forked], r"got \[0, 0\]; sequences that share a row part where one of them is written"),
+        ([first, empty], r"got \[0, -1\]; name sequences that have tokens"),
+        ([], r"got \[\]; name sequences that have tokens"),
+    ):
+        with pytest.raises(lz.KVCacheError, match=helps):
+            cache.rows(names, 0)
+    step = cache.writing([first], blocks=1)
+    step.commit()
+    with pytest.raises(lz.KVCacheError, match=r"truncate or free it, or make a cache of longer rows"):
+        cache.writing([first], 64)
+    cache.close()
+    paged = lz.KVCache(1, 2, 32, pages=4, page_size=2, dtype=torch.float32)
+    paged.allocate("a")
+    step = paged.writing(["a"], blocks=1)
+    step.commit()
+    paged.writing(["a"], reuse=step).commit()
+    with pytest.raises(lz.InvalidCallError, match="got 1, as the step to reuse has; make one with more blocks="):
+        paged.writing(["a"], reuse=step)
+    with pytest.raises(lz.KVCacheError, match="its layers are read by paged_attention"):
+        paged.rows(["a"], 0)
+    paged.close()

@@ -149,7 +149,9 @@ def test_slots_without_memory_are_refused_where_the_process_would_end(latent):
     with cache.writing([name], [5]) as step:
         lz.append_paged_kv(*new, layer, slot_mapping=step.slots)
         for slot in (39_999, 80_000):
-            with pytest.raises(lz.KVCacheError, match="wanted slots that a step reserved, got one without memory"):
+            with pytest.raises(
+                lz.InvalidCallError, match=rf"slot_mapping\[0\]: wanted a place with memory, got {slot}"
+            ):
                 lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([slot]))
         with pytest.raises(lz.InvalidCallError, match=r"slot_mapping\[0\]: wanted -1 to 119999, got 120000"):
             lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([120_000]))
@@ -236,6 +238,25 @@ def test_compiled_code_takes_layers_and_steps_as_one_graph():
     assert counted.frame_count == 1
     for each in caches:
         each.close()
+
+
+def test_compiled_code_refuses_a_step_from_before_pages_moved():
+    """No step is asked for its kind there: what a layer brings is all that looks at it."""
+    torch._dynamo.reset()
+    cache = lz.KVCache(1, 2, 32, pages=8, page_size=16, dtype=torch.float32)
+    for name in "ab":
+        with cache.writing([cache.allocate(name)]) as step:
+            pass
+    compiled = torch.compile(lambda query: lz.paged_attention(query, cache.layers[0], step=step), backend="eager")
+    query = torch.randn(1, 1, 8, 32)
+    with warnings.catch_warnings():  # it plans for each call again, which it says
+        warnings.simplefilter("ignore", lz.LayerZeroPerformanceWarning)
+        assert compiled(query).shape == query.shape
+        cache.free("a")
+        cache.compact()
+        with pytest.raises(lz.KVCacheError, match="wanted a step made since pages moved"):
+            compiled(query)
+    cache.close()
 
 
 def test_compiled_code_writes_into_a_virtual_cache():

@@ -221,7 +221,10 @@ WRONG = [
     (lambda c: {"block_tables": c["block_tables"].long()}, "block_tables: wanted an int32 tensor"),
     (lambda c: {"block_tables": c["block_tables"].float()}, "block_tables: wanted an int32 tensor"),
     (lambda c: {"block_tables": c["block_tables"][0]}, r"wanted an int32 tensor \(B, max_blocks\), got int32 \(2,\)"),
-    (lambda c: {"block_tables": c["block_tables"].to("meta")}, "context_lens: wanted device meta, got cpu"),
+    (
+        lambda c: {"block_tables": c["block_tables"].to("meta")},
+        "block_tables and context_lens: wanted both on the device of the caches, got meta and cpu",
+    ),
     (lambda c: {"block_tables": c["block_tables"].tolist()}, "got list"),
     (lambda c: {"context_lens": c["context_lens"][:2]}, "wanted 3 lengths as in block_tables, got 2"),
     (lambda c: {"context_lens": c["context_lens"].long()}, "context_lens: wanted an int32 tensor"),

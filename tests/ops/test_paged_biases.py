@@ -162,6 +162,18 @@ def test_the_layers_of_a_step_look_at_their_mask_once(looked, inference):
         assert len(looked) == 2
 
 
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("columns", [63, 64])
+def test_large_masks_without_a_count_of_writes_are_compared_number_by_number(columns, offset):
+    with torch.inference_mode():
+        mask = torch.zeros(72 * 64 + 8, dtype=torch.bool)[offset : offset + 72 * columns].view(72, columns)
+        for each in (mask, mask[:, :-1], mask[::2]):
+            kept = tree._state_of(each)
+            assert tree._is_still(each, kept)
+            each[-1, -1] ^= True
+            assert not tree._is_still(each, kept)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("change", [
     lambda mask, starts: mask[3].fill_(False),

@@ -20,7 +20,7 @@ from launches import Counted
 from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
-from layerzero.ops.paged import step as paged_step
+from layerzero.ops.paged import slots as paged_slots
 from layerzero.ops.paged.host_slots import slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 from paged_calls import PAGE, paged, starts
@@ -231,13 +231,13 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
             return str(error)
 
     on_host = asked()
-    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
     assert on_host == asked()
 
 
 def test_a_length_below_every_difference_of_int32_leads_nowhere(monkeypatch):
     """By launches it wraps around: to tokens beyond their table, not to places beyond all tables."""
-    monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)  # as without numpy
+    monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
     tables, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, -(2**31)], dtype=torch.int32)
     step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor([0, 1, 3], dtype=torch.int32))
     with pytest.raises(lz.InvalidCallError, match="got 2 tokens beyond their table"):
@@ -350,7 +350,7 @@ def loop_in_c():
 @pytest.mark.parametrize("ways", ["as they are", "by launches"])
 def test_a_step_is_made_on_the_host_wherever_torch_makes_tensors(monkeypatch, ways, count):
     if ways == "by launches":
-        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+        monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)
     tables, lens = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([20, 9], dtype=torch.int32)
     starts = None if count == 1 else torch.tensor([0, count, 2 * count], dtype=torch.int32)
     wanted = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
@@ -390,11 +390,27 @@ def test_tables_of_the_host_are_those_of_the_device(tables):
         lz.StepMetadata(**step).advance(host_tables=tables)
 
 
+def test_tables_of_the_host_name_the_pages_of_those_on_the_cpu():
+    """Nobody compared them, and slots were made of one, pages read by the other."""
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens = torch.tensor([17, 20], dtype=torch.int32)
+    other = tables.clone()
+    step = lz.StepMetadata(tables, lens, host=(lens,), host_tables=other)
+    other[1, 0] = 4
+    wanted = r"host_tables\[1, 0\]: wanted the page that it stands for, 0, got 4"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        step.advance(host=(lens,), host_tables=other)
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.StepMetadata(tables, lens, host_tables=other)
+    tables[1, 0] = 4
+    step.advance(host=(lens,), host_tables=other)
+
+
 @pytest.mark.parametrize("numpy_is_here", [True, False])
 @pytest.mark.parametrize("wrong", [[1, 3, 4], [0, 3, 2], [0, -1, 1], [0, 2**31 - 1, -(2**31)]])
 def test_starts_that_are_none_are_refused_before_anything_is_read_by_them(monkeypatch, numpy_is_here, wrong):
     if not numpy_is_here:
-        monkeypatch.setattr(paged_step, "slots_on_host", lambda *_: None)
+        monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)
     tables, lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
     step = lz.StepMetadata(tables, lens, cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32))
     with pytest.raises(lz.InvalidCallError, match="cu_seqlens_q: wanted starts that begin with 0 and do not decrease"):
@@ -444,3 +460,25 @@ def test_numbers_of_the_host_are_those_beside_them():
     assert torch.equal(step.slot_mapping(16), before)
     with pytest.raises(lz.InvalidCallError, match=r"RaggedMetadata: host\[0\]: wanted the numbers that it stands for"):
         lz.RaggedMetadata(starts, starts, host=(starts + 1, starts))
+
+
+def test_a_step_of_other_starts_is_refused_on_a_kept_plan_too():
+    """It was by the first call of a kind, and by kernels that plan, but no more by calls that had run before."""
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens, starts = torch.tensor([17, 20], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    others = torch.tensor([0, 2, 4], dtype=torch.int32)
+    keys, values, query = torch.randn(8, 16, 2, 32), torch.randn(8, 16, 2, 32), torch.randn(4, 8, 32)
+    call = query, keys, values, tables, lens
+    step, of_one = lz.StepMetadata(tables, lens, cu_seqlens_q=starts), lz.StepMetadata(tables, lens)
+    for more in ({}, {"decodes": 1}):
+        own = {"cu_seqlens_q": starts, **more}
+        wanted = lz.paged_attention(*call, **own)
+        torch.testing.assert_close(lz.paged_attention(*call, **own, step=step), wanted)
+        if not more:
+            with pytest.raises(lz.InvalidCallError, match="StepMetadata of this cu_seqlens_q, got that of others"):
+                lz.paged_attention(*call, cu_seqlens_q=others, step=step)
+        with pytest.raises(lz.InvalidCallError, match="StepMetadata of this cu_seqlens_q, got that of one token a seq"):
+            lz.paged_attention(*call, **own, step=of_one)
+        lz.paged_attention(*call, **own, step=step)
+    decode = lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=step)  # one token each, whatever the step has
+    torch.testing.assert_close(decode, lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=of_one))

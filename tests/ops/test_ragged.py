@@ -163,6 +163,18 @@ def test_a_step_is_planned_once_for_all_layers():
     assert counts[1:] == [[[0, 4, 8]] * 2]
 
 
+def test_a_step_of_other_starts_is_refused_on_a_kept_plan_too():
+    """It was by the first call of a kind, and by kernels that plan, but no more by calls that had run before."""
+    query, key, value, cu, _ = ragged((3, 5), (3, 5))
+    others = cu.clone()
+    step = lz.RaggedMetadata(cu, others)
+    lz.ragged_attention(query, key, value, cu, others, step=step)
+    for wrong in ((others, cu), (cu.clone(), others), (cu, cu)):
+        with pytest.raises(lz.InvalidCallError, match="step: wanted the RaggedMetadata of these cu_seqlens, got that"):
+            lz.ragged_attention(query, key, value, *wrong, step=step)
+    lz.ragged_attention(query, key, value, cu, others, step=step)
+
+
 def test_numbers_that_the_caller_has_on_the_host_are_not_copied_again():
     cu = starts(3, 5)
     host = cu.clone(), cu.clone()

@@ -93,3 +93,17 @@ def test_lengths_of_contexts_shrink_and_their_tables_turn_round(monkeypatch, nam
     before, after = given.call.arguments, seen[0].arguments
     assert torch.equal(after["context_lens"], (before["context_lens"] + 1) // 2)
     assert torch.equal(after["block_tables"], before["block_tables"].flip(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("attention.gqa.prefill.ragged", "torch.ragged_sdpa"), ("attention.gqa.mixed.paged", "torch.paged_sdpa")],
+)
+def test_starts_of_tokens_stay_where_they_are(monkeypatch, name, kernel):
+    """Halved, they end before the tokens do; turned round, the first have more than the one query that is promised."""
+    operation, seen = REGISTRY.operation(name), []
+    truth = compare.expected
+    monkeypatch.setattr(compare, "expected", lambda call: seen.append(call) or truth(call))
+    given = Setting(operation, torch.float32, "cpu", None).attempt(REGISTRY.kernel(kernel), operation.cases[0])
+    assert execution.advanced(given).status == "passed"
+    assert torch.equal(seen[0].arguments["cu_seqlens_q"], given.call.arguments["cu_seqlens_q"])

@@ -65,8 +65,9 @@ class Handle:
 
     def kind_for(self, *tensors: Tensor) -> str:
         """Its kind; ``foreign`` for other tensors than it was made of, ``stale`` once these changed."""
-        if any(mine is not theirs for mine, theirs in zip(self._tensors, tensors, strict=True)):
-            return FOREIGN
+        for mine, theirs in zip(self._tensors, tensors, strict=True):  # each call asks: a generator costs as much again
+            if mine is not theirs:
+                return FOREIGN
         return STALE if self.is_stale else self.kind
 
     def slot(self, owner: Hashable, make: Callable[[Self], Kept]) -> Kept:

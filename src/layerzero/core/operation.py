@@ -367,12 +367,12 @@ class Function:
         object.__setattr__(self, "torch_schemas", torch_schemas(self))
 
     def param(self, name: str) -> Param | None:
-        """What an operation says about a parameter that is no tensor; None where none has it (``layout``)."""
-        for operation in self.operations:
-            for each in operation.schema.params:
-                if each.name == name:
-                    return each
-        return None
+        """What an operation says about a parameter that is no tensor; None where none has it (``layout``).
+
+        Of a handle, what the operation says whose calls bring most of what it was made of.
+        """
+        said = [each for operation in self.operations for each in operation.schema.params if each.name == name]
+        return max(said, key=lambda each: len(each.made_of), default=None)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in. Raises: TypeError for one that does not fit."""

@@ -217,7 +217,7 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
             kind = SEQUENCE
         elif each.name in function.scalars:
             kind = PASSED
-        param = params.get(each.name)
+        param = function.param(each.name)
         made_of: tuple[int, ...] = ()
         asked, bounds = None, (0.0, 0.0)
         types: tuple[type, ...] = ()

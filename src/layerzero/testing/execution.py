@@ -140,7 +140,8 @@ def _refresh(trial: Trial, call: RandomCall) -> None:
 def advanced(trial: Trial) -> Outcome:
     """A handle is brought up to date after what it was made of changed: lower counts, the rest turned round.
 
-    Counts that divide a tensor of the handle go on dividing it: its parts come in the opposite order.
+    Counts that divide a tensor of the handle go on dividing it: its parts come in the opposite order. Those that divide
+    another tensor stay, since a call may promise something of its parts.
     """
     call = _with_handles(trial)
     watched = attempt(trial.kernel, trial.facts.operation, call)
@@ -152,9 +153,10 @@ def advanced(trial: Trial) -> Outcome:
     sources = [name for each in _made_of_tensors(trial) for name in each.made_of]
     schemas = [each for each in trial.facts.operation.schema.inputs if each.name in sources]
     divided = {each.shape_vars[:1] for each in schemas}
+    others = {each.shape_vars[:1] for each in trial.facts.operation.schema.inputs} - divided
     for each in schemas:
         tensor = call.arguments.get(each.name)
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or (each.counts and each.counts in others):
             continue
         turned = compare.flipped(tensor, (0,))
         if not each.counts:

@@ -163,7 +163,6 @@ class Parts:
             cu_seqlens_q=starts,
             host=self._host(step)[0 if starts is None else 1],
             host_tables=self._tables(step)[0 if starts is None else 1],
-            max_context_len=step.max_context_len,
             capturable=step.capturable,
         )
 

@@ -107,7 +107,8 @@ class _Schedule:
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     library = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C")
     operator, schedule = library.fwd.default, library.get_scheduler_metadata.default
-    starts = STARTS.get(*starts_key(facts), capturing=bool(facts["capturing"]))
+    captured = bool(facts["capturing"])
+    starts = STARTS.get(*starts_key(facts), capturing=captured)
     longest, default = facts.size("max_blocks") * facts.size("page_size"), _scale(facts)
     sizes = (facts.size("heads"), facts.size("kv_heads"), facts.size("head_dim"), facts.size("value_dim"))
     dtype, window_of_plan = facts.tensors["query"].dtype, facts["window"]
@@ -139,7 +140,8 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         metadata = None
         if step is not None:
-            max_context_len = step.max_context_len  # the bound that its schedule was made for
+            # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
+            max_context_len = step.bound_of_launch(captured=captured and torch.cuda.is_current_stream_capturing())
             metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
         output, lse, *_ = operator(
             *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),

@@ -19,6 +19,16 @@ from layerzero.ops.kv.strategy import KVCacheStrategy
 from layerzero.ops.kv.usage import CacheUsage, longest_run
 
 
+def _no_rows(places: list[int]) -> str:
+    """What is wrong with places that are no rows behind each other, and what helps."""
+    helps = "defragment() first"
+    if not places or min(places) < 0:  # -1 stands for a sequence without any
+        helps = "name sequences that have tokens"
+    elif len(set(places)) < len(places):
+        helps = "sequences that share a row part where one of them is written"
+    return f"wanted sequences in rows that follow each other, got {places[:8]}; {helps}"
+
+
 class KVCache(CachedSequences):
     """Keys and values of all layers, and the sequences that they belong to.
 
@@ -94,11 +104,13 @@ class KVCache(CachedSequences):
         Raises: KVCacheError for a paged cache, and for rows that do not follow each other.
         """
         if self.strategy is KVCacheStrategy.PAGED or self.layout == "MLA":
-            raise KVCacheError(f"wanted a cache of rows with heads, got a {self.strategy} one in {self.layout}")
+            reads = "mla_attention" if self.layout == "MLA" else "paged_attention"
+            got = f"got a {self.strategy} one in {self.layout}; its layers are read by {reads}"
+            raise KVCacheError(f"wanted a cache of rows with heads, {got}")
         entries = [self._book.entry(name) for name in several(sequences, "rows")]
         places = [entry.pages[0] if entry.pages else -1 for entry in entries]
         if not places or places[0] < 0 or places != list(range(places[0], places[0] + len(places))):
-            raise KVCacheError(f"wanted sequences in rows that follow each other, got {places[:8]}; defragment() first")
+            raise KVCacheError(_no_rows(places))
         longest = max(entry.length for entry in entries)
         if not exact:
             for place in places:

@@ -20,8 +20,9 @@ from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.kv import cases
-from layerzero.ops.paged import written
-from layerzero.ops.paged.codes import DERIVED, ONE_STEP, append_quantized_reference, check_scales
+from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged.codes import DERIVED, ONE_STEP, append_quantized_reference
+from layerzero.ops.paged.codes import check_values as check_codes
 from layerzero.ops.paged.codes import derive as derive_codes
 from layerzero.ops.paged.codes import examples as scales
 from layerzero.ops.paged.codes import guard as guard_codes
@@ -108,6 +109,7 @@ APPEND = Operation(
     cases=cases.ROWS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
+    check_values=on_demand.checks,
     guard=written.guard,
     examples=cases.positions,
     work=_moved("batch", "seq"),
@@ -154,6 +156,7 @@ GATHER = Operation(
     cases=cases.SLOTS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
+    check_values=on_demand.checks,
     guard=written.guard,
     work=_moved("tokens"),
     sweep=cases.slots_sweep,
@@ -190,6 +193,7 @@ COPY_BLOCKS = Operation(
     cases=cases.COPIES,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
+    check_values=on_demand.checks,
     guard=written.guard,
     examples=cases.pages,
     work=_moved("copied_pages", "page_size"),
@@ -219,7 +223,7 @@ APPEND_QUANTIZED = Operation(
     derived=DERIVED,
     derived_from=dict.fromkeys(DERIVED, ()),
     judge=ONE_STEP,
-    check_values=check_scales,
+    check_values=check_codes,
     guard=guard_codes,
     examples=scales,
     work=_moved("tokens"),

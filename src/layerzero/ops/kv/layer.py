@@ -18,7 +18,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import GONE, KVCacheError
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import KVCacheStrategy
-from layerzero.ops.paged import written
+from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 from layerzero.ops.paged.declare import append_paged_kv_reference
 
@@ -44,6 +44,7 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
     if problems:
         raise InvalidCallError(kind, problems)
     (first, key_cache), (second, value_cache) = pairs.values()
+    on_demand.look(kind, key_cache, slot_mapping=slot_mapping)
     append_paged_kv_reference(first, second, key_cache, value_cache, slot_mapping)
 
 
@@ -63,25 +64,19 @@ def _check_slots(kind: str, slots: object, cache: Tensor, *, written: bool) -> N
 
 
 def _check_step(owner: CachedSequences | None, step: object) -> None:
-    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError."""
+    """Refuse a step of another cache, and one whose places may be another sequence's. Raises: KVCacheError.
+
+    An eager call asks the step again for its kind; code of torch.compile asks nothing but this.
+    """
     if owner is not None:
         owner.check_moved(step)
     elif isinstance(step, CacheStep):  # it keeps its own cache, so this is of another
-        raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone")
+        raise KVCacheError("wanted a step of this cache, got one of another: that of the layer is gone; make another")
 
 
-def _check_mapped(owner: CachedSequences | None, function: str, given: Mapping[str, Any]) -> None:
-    """Refuse to write where a virtual cache has no memory yet: copies of rows, and slots that no step reserved.
-
-    Slots are looked at on a CPU. Raises: KVCacheError with KV_STRATEGY_UNSUPPORTED for copies.
-    """
-    if owner is None or owner.strategy is not KVCacheStrategy.VIRTUAL:
-        return
-    slots = given.get("slot_mapping")
-    compiling = torch.compiler.is_compiling()
-    if function != "gather_paged_kv" and isinstance(slots, Tensor) and slots.is_cpu and not compiling:
-        owner.check_reserved(slots)
-    if function == "copy_kv_blocks":
+def _check_whole(owner: CachedSequences | None, function: str) -> None:
+    """Refuse to copy rows of a virtual cache, whose memory is there in part. Raises: KVCacheError."""
+    if function == "copy_kv_blocks" and owner is not None and owner.strategy is KVCacheStrategy.VIRTUAL:
         problem = (
             "wanted a cache whose memory is there, got a virtual one; fork(), compact() and defragment() copy rows"
         )
@@ -129,7 +124,7 @@ class CacheLayer(PagedCache):
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors, layout and step; see :meth:`layerzero.ops.paged.cache.PagedCache.arguments_of`."""
         _check_step(self._owner(), given.get("step"))
-        _check_mapped(self._owner(), function, given)
+        _check_whole(self._owner(), function)
         return super().arguments_of(function, parameter, given)
 
 
@@ -274,5 +269,5 @@ class LatentLayer(Bundle):
             problems.append(f"layout: wanted {_OF_ONE_HEAD!r} or nothing, got {told(given['layout'])}")
         if problems:
             raise InvalidCallError(function, problems, ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
-        _check_mapped(self._owner(), function, given)
+        _check_whole(self._owner(), function)
         return {"key_cache": self.ckv_cache.unsqueeze(2), "value_cache": self.kpe_cache.unsqueeze(2)}

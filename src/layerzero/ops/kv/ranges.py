@@ -15,10 +15,14 @@ class AddressRange(Protocol):
     Attributes:
         granularity: bytes that memory comes in.
         committed_bytes: memory behind the addresses now.
+        keeper: what lives as long as any tensor of the addresses does.
     """
 
     granularity: int
     committed_bytes: int
+
+    @property
+    def keeper(self) -> object: ...
 
     def commit(self, offset: int, size: int) -> None:
         """Put memory behind addresses. Raises: MemoryError where there is none; nothing is mapped then."""

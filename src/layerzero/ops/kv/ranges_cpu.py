@@ -25,7 +25,7 @@ class CpuRange:
         self.granularity, self.committed_bytes = _GRAIN, 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, max(size(_GRAIN), _GRAIN), flags, _READ_WRITE)
-        self._view: memoryview | None = memoryview(self._memory)
+        self.keeper = self._memory
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -67,6 +67,11 @@ class CudaRange:
         self._address = found.reserve(self._size)
         self._handles: dict[int, int] = {}
 
+    @property
+    def keeper(self) -> object:
+        """Itself: torch keeps it for as long as it knows the addresses."""
+        return self
+
     def commit(self, offset: int, size: int) -> None:
         """Make memory piece by piece and map it. Raises: MemoryError."""
         done = []

@@ -263,7 +263,8 @@ class CachedSequences(Bundle):
         entries = [self._book.entry(name) for name in names]
         longest = max([entry.length + count for entry, count in zip(entries, counts, strict=True)], default=0)
         if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
-            raise KVCacheError(f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}")
+            problem = f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}"
+            raise KVCacheError(f"{problem}; truncate or free it, or make a cache of longer rows")
         needed = -(-longest // self.page_size)
         if reuse is not None and type(reuse) is not CacheStep:
             problems.append(f"reuse: wanted a step that writing() gave, or None, got {told(reuse)}")
@@ -276,7 +277,8 @@ class CachedSequences(Bundle):
             else:
                 blocks = reuse.block_tables.shape[1]
         if blocks is not None and (type(blocks) is not int or blocks < needed):
-            problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}")
+            whose = "" if reuse is None else ", as the step to reuse has; make one with more blocks="
+            problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}{whose}")
         if problems:
             raise InvalidCallError("KVCache.writing", problems)
         return entries
@@ -310,14 +312,6 @@ class CachedSequences(Bundle):
         except KVCacheError:
             self._storage.trim(self._book.free)
             self._storage.ensure(page, tokens)
-
-    def check_reserved(self, slots: Tensor) -> None:
-        """Refuse slots (T,) on a CPU whose memory is not there yet. Raises: KVCacheError."""
-        if self._storage.lacks(slots):
-            problem = (
-                "wanted slots that a step reserved, got one without memory; writing() makes room, step.slots names it"
-            )
-            raise KVCacheError(problem)
 
     @alone
     def commit(self, step: CacheStep) -> None:
@@ -357,7 +351,7 @@ class CachedSequences(Bundle):
         if self._closed:
             raise KVCacheError(GONE)
         if step.cache is not self:
-            raise KVCacheError("wanted a step of this cache, got one of another")
+            raise KVCacheError("wanted a step of this cache, got one of another; writing() begins one")
         if step.moves != self.moves:
             raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
         if step.is_aborted:

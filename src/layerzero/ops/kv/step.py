@@ -79,7 +79,7 @@ class CacheStep(StepMetadata):
             return self.slot_mapping(self.cache.page_size)  # which says so
         return self._packed.slots
 
-    def kind_for(self, *tensors: Tensor) -> str:
+    def kind_for(self, *tensors: Tensor | None) -> str:
         """As of any step. Raises: KVCacheError where its pages may be another sequence's by now."""
         self.cache.check_moved(self)
         return super().kind_for(*tensors)

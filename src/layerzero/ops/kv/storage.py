@@ -15,6 +15,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.planes import Plane, are_columns
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
+from layerzero.ops.paged import on_demand
 
 OVERREAD = 256
 """Tokens behind a sequence's last that a kernel may load with its tile, so that they are there, too."""
@@ -58,10 +59,6 @@ class Fixed:
     grows = False
     """Whether :meth:`ensure` and :meth:`soon` do anything."""
 
-    def lacks(self, slots: Tensor) -> bool:  # noqa: ARG002  # its name is that of a virtual cache's
-        """Whether slots (T,) on a CPU name memory that is not there: none does."""
-        return False
-
     def ensure(self, page: int, tokens: int) -> None:
         """Nothing to do: every page is there."""
 
@@ -101,10 +98,16 @@ class Virtual(Fixed):
         self._row_bytes, self._count = self._row(grain), layers
         if limit_bytes is not None and layers * grain > limit_bytes:
             self._range.close()
-            problem = f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}"
+            problem = (
+                f"wanted {layers * grain} bytes to begin with, a piece a layer, got a limit of {limit_bytes}; raise it"
+            )
             raise KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
         self._limit = limit_bytes
         self._has, self._room = [0] * pages, [0] * pages
+        width = dtype.itemsize
+        self._mapped = on_demand.Mapped(
+            [0] * pages, self._row_bytes // width, self._token_bytes // width, device.type == "cpu"
+        )
         self._lock = forking.rlock()
         self._worker: ThreadPoolExecutor | None = None
         self._coming: dict[int, Future[None]] = {}
@@ -115,12 +118,14 @@ class Virtual(Fixed):
             self._range.commit(layer * pages * self._row_bytes, grain)
         self._holds(0, grain)
         flat = self._range.tensor(dtype)
+        on_demand.declare(self._range.keeper, flat, self._mapped)
         self.layers = [self._views(flat, layer) for layer in range(layers)]
 
     def _holds(self, page: int, size: int) -> None:
         """Note how many bytes a page has, and up to how many tokens nothing is to be done for it."""
         self._has[page] = size
         self._room[page] = self._length if size == self._row_bytes else max(size // self._token_bytes - OVERREAD, 0)
+        self._mapped.rooms[page] = self.has_tokens(page)
 
     def _row(self, grain: int) -> int:
         return -(-self._length * self._token_bytes // grain) * grain
@@ -145,12 +150,6 @@ class Virtual(Fixed):
     def has_tokens(self, page: int) -> int:
         """Tokens that a page has memory for."""
         return self._length if self._has[page] == self._row_bytes else self._has[page] // self._token_bytes
-
-    def lacks(self, slots: Tensor) -> bool:
-        """Whether slots (T,) on a CPU name memory that was not mapped yet; those beyond all pages are no memory."""
-        room = torch.tensor([self.has_tokens(page) for page in range(self._pages)])
-        named = slots[(slots >= 0) & (slots < self._pages * self._length)]
-        return bool((named % self._length >= room[named // self._length]).any())
 
     def ensure(self, page: int, tokens: int) -> None:
         """Map what the first so many tokens of a page need; waits for a growth of it that is under way.
@@ -228,4 +227,5 @@ class Virtual(Fixed):
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         self.layers = []
+        self._mapped.rooms[:] = [0] * self._pages  # views of it that somebody kept lead nowhere
         self._range.close()

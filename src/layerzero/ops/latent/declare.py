@@ -19,12 +19,14 @@ from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import ALIASES, HEAD_DIM, LENGTH, RETURN_LSE, TOLERANCE, visible_pairs
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.latent.sweep import latent_case, sweep
-from layerzero.ops.paged import parts
+from layerzero.ops.paged import on_demand, parts
 from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_lengths, table_examples
 from layerzero.ops.paged.gather import gathered
+from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import INT32
 
 NAME = "attention.mla.decode.paged"
@@ -67,6 +69,14 @@ def _fake(q_nope: Tensor, *_: object, return_lse: bool = False, **__: object) ->
     batch, seq_q, heads, _dim = q_nope.shape
     output = q_nope.new_empty(q_nope.shape)
     return (output, q_nope.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
+
+
+def _check_values(
+    ckv_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
+) -> list[Check]:
+    """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
+    found = on_demand.checks(ckv_cache, block_tables=block_tables, context_lens=context_lens)
+    return check_lengths(context_lens, step) + found
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -151,7 +161,7 @@ MLA_DECODE_PAGED = Operation(
     derived=("context_bound",),
     derived_from={"context_bound": ("max_blocks", "page_size")},
     work=_work,
-    check_values=check_lengths,
+    check_values=_check_values,
     examples=_examples,
     scratch=_scratch,
     parts=parts.parts,

@@ -14,7 +14,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Tolerance
 from layerzero.core.values import Check, Say, problems_on_host
 from layerzero.ops.attention.declare import TOLERANCE
-from layerzero.ops.paged import written
+from layerzero.ops.paged import on_demand, written
 
 DERIVED = ("cache_dtype", "scale_axes")
 """Facts of a call that writes codes, which :func:`derive` tells."""
@@ -69,8 +69,13 @@ def divides(scale: Tensor, slot_mapping: Tensor) -> Tensor:
     return ~unset.any()
 
 
+def check_values(key_cache: Tensor, slot_mapping: Tensor, **named: Any) -> list[Check]:
+    """Values on the device, beside places: slots that have memory, scales that new tokens can be divided by."""
+    return on_demand.checks(key_cache, slot_mapping) + check_scales(slot_mapping, **named)
+
+
 def check_scales(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **_: object) -> list[Check]:
-    """Values on the device, beside places: scales that new tokens can be divided by."""
+    """Scales that new tokens can be divided by."""
     hint = "layer.fit_scales(key, value, slots) sets those of a cache with scales='token'"
 
     def say(name: str) -> Say:
@@ -86,7 +91,7 @@ def guard(function: str, layout: str | None) -> Callable[..., None]:
 
     def look(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **tensors: Tensor) -> None:
         if caches is not None:
-            caches(**tensors)
+            caches(slot_mapping=slot_mapping, **tensors)
         if key_scale.is_cpu and type(key_scale) is Tensor:
             problems = problems_on_host(check_scales(slot_mapping, key_scale, value_scale))
             if problems:

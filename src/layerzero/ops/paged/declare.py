@@ -10,6 +10,7 @@ and lengths lie on the device: nothing is read on the host, so a captured step r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import parts, written
+from layerzero.ops.paged import on_demand, parts, written
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.paged.sweep import append_sweep, sweep_of
@@ -78,6 +79,8 @@ READ = (
 
 MAX_CONTEXT_LEN = Param("max_context_len", int, None, Role.BOUND, made_of=("context_lens",))
 STEP = Param("step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step)
+STEP_OF_TOKENS = replace(STEP, made_of=(*STEP.made_of, "cu_seqlens_q"))
+"""Of calls with several queries a sequence."""
 
 
 # attention.standard.decode.paged, attention.gqa.decode.paged
@@ -121,15 +124,24 @@ def _paged_fake(
 
 
 def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: object) -> list[Check]:
-    """Values on the device, beside places and counts: lengths within the bound that the step promises."""
+    """Values on the device, beside places and counts: what the step says of them, and lengths within its bound."""
+    found = [] if step is None else step.checks()
     bound = None if step is None else step.max_context_len
     if bound is None:
-        return []
+        return found
 
     def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
         return f"context_lens[{place[0]}]: wanted at most {bound}, as the step promises, got {got[0]}"
 
-    return [Check(context_lens > bound, context_lens.unsqueeze(1), say)]
+    return [*found, Check(context_lens > bound, context_lens.unsqueeze(1), say)]
+
+
+def _check_values(
+    key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
+) -> list[Check]:
+    """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
+    found = on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
+    return check_lengths(context_lens, step) + found
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -210,7 +222,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
-        check_values=check_lengths,
+        check_values=_check_values,
         guard=written.guard,
         examples=table_examples,
         scratch=parts.scratch,
@@ -312,6 +324,7 @@ APPEND_PAGED = Operation(
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
     tolerance_reason="it only moves numbers",
+    check_values=on_demand.checks,
     guard=written.guard,
     work=_append_work,
     sweep=append_sweep,

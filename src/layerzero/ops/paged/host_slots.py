@@ -14,6 +14,7 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.indices import IN_C
+from layerzero.ops.ragged.step import is_readable
 
 
 def slots_on_host(
@@ -139,9 +140,14 @@ def host_table_problems(tables: object, like: Tensor) -> list[str]:
     if tables is None:
         return []
     if isinstance(tables, Tensor) and tables.device.type == "cpu" and tables.dtype is torch.int32:
-        if tables.shape == like.shape:
+        if tables.shape != like.shape:
+            got = f"shape {tuple(tables.shape)}"
+        elif tables is like or not is_readable(like) or torch.equal(tables, like):
             return []
-        got = f"shape {tuple(tables.shape)}"
+        else:
+            row, column = (tables != like).nonzero()[0].tolist()
+            pages = f"{int(like[row, column])}, got {int(tables[row, column])}"
+            return [f"host_tables[{row}, {column}]: wanted the page that it stands for, {pages}"]
     else:
         got = told(tables) if not isinstance(tables, Tensor) else f"{tables.dtype} on {tables.device}"
     return [f"host_tables: wanted an int32 tensor on the CPU of shape {tuple(like.shape)} or None, got {got}"]

@@ -36,8 +36,16 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import tree, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, MAX_CONTEXT_LEN, PAGES, READ, STEP, check_lengths, table_examples
+from layerzero.ops.paged import on_demand, tree, written
+from layerzero.ops.paged.declare import (
+    CACHE_LAYOUTS,
+    MAX_CONTEXT_LEN,
+    PAGES,
+    READ,
+    STEP_OF_TOKENS,
+    check_lengths,
+    table_examples,
+)
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.mixed_sweep import sweep_of
 from layerzero.ops.paged.step import StepMetadata
@@ -110,6 +118,8 @@ def tokens_fake(
 
 def _check_values(
     query: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
     context_lens: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int | None = None,
@@ -120,6 +130,7 @@ def _check_values(
 ) -> list[Check]:
     """Values on the device, beside places and counts: starts that follow each other, what was promised, a tree."""
     found = check_lengths(context_lens, step)
+    found += on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
     found += checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
     found += [] if decodes is None else _decodes_checks(cu_seqlens_q, decodes)
     return found if tree_mask is None else found + tree.checks(tree_mask, cu_seqlens_q)
@@ -257,7 +268,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
             params=(
                 *(CAUSAL, SCALE, WINDOW, SOFTCAP, RETURN_LSE, MAX_CONTEXT_LEN, MAX_SEQLEN_Q),
                 *((DECODES,) if mixed else ()),
-                STEP,
+                STEP_OF_TOKENS,
             ),
             axes=(_BATCH, *_TOKENS, *PAGES, *HEAD_DIMS),
             layouts=CACHE_LAYOUTS,

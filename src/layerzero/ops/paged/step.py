@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Self, cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from layerzero.core.arguments import out_of_range, told
 from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
-from layerzero.ops.paged.host_slots import check_starts, host_table_problems, slots_on_host
+from layerzero.core.values import Check
+from layerzero.ops.paged.host_slots import host_table_problems
+from layerzero.ops.paged.late_count import LateCount
 from layerzero.ops.paged.ragged_tables import padded_tables
+from layerzero.ops.paged.slots import SlotMapping, numbers_on_host
 from layerzero.ops.ragged.starts import shape_problems
-from layerzero.ops.ragged.step import host_problems
+from layerzero.ops.ragged.step import host_problems, is_readable
 
 
 class StepMetadata(Handle):
@@ -41,12 +44,17 @@ class StepMetadata(Handle):
         host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
             plans on the host waits for no copy then. Their numbers are compared where both lie on the CPU.
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
-            if None.
+            if None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is told of, too.
-        host_tables: ``block_tables`` as a CPU tensor, beside ``host``: slots are made there then, and take one copy.
-    Raises: InvalidCallError for tensors that are no tables and lengths, or a bound or number of pages below 1.
+        host_tables: ``block_tables`` as a CPU tensor, beside ``host`` and compared as that is: slots are made there
+            then, and take one copy.
+    Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
+        lengths beyond the bound, where they lie on the CPU or ``host`` brings them.
     """
+
+    _is_captured = False
+    """Whether a launch that is sized by the bound was captured."""
 
     @public("StepMetadata")
     def __init__(
@@ -67,10 +75,14 @@ class StepMetadata(Handle):
             problems += shape_problems("cu_seqlens_q", cu_seqlens_q, len(context_lens) + 1)
         lengths = (context_lens,) if cu_seqlens_q is None else (context_lens, cu_seqlens_q)
         problems += [] if problems else host_problems(host, lengths) + host_table_problems(host_tables, block_tables)
+        problems += (
+            [] if problems else self._length_problems(max_context_len, context_lens if host is None else host[0])
+        )
         if problems:
             raise InvalidCallError("StepMetadata", problems)
         super().__init__((block_tables, *lengths), CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
+        self._beyond = LateCount()
         self._given, self._host_tables = host, host_tables
         self.pages = pages
         self._uncounted = self._copies()
@@ -134,7 +146,7 @@ class StepMetadata(Handle):
     def host(self) -> tuple[Tensor, Tensor]:
         """Lengths and starts on the CPU: what was given, or one copy a step, which waits for the device."""
         lens, *starts = self._given or [each.cpu() for each in self._tensors[1:]]
-        return lens, starts[0] if starts else _numbers(0, len(lens) + 1).int()
+        return lens, starts[0] if starts else numbers_on_host(0, len(lens) + 1).int()
 
     @property
     def host_lens(self) -> Tensor:
@@ -146,22 +158,46 @@ class StepMetadata(Handle):
         """Whether :attr:`host` waits for nothing: its numbers were given, or lie on the CPU as they are."""
         return self._given is not None or not self.context_lens.is_cuda
 
+    def checks(self) -> list[Check]:
+        """Values on the device, for debug mode: they are those that the host was given, or read when it planned.
+
+        So a step is found that nobody advanced after writes into tensors of inference mode, which torch does not count.
+        """
+        names, read = ("block_tables", "context_lens", "cu_seqlens_q"), self._given or self.__dict__.get("host", ())
+        told = (self._host_tables, *read, None, None)
+        return [
+            _same(name, mine, known.to(mine.device, non_blocking=True))
+            for name, mine, copy, given in zip(names, self._tensors, self._uncounted, told, strict=False)
+            if (known := given if copy is None else copy) is not None
+        ]
+
     @property
     def host_tables(self) -> Tensor | None:
         """The block tables on the CPU: what was given, or themselves where they lie there."""
         return self.block_tables if self.block_tables.device.type == "cpu" else self._host_tables
 
-    def kind_for(self, *tensors: Tensor) -> str:
-        """Its kind; ``foreign`` for other tables and lengths than it was made of, ``stale`` once these changed."""
+    def kind_for(self, *tensors: Tensor | None) -> str:
+        """Its kind; ``foreign`` for other tables, lengths and starts than its own, ``stale`` once these changed.
+
+        A call of one token each has no starts, whatever the step has.
+        """
         # each call asks: a generator costs as much again
         for mine, theirs in zip(self._tensors, tensors, strict=False):
-            if mine is not theirs:
+            if mine is not theirs and theirs is not None:
                 return FOREIGN
+        if len(tensors) > len(self._tensors) and tensors[-1] is not None:
+            return FOREIGN
         return STALE if self.is_stale else self.kind
 
     @property
     def max_context_len(self) -> int | None:
         """Upper bound of the lengths; None for what the tables hold."""
+        return self._max_context_len
+
+    def bound_of_launch(self, *, captured: bool) -> int | None:
+        """:attr:`max_context_len`, for a launch that is sized by it; one that is ``captured`` has it for good."""
+        if captured:
+            self._is_captured = True
         return self._max_context_len
 
     @property
@@ -179,25 +215,54 @@ class StepMetadata(Handle):
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
 
         ``host`` and ``host_tables`` are as for a new one: without them what plans on the host copies the values again,
-        and slots are made on the device.
-        Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place: on the CPU for these values;
-            on a GPU for those of an earlier step, as far as the device has answered, since nothing waits for it.
+        and slots are made on the device. A smaller ``max_context_len`` changes nothing once a launch that is sized by
+        it was captured.
+        Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place, for a bound above that of a
+            captured launch, and for lengths beyond the bound: on the CPU and by ``host`` for these values; on a GPU for
+            those of an earlier step, as far as the device has answered, since nothing waits for it.
         """
         problems = _number_problems("max_context_len", max_context_len) + host_problems(host, self._tensors[1:])
         problems += host_table_problems(host_tables, self.block_tables)
         with self._lock:
-            made = [each for each in self._slots.values() if isinstance(each, _SlotMapping) and each.by_starts]
+            made = [each for each in self._slots.values() if isinstance(each, SlotMapping) and each.by_starts]
         if host is not None and not problems and made:
             problems = [text for each in made[:1] if (text := each.other_total(int(host[1][-1])))]
+        problems += [] if problems else self._bound_problems(max_context_len, host)
         if problems:
             raise InvalidCallError("StepMetadata.advance", problems)
         with self._lock:
             self._given, self._host_tables = host, host_tables
-            self._max_context_len = max_context_len or self._max_context_len
-            slots = [each for each in self._slots.values() if isinstance(each, _SlotMapping)]
+            if not self._is_captured:
+                self._max_context_len = max_context_len or self._max_context_len
+            slots = [each for each in self._slots.values() if isinstance(each, SlotMapping)]
             self.refresh()
             for slot in slots:
                 slot.tell("StepMetadata.advance")
+
+    def _bound_problems(self, bound: int | None, host: tuple[Tensor, ...] | None) -> list[str]:
+        """A bound that a captured launch cannot take any more, and lengths beyond the one that counts."""
+        mine, lens = self._max_context_len, self.context_lens if host is None else host[0]
+        if not self._is_captured:
+            return self._length_problems(bound or mine, lens)
+        if mine is None:
+            return []
+        if bound is not None and bound > mine:
+            return [f"max_context_len: wanted at most {mine}, {_CAPTURED}, got {bound}{_AGAIN}"]
+        if lens.is_cuda:  # a replay looks at nothing
+            self._beyond.add(lens > mine)
+        beyond = self._beyond.untold()
+        lost = f"context_lens: wanted at most {mine}, {_CAPTURED}, got {beyond} beyond it, now or in an earlier step"
+        return [lost + _AGAIN] if beyond else self._length_problems(mine, lens)
+
+    def _length_problems(self, bound: int | None, lens: Tensor) -> list[str]:
+        """Lengths on the CPU beyond a bound, which sizes launches."""
+        if bound is None or not is_readable(lens) or not len(lens):
+            return []
+        longest = int(lens.max())
+        if longest <= bound:
+            return []
+        more = _AGAIN if self._is_captured else "; pass a larger max_context_len, or None for what the tables hold"
+        return [f"context_lens: wanted at most max_context_len {bound}, got {longest}{more}"]
 
     def refresh(self) -> None:
         """Bring every slot up to date; lengths on the host are read again unless they were given."""
@@ -225,140 +290,21 @@ class StepMetadata(Handle):
             problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
         if problems:
             raise InvalidCallError("StepMetadata.slot_mapping", problems)
-        return self.slot(("slot_mapping", page_size, tokens), lambda step: _SlotMapping(step, page_size, tokens)).slots
+        return self.slot(("slot_mapping", page_size, tokens), lambda step: SlotMapping(step, page_size, tokens)).slots
 
 
-class _SlotMapping:
-    """The slots of the newest tokens, and how many had no place: on a GPU a count there, which is copied meanwhile."""
-
-    def __init__(self, step: StepMetadata, page_size: int, tokens: int | None) -> None:
-        by_starts = tokens is None and step.cu_seqlens_q is not None
-        self._page_size, self._tokens = page_size, None if by_starts else tokens or 1
-        self._lost: Tensor | None = None
-        self._told = self._lost_on_host = 0
-        self._seen: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self.slots = self._compute(step).to(step.context_lens.device, non_blocking=True)  # staged before it returns
-        self.tell("StepMetadata.slot_mapping")
-
-    def update(self, handle: Handle) -> None:
-        slots = self._compute(cast(StepMetadata, handle))
-        if slots.shape != self.slots.shape:  # starts on a device, which nobody gave on the host
-            raise InvalidCallError("StepMetadata.advance", [self.other_total(len(slots))])
-        self.slots.copy_(slots, non_blocking=True)
-
-    def other_total(self, tokens: int) -> str:
-        """What is wrong with so many new tokens; empty where as many belong to these slots."""
-        if tokens == len(self.slots):
-            return ""
-        wanted = f"cu_seqlens_q: wanted {len(self.slots)} new tokens, as its slots have"
-        return f"{wanted}, got {tokens}; make a new StepMetadata"
-
-    @property
-    def by_starts(self) -> bool:
-        """Whether starts say how many tokens there are."""
-        return self._tokens is None
-
-    def _places(self, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """The sequence of each new token, and its position there."""
-        lens = step.context_lens
-        if self._tokens is not None:
-            positions = lens.long().unsqueeze(1) + torch.arange(-self._tokens, 0, device=lens.device)
-            return torch.arange(len(lens), device=lens.device).repeat_interleave(self._tokens), positions.flatten()
-        starts, on_host = cast(Tensor, step.cu_seqlens_q), step.host[1]
-        tokens = torch.arange(int(on_host[-1]), device=lens.device)
-        owner = torch.searchsorted(starts[1:].contiguous(), tokens.int(), right=True).clamp(max=max(len(lens) - 1, 0))
-        return owner, tokens + (lens - starts[1:])[owner]
-
-    def _compute(self, step: StepMetadata) -> Tensor:
-        tables, page_size = step.block_tables, self._page_size
-        capacity = tables.shape[1] * page_size
-        if step.host_tables is not None and step.has_host:
-            starts = None if self._tokens is not None else step.host[1]
-            pages_there = step.pages or _MOST_PAGES
-            lens = step.host_lens
-            made = slots_on_host(step.host_tables, lens, starts, self._tokens or 1, page_size, pages_there)
-            if made is not None:
-                self._lost_on_host += made[1]
-                return made[0]
-        if self._tokens is None:
-            check_starts(step.host[1])
-        placed = self._placed_on_host(step, capacity)
-        if placed is not None:
-            rows, offsets = placed.to(tables.device, non_blocking=True)
-            pages = tables.reshape(-1).index_select(0, rows)
-            lost = pages < 0
-            if step.pages is not None and step.pages < _MOST_PAGES:
-                lost |= pages >= step.pages
-            return self._within(torch.add(offsets, pages, alpha=page_size), lost, None)
-        owner, positions = self._places(step)
-        early, late = positions < 0, positions >= capacity
-        if capacity == 0:
-            return self._within(torch.full_like(positions, -1), late, early)
-        pages = tables[owner, (positions // page_size).masked_fill(early | late, 0)].long()
-        late = late | (~early & ((pages < 0) | (pages >= (step.pages or _MOST_PAGES))))
-        return self._within(pages * page_size + positions % page_size, late, early)
-
-    def _placed_on_host(self, step: StepMetadata, capacity: int) -> Tensor | None:
-        """The entry of all tables and the place in its page of each token; None where lengths say that one has none.
-
-        Computed on the host, as one sum: if all tables were one row of pages, each would begin at a page. A GPU gets
-        both in one copy: each launch costs 4 us of host time and more (H200, 2026-11-22).
-        Shapes: → (2, T) int64 on the CPU
-        """
-        if capacity == 0 or not step.has_host or len(step.context_lens) == 0:
-            return None
-        lens, starts = step.host
-        if self._tokens is not None:
-            starts = _numbers(0, (len(lens) + 1) * self._tokens, self._tokens)
-        counts = starts[1:] - starts[:-1]
-        before = lens.long() - counts  # tokens that were in the cache already; differences of int32 wrap around
-        if int(before.min()) < 0 or int(lens.max()) > capacity:
-            return None
-        places = before + _numbers(0, len(lens) * capacity, capacity)
-        if self._tokens != 1:
-            total = int(starts[-1])
-            places = torch.repeat_interleave(places - starts[:-1], counts, output_size=total) + _numbers(0, total)
-        bits = self._page_size.bit_length() - 1
-        if self._page_size == 1 << bits:
-            return torch.stack((places >> bits, places & (self._page_size - 1)))
-        return torch.stack((places // self._page_size, places % self._page_size))
-
-    def _within(self, slots: Tensor, late: Tensor, early: Tensor | None) -> Tensor:
-        """The slots, -1 where there is none, after those that are lost were counted."""
-        slots = slots.masked_fill(late if early is None else early | late, -1)
-        self._lost = late.sum() if self._lost is None else self._lost + late.sum()
-        if self._lost.is_cuda:
-            self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
-            if self._arrived is None:
-                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._seen.copy_(self._lost, non_blocking=True)
-            self._arrived.record(torch.cuda.current_stream(self._lost.device))
-        return slots
-
-    def tell(self, function: str) -> None:
-        """Raise for tokens without a place, once for each; on a GPU for those that it has counted by now."""
-        if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
-            return
-        seen = self._lost if self._seen is None else self._seen
-        lost = self._lost_on_host + (0 if seen is None else int(seen))
-        if lost > self._told:
-            count, self._told = lost - self._told, lost
-            when = "" if self._seen is None else ", now or in an earlier step; they were lost"
-            problem = (
-                f"context_lens and block_tables: wanted a page of the cache for each new token, got {count} tokens "
-                f"beyond their table or on a page that does not exist{when}"
-            )
-            raise InvalidCallError(function, [problem])
-
-
-_MOST_PAGES = 2**31
 _MOST_TOKENS = 2**31 - 1
+_CAPTURED = "which captured launches are sized by"
+_AGAIN = "; make a new StepMetadata with a larger max_context_len and capture again"
 
 
-def _numbers(first: int, end: int, step: int = 1) -> Tensor:
-    """Numbers on the host, wherever torch makes tensors by default."""
-    return torch.arange(first, end, step, device="cpu")
+def _same(name: str, tensor: Tensor, known: Tensor) -> Check:
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        where = ", ".join(map(str, place))
+        wanted = f"{name}[{where}]: wanted {got[0]}, which the host knows, got {got[1]} on the device"
+        return f"{wanted}; pass host= the same numbers, and advance() after they change"
+
+    return Check(tensor != known, torch.stack((known, tensor), -1), say)
 
 
 def _number_problems(name: str, number: object) -> list[str]:
@@ -382,7 +328,8 @@ def table_problems(block_tables: object, context_lens: object) -> list[str]:
     if problems or not isinstance(block_tables, Tensor) or not isinstance(context_lens, Tensor):
         return problems
     if block_tables.device != context_lens.device:
-        problems.append(f"context_lens: wanted device {block_tables.device}, got {context_lens.device}")
+        where = f"{block_tables.device} and {context_lens.device}"
+        problems.append(f"block_tables and context_lens: wanted both on the device of the caches, got {where}")
     if block_tables.shape[0] != context_lens.shape[0]:
         lengths = f"wanted {block_tables.shape[0]} lengths as in block_tables, got {context_lens.shape[0]}"
         problems.append(f"context_lens: {lengths}")

@@ -20,6 +20,8 @@ from layerzero.ops.ragged.starts import lengths_of, to_the_right
 
 _MAX_TOLD = 4
 _COLUMNS_TOLD = 8
+_MANY = 4096
+"""Numbers of a mask from which on eight are compared at once: 2**18 in 14 us, else in 160 (2 CPU cores, 2026-11-24)."""
 
 
 def shape_problems(mask: object, tokens: int, *, causal: object) -> list[str]:
@@ -109,7 +111,13 @@ def _state_of(tensor: Tensor) -> int | Tensor:
 
 
 def _is_still(tensor: Tensor, kept: int | Tensor) -> bool:
-    return torch.equal(tensor, kept) if isinstance(kept, Tensor) else tensor._version == kept
+    if not isinstance(kept, Tensor):
+        return tensor._version == kept
+    count = tensor.numel()
+    large = tensor.dtype is torch.bool and count >= _MANY and tensor.is_contiguous()
+    if large and count % 8 == 0 and tensor.storage_offset() % 8 == 0:
+        tensor, kept = (each.view(-1).view(torch.int64) for each in (tensor, kept))
+    return torch.equal(tensor, kept)
 
 
 def of_keys(mask: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor, rows: int, keys: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from layerzero.core import forking, outdated
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
+from layerzero.ops.paged import on_demand
 
 _LAYOUTS: dict[int, dict[int, str]] = {}
 """By the address of a storage, and by who said so."""
@@ -47,13 +48,17 @@ def withdraw(owner: object, tensors: Mapping[str, Tensor]) -> None:
 
 
 def guard(function: str, layout: str | None) -> Callable[..., None] | None:
-    """What refuses caches that somebody says are written in another layout; None where all say this one."""
-    if layout is None or not _DECLARED - {layout}:
+    """What refuses caches that somebody says are written in another layout, and places that have no memory yet.
+
+    None where all caches say this layout and are there from the beginning.
+    """
+    if layout is None or not (_DECLARED - {layout} or on_demand.on_cpu()):
         return None
 
-    def look(key_cache: Tensor, value_cache: Tensor, **_: Tensor) -> None:
+    def look(key_cache: Tensor, value_cache: Tensor, **tensors: Tensor) -> None:
         if _LAYOUTS:
             check(function, {"key_cache": key_cache, "value_cache": value_cache}, layout)
+        on_demand.look(function, key_cache, **tensors)
 
     return look
 

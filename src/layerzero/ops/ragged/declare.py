@@ -126,7 +126,7 @@ def _schema(name: str) -> OperationSchema:
         ),
         params=(
             *(CAUSAL, SCALE, WINDOW, SOFTCAP, RETURN_LSE, MAX_SEQLEN_Q, MAX_SEQLEN_K),
-            Param("step", RaggedMetadata, None, Role.HANDLE, kind=RaggedMetadata.state, make=make_step),
+            Param("step", RaggedMetadata, None, Role.HANDLE, made_of=("cu_seqlens_q", "cu_seqlens_k"), make=make_step),
         ),
         axes=(
             Axis("tokens", scales=True, live=True, tiled=True, codes=LENGTH),

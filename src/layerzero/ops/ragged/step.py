@@ -78,10 +78,6 @@ class RaggedMetadata(Handle):
         most = [max((right - left for left, right in pairwise(each.tolist())), default=0) for each in self.host]
         return max(most[0], 1), max(most[1], 1)
 
-    def state(self) -> str:
-        """What a choice depends on: its kind, or that it was made of numbers that changed since."""
-        return STALE if self.is_stale else self.kind
-
     def belongs(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
         """Whether it was made of these tensors."""
         return self.kind_for(cu_seqlens_q, cu_seqlens_k) not in (FOREIGN, STALE)
@@ -121,8 +117,13 @@ def _other_numbers(host: tuple[Tensor, ...], of: tuple[Tensor, ...]) -> list[str
     return [
         f"host[{place}]: wanted the numbers that it stands for, {_few(like)}, got {_few(each)}"
         for place, (each, like) in enumerate(zip(host, of, strict=True))
-        if like.is_cpu and type(like) is Tensor and not torch.compiler.is_compiling() and each.tolist() != like.tolist()
+        if is_readable(like) and each.tolist() != like.tolist()
     ]
+
+
+def is_readable(numbers: Tensor) -> bool:
+    """Whether numbers can be looked at here without a wait: they lie on the CPU, and nobody traces what is done."""
+    return numbers.is_cpu and type(numbers) is Tensor and not torch.compiler.is_compiling()
 
 
 def _few(numbers: Tensor) -> str:

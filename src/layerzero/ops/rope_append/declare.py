@@ -17,7 +17,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
-from layerzero.ops.paged import written
+from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.rope_append import cases, stock
@@ -113,6 +113,7 @@ ROPE_APPEND = Operation(
     summary="Rotary positions of queries and keys, keys and values written into a contiguous cache",
     reference=rope_append_reference,
     cases=cases.CONTIGUOUS,
+    check_values=on_demand.checks,
     guard=written.guard,
     examples=cases.contiguous_examples,
     work=_work("batch", "seq"),
@@ -141,6 +142,7 @@ ROPE_APPEND_PAGED = Operation(
     summary="Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
     reference=rope_append_paged_reference,
     cases=cases.PAGED,
+    check_values=on_demand.checks,
     guard=written.guard,
     examples=cases.paged_examples,
     work=_work("tokens"),

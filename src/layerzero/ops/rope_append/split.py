@@ -21,7 +21,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.paged import written
+from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, append_paged_kv_reference
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
 from layerzero.ops.rope.normed import EPS, PLUS_ONE, TOLERANCE, TOLERANCE_REASON, lengths_of_pairs, norm_examples
@@ -197,6 +197,7 @@ _COMMON: dict[str, Any] = {
         "table_dtype": (),
         "position_dtype": (),
     },
+    "check_values": on_demand.checks,
     "guard": written.guard,
     "stock": stock.split_qkv_norm_rope_append,
 }
