@@ -28,7 +28,8 @@ class JitStatus:
         waiting: calls whose builds wait behind them.
         dropped: calls that the queue had no room for.
         built: what was built in the background of this process.
-        failed: what did not build, here or in an earlier process; it is not tried again until a version changes.
+        failed: what did not build, here or in an earlier process; it is not tried again until a version or a
+            compiler changes.
         elsewhere: what another process of this host builds; empty where none does, or where this one builds.
     """
 
