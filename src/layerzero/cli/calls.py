@@ -106,13 +106,10 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         from layerzero.cli.modules import import_modules
         from layerzero.cli.plain import report as plain_report
         from layerzero.cli.question import Flags, question
+        from layerzero.cli.standing import question as standing
         from layerzero.ops import DROP_INS, plain_function_of
 
         import_modules(module or ())
-        standing = DROP_INS.get(name)
-        if standing is not None:  # its own signature is torch's, which these options do not spell
-            wanted = f"wanted `{standing.function}`, which it calls, with these options"
-            raise ValueError(f"{name}: {wanted}; in Python lz.explain({standing.instead}) asks about such a call")
         flags = Flags(
             name=name,
             shape=shape,
@@ -131,7 +128,7 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         )
         if plain_function_of(name) is not None:
             return answer(None, plain_report(flags), everything)
-        asked = question(flags)
+        asked = standing(flags, DROP_INS[name]) if name in DROP_INS else question(flags)
         return answer(asked, asked.ask(), everything)
 
     if not lists:
