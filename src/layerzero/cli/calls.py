@@ -140,11 +140,16 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
 
 
 def explained(asked: Question | None, report: Report, everything: bool) -> Answer:
-    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for."""
+    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for.
+
+    On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
+    """
     from layerzero.cli import tables
+    from layerzero.cli.explain_screen import folded
 
     shown = functools.partial(tables.explained, report, everything=everything)
-    return Answer(report.to_dict(), shown, FINE if report.chosen else NO)
+    fits = None if everything else functools.partial(folded, report)
+    return Answer(report.to_dict(), shown, FINE if report.chosen else NO, fits)
 
 
 def named(asked: Question | None, report: Report, _: bool) -> Answer:
