@@ -116,9 +116,8 @@ def _build(kernel: Kernel) -> str:
 def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Iterator[Advice]:
     unmeasured = [each for each in reports if not _is_measured(each)]
     if called and unmeasured:
-        yield Advice(
-            f"layerzero tune --budget-s 300 measures {len(unmeasured)} calls of this machine that nobody measured"
-        )
+        calls = f"{len(unmeasured)} call{'s' * (len(unmeasured) > 1)}"
+        yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that nobody measured")
     elif not called:
         yield Advice("run your program, then layerzero tune --budget-s 300: it measures what was called")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
