@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import explain_screen, output, times_screen
+from layerzero.cli import demo_screen, explain_screen, output, times_screen
 from layerzero.cli.app import main
 from layerzero.cli.rows import new_row, new_table
 from layerzero.core.evidence import Measurement
@@ -99,3 +99,28 @@ def test_names_go_on_behind_a_joint_and_no_word_is_torn_that_fits():
     pieces = {word for line in text.splitlines() for word in line.split()}
     assert {"attention.cascade.", "decode.paged", "torch.paged_", "gather", "torch.cascade_", "sdpa"} <= pieces
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40)])
+def test_the_demo_fits_on_a_screen_and_cuts_nothing_that_it_measured(width, height):
+    names = ("stock", "attention alone", "lz.optimize")
+    ways = {name: {"ms": 100.0 + place, "times_as_fast": 1.0, "error": 1e-2} for place, name in enumerate(names)}
+    changed = [{"module": "Linear", "by": "lz.linear", "kernels": "zentorch.linear_packed", "count": 31}] * 4
+    row = {
+        "what": "decoder, 8 layers of 1024: one word after it",
+        "dtype": "bfloat16",
+        "runs": 4,
+        "ways": ways,
+        "changed": changed,
+        "left": {"x": 3},
+        "bytes": {"weights": 1e8, "packed": 2e7},
+        "same_words": dict.fromkeys(names, False),
+    }
+    why = {"call": "norm.rms", "kernel": "torch.rms_norm", "legal": ["a"], "refused": {"for other devices": 17}}
+    about = {"device": "AMD EPYC", "threads": 2, "gpu": False, "torch": "2.13.0", "seconds": 71.0}
+    console = terminal(width=width, height=height)
+    demo_screen.show(console, {"results": [row] * 4, "why": [why] * 2, **about})
+    lines = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
+    assert len(lines) <= height - (height == 24)
+    assert sum(line.endswith("other words") for line in lines) == 8
+    assert any("248 modules, checked one by one, 6 left" in line for line in lines) == (height == 24)

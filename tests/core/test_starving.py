@@ -18,7 +18,7 @@ from layerzero.core.starving import Waits
         (Waits({7: 5.0}), Waits({7: 95.0}), 120.0, "it waited for a core for 90 s of 120"),
         (Waits({7: 5.0}), Waits({7: 35.0}), 120.0, ""),
         (Waits({7: 0.0}), Waits({7: 0.0, **dict.fromkeys(range(8, 20), 10.0)}), 120.0, ""),
-        (Waits(faults=900), Waits(faults=5900), 120.0, "waited for 5000 pages from a disk"),
+        (Waits(faults=900), Waits(faults=5900), 120.0, "read its memory back from a disk 5000 times"),
         (Waits(faults=900), Waits(faults=1000), 120.0, ""),
         (Waits({7: 0.0}), Waits({7: 0.9}), 0.9, ""),
     ],

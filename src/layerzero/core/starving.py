@@ -45,7 +45,7 @@ class Waits:
             return f"it waited for a core for {queued:.0f} s of {seconds:.0f}"
         faults = self.faults - before.faults
         if faults > FAULTS_A_SECOND * seconds:
-            return f"the machine swapped: it waited for {faults} pages from a disk in {seconds:.0f} s"
+            return f"the machine swapped: it read its memory back from a disk {faults} times in {seconds:.0f} s"
         return ""
 
 
