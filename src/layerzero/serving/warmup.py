@@ -19,6 +19,7 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import legality, planning
 from layerzero.engine.config import SCOPES, current_policy
@@ -79,7 +80,10 @@ class Warmed(list[Artefact]):
         return self._failed.get(kernel.id) or self._failed.get(build_of(kernel, facts))
 
     def __str__(self) -> str:
-        """What was built and what failed, a line each; what was not built, a line for each kernel and reason."""
+        """What was built and what failed, a line each; what was not built, a line for each kernel and reason.
+
+        Those for other hardware are one line.
+        """
         lines = [
             f"{each.kernel_id} for {each.operation} "
             + (
@@ -90,12 +94,15 @@ class Warmed(list[Artefact]):
             for each in self
         ]
         calls: dict[tuple[str, str], list[str]] = {}
+        elsewhere = {skip.kernel_id for skip in self.skipped if str(ReasonCode.PLATFORM_MISMATCH) in skip.why}
         for skip in self.skipped:
-            calls.setdefault((skip.kernel_id, skip.why), []).append(skip.call)
+            if skip.kernel_id not in elsewhere:
+                calls.setdefault((skip.kernel_id, skip.why), []).append(skip.call)
         for (kernel_id, why), named in calls.items():
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             what = "no kernel was built" if kernel_id == "*" else f"{kernel_id} was not built"
             lines.append(f"{what} for {named[0]}{more}: {why}")
+        lines += [f"not for this device: {len(elsewhere)} kernels that compile"] if elsewhere else []
         return "\n".join(lines) or "nothing had to be built"
 
 
