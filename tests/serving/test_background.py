@@ -20,6 +20,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
+from layerzero.engine.registry import REGISTRY
 from layerzero.serving import building, compiling, jit_status
 from layerzero.serving.building import BUILDS
 from layerzero.testing.apart import End
@@ -370,18 +371,25 @@ def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, mo
     assert chosen() == "background.rms_norm"
 
 
-@pytest.mark.parametrize("hidden", [32, 4096])
-def test_what_lacked_a_compiler_is_built_once_one_is_there(here, monkeypatch, hidden):
+@pytest.mark.parametrize(("hidden", "known"), [(32, False), (4096, False), (32, True)])
+def test_what_lacked_a_compiler_is_built_once_one_is_there(here, monkeypatch, tmp_path, hidden, known):
     monkeypatch.setattr(building, "SEEK_S", 0.01)
     lie = ["none"]
     for module in (builds, building):
         monkeypatch.setattr(module, "compilers", lambda: lie[0])
     here.may.set()
     here.error = without_compiler()
+    if known:  # an earlier process tried
+        monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+        lz.configure()
+        kernel = REGISTRY.kernel("test.compiles")
+        BUILDS.failures.add(kernel, lz.facts("rms_norm", *CALL), "no compiler", lasting=True)
+        BUILDS.failures.clear()
     in_background()
     lz.rms_norm(*CALL)
     assert BUILDS.idle.wait(LIMIT_S)
     assert chosen() != "test.compiles"
+    assert len(here.builds) == (not known)
     here.error, lie[0] = None, "g++"
     assert not lz.jit_status().failed, "what does not hold any more is not told"
     epoch, until = ENGINE.epoch, time.monotonic() + LIMIT_S

@@ -100,6 +100,8 @@ class Builds:
         self.failed: list[FailedBuild] = []
         self._lacking: dict[str, tuple[Outcome, str]] = {}
         """How a build told what this machine lacks to build a kernel, by its id, and which compilers lay here."""
+        self._among = ""
+        """Which compilers lay here when a call was left without a build that had failed; empty where none was."""
         self._taken = 0
         """Calls that the thread took out of the queue and is not done with."""
         self.dropped, self.elsewhere = 0, False
@@ -153,7 +155,7 @@ class Builds:
     def _work(self) -> None:
         step_back()
         while not self._ending.is_set():
-            if not self._wake.wait(SEEK_S if self._lacking else None):
+            if not self._wake.wait(SEEK_S if self._among else None):
                 self._seek()
                 continue
             self._ending.wait(GATHER_S)
@@ -208,11 +210,11 @@ class Builds:
 
     def failure(self, kernel: Kernel, facts: Facts) -> str:
         """Why it is not built for calls like this one, in a line; empty where it is not given up."""
-        failed = self.failures.of(kernel, facts)
-        if failed is not None:
-            return failed.gist
-        outcome = self._lacks(kernel)
-        return "" if outcome is None else outcome.log
+        failed, outcome = self.failures.of(kernel, facts), self._lacks(kernel)
+        why = failed.gist if failed is not None else "" if outcome is None else outcome.log
+        if why:
+            self._among = compilers()
+        return why
 
     def _lacks(self, kernel: Kernel) -> Outcome | None:
         """How a build told what is missing; None where there is nothing, or other compilers lie here since."""
@@ -220,12 +222,10 @@ class Builds:
         return outcome if among == compilers() else None
 
     def _seek(self) -> None:
-        """Let calls ask again for what lacked a compiler, once others lie here: hits would never ask."""
-        stale = [name for name, (_, among) in list(self._lacking.items()) if among != compilers()]
-        for name in stale:
-            self._lacking.pop(name, None)
-        if stale:
-            log.info("other compilers lie here: %s may be built now", ", ".join(stale))
+        """Let calls ask again for what did not build, once other compilers lie here: hits would never ask."""
+        if self._among != compilers():
+            self._among = ""
+            log.info("other compilers lie here: what did not build may be built now")
             ENGINE.new_winner()
 
     def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:

@@ -73,12 +73,12 @@ class JitStatus:
             lines.append(f"built in {seconds:.0f} s: {names}")
         if self.dropped:
             lines.append(f"{self.dropped} calls were dropped: the queue was full")
-        alike: dict[tuple[str, str], list[str]] = {}
+        alike: dict[tuple[str, str], dict[str, None]] = {}
         for each in self.failed:
-            alike.setdefault((each.kernel, each.gist), []).append(each.call_class)
+            alike.setdefault((each.kernel, each.gist), {})[each.call_class] = None
         for (kernel, gist), classes in alike.items():
             more = f" and {len(classes) - 1} more" if len(classes) > 1 else ""
-            lines.append(f"{kernel} did not build for {classes[0]}{more}: {gist}")
+            lines.append(f"{kernel} did not build for {next(iter(classes))}{more}: {gist}")
         return lines
 
     def __str__(self) -> str:
