@@ -155,7 +155,7 @@ class Failures:
                 read = _read(path)
                 if read is not None:
                     found.setdefault(path.name, read)
-        return tuple(found[name] for name in sorted(found) if found[name].compilers in ("", compilers()))
+        return tuple(found[name] for name in sorted(found) if found[name].compilers == compilers())
 
     def clear(self) -> None:
         """Forget what failed in this process."""
