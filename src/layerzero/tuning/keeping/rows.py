@@ -116,13 +116,16 @@ _FIRST_AXIS = re.compile(r"(?<=[:,])([1n])(?=(?:x[1n])+(?: |,|$))")
 
 
 def alike(work: Work) -> Iterator[Work]:
-    """The same work with rows aligned otherwise, then with optional tensors for one batch or for each.
+    """Of a call with an optional tensor, as a mask: with rows aligned otherwise, then for one batch or for each.
 
     A mask of 511 keys has rows that nothing is aligned in, and that of a batch of two has another word than that of one
-    sequence; what was measured of either is the best that is known of the other.
+    sequence; what was measured of either is the best that is known of the other. Where there is none, it is the data
+    itself that is aligned otherwise, and kernels run it another way.
     """
     facts = dict(work.facts)
     memory, rows = facts.get("memory", ""), facts.get("row_alignment", "")
+    if not _FIRST_AXIS.search(memory):
+        return
     flipped = _FIRST_AXIS.sub(lambda found: "n" if found[1] == "1" else "1", memory)
     for words in dict.fromkeys((memory, flipped)):
         for aligned in (rows, *(each for each in _ALIGNMENTS if each != rows)):

@@ -27,7 +27,7 @@ FROM_ELSEWHERE = 0.9
 OTHER_LAYOUT = 0.9
 """What a prediction counts that was learnt from tensors with their axes in another order: a view or a copy apart.
 
-So does one from rows that are aligned otherwise, or from a mask for one batch in place of one for each.
+So does one from a mask whose rows are aligned otherwise, or that is for one batch in place of each.
 """
 
 TOGETHER_S = 10.0
