@@ -125,9 +125,8 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
     if device == "cpu" and here == 1 and cores > 1:
         yield Advice(f"torch uses 1 thread of {cores}: torch.set_num_threads, or OMP_NUM_THREADS")
     if accelerator.HOT is None:
-        yield Advice(
-            f"calls like earlier ones find their kernel in Python ({accelerator.ABSENT}); reinstall LayerZero where there is a C compiler"
-        )
+        why = f"calls like earlier ones find their kernel in Python ({accelerator.ABSENT})"
+        yield Advice(f"{why}; reinstall LayerZero where there is a C compiler")
     if not current_policy().enabled:
         yield Advice("LayerZero is disabled: set enabled: true")
     awaiting = {each.source for report in reports for each in legality.awaiting(report.candidates, report.facts)}
