@@ -184,10 +184,27 @@ def test_explain_counts_what_is_made_for_other_hardware():
 
 
 def test_a_drop_in_is_asked_about_as_the_function_that_it_calls():
-    result = run("explain scaled_dot_product_attention --shape 1x2x8x64")
+    grouped = "--shape 1x8x16x64 --kv-shape 1x2x16x64 --param enable_gqa=true --param is_causal=true"
+    data = answer(f"explain scaled_dot_product_attention {grouped} --param attn_mask=none --device H100")
+    assert data["operation"] == "attention.gqa.prefill"
+    masked = answer("explain scaled_dot_product_attention --shape 1x2x8x64 --param attn_mask=8x8:bool")
+    assert masked["operation"] == "attention.standard.prefill"
+    assert run("which scaled_dot_product_attention --shape 1x2x8x64").stdout.strip() == masked["chosen"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "wanted --shape, the sizes of query in torch's order, got none"),
+        ("--shape 1x2x8x64 --causal", "--causal: scaled_dot_product_attention has torch's arguments: wanted --shape"),
+        ("--shape 1x2x8x64 --param scal=2", "has no argument 'scal'; did you mean 'scale'?"),
+        ("--shape 1x8x8x64 --kv-shape 1x2x8x64", "torch's own function runs this call: key has other heads than query"),
+    ],
+)
+def test_what_a_drop_in_does_not_take_is_told_in_its_own_words(flags, said):
+    result = run(f"explain scaled_dot_product_attention {flags}")
     assert result.exit_code == 2
-    assert "scaled_dot_product_attention: wanted `attention`, which it calls, with these options" in result.stderr
-    assert 'lz.explain(lz.attention, ..., causal=False, layout="BHSD")' in result.stderr
+    assert said in result.stderr
 
 
 def test_explain_as_json_is_the_report():

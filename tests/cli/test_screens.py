@@ -250,6 +250,23 @@ def test_what_did_not_change_is_a_line_for_each_operation(tuned):
     assert "norm.rms 8x32 float32" in everything
 
 
+def test_what_became_of_many_kernels_alike_is_one_line(tuned):
+    over = "the time given was over before its turn ended"
+    kernels = [dataclasses.replace(tuned.contests[0].entries[0].kernel, id=f"user.{number}") for number in range(5)]
+    entries = tuple(Entry(kernel, Status.UNTRIED, None, over) for kernel in kernels)
+    other = (Entry(kernels[0], Status.UNTRIED, None, "it raised"),)
+    contests = tuple(
+        dataclasses.replace(found, entries=each)
+        for found, each in zip(tuned.contests[:2], (entries, other), strict=True)
+    )
+    cut = Tuned(**{name: getattr(tuned, name) for name in Tuned.__slots__} | {"contests": contests})
+    shown = " ".join(str(each) for each in tune_command._untimed(cut, everything=False))
+    assert f"user.0, user.1, user.2 and 2 more kernels on 1 call: {Status.UNTRIED}: {over}" in shown
+    assert shown.count(over) == 1
+    assert "it raised" in shown, "another reason of one of them is told"
+    assert str(list(tune_command._untimed(cut, everything=True))).count(over) == 5
+
+
 def test_few_calls_have_a_row_each(tuned):
     few = Tuned(**{name: getattr(tuned, name) for name in Tuned.__slots__} | {
         "contests": tuned.contests[:2], "choices": tuned.choices[:2],

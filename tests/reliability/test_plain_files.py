@@ -265,6 +265,11 @@ def test_doctor_tells_of_a_cache_that_cannot_be_before_anybody_writes(tmp_path, 
     (note,) = FileLedger(tmp_path / "cache").notes()
     assert f"{tmp_path} may not be written" in note
     monkeypatch.undo()
+    room = os.statvfs_result((4096, 4096, 1000, 3, 3, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    (note,) = FileLedger(tmp_path / "cache").notes()
+    assert "cannot be written: its disk is full (12 KiB left); mend that or set LAYERZERO_CACHE_DIR" in note
+    monkeypatch.undo()
     assert FileLedger(tmp_path / "cache").notes() == ()
     ENGINE.ledger = MemoryLedger()
 

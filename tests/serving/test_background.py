@@ -20,6 +20,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
+from layerzero.engine.registry import REGISTRY
 from layerzero.serving import building, compiling, jit_status
 from layerzero.serving.building import BUILDS
 from layerzero.testing.apart import End
@@ -368,6 +369,58 @@ def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, mo
     ENGINE.bump()
     built_apart()
     assert chosen() == "background.rms_norm"
+
+
+@pytest.mark.parametrize(("hidden", "known"), [(32, False), (4096, False), (32, True)])
+def test_what_lacked_a_compiler_is_built_once_one_is_there(here, monkeypatch, tmp_path, hidden, known):
+    monkeypatch.setattr(building, "SEEK_S", 0.01)
+    lie = ["none"]
+    for module in (builds, building):
+        monkeypatch.setattr(module, "compilers", lambda: lie[0])
+    here.may.set()
+    here.error = without_compiler()
+    if known:  # an earlier process tried
+        monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+        lz.configure()
+        kernel = REGISTRY.kernel("test.compiles")
+        BUILDS.failures.add(kernel, lz.facts("rms_norm", *CALL), "no compiler", lasting=True)
+        BUILDS.failures.clear()
+    in_background()
+    lz.rms_norm(*CALL)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert chosen() != "test.compiles"
+    assert len(here.builds) == (not known)
+    here.error, lie[0] = None, "g++"
+    assert not lz.jit_status().failed, "what does not hold any more is not told"
+    epoch, until = ENGINE.epoch, time.monotonic() + LIMIT_S
+    while hidden == 32 and ENGINE.epoch == epoch and time.monotonic() < until:  # nobody asks for what hits serve
+        time.sleep(0.01)
+    call = torch.ones(4, hidden), torch.ones(hidden)
+    lz.rms_norm(*call)
+    assert BUILDS.idle.wait(LIMIT_S)
+    assert chosen(*call) == "test.compiles"
+
+
+def test_compilers_are_looked_for_where_libraries_do(tmp_path, monkeypatch):
+    for variable in ("CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen = []
+
+    def look():
+        builds._compilers.cache_clear()
+        seen.append(builds.compilers())
+
+    look()
+    for place in ("g++", "clang", "cuda/bin/nvcc"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).touch(mode=0o755)
+        look()
+    assert len(set(seen)) == 3, "nobody looks for nvcc there yet"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    look()
+    assert len(set(seen)) == 4
+    builds._compilers.cache_clear()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.serving import warmup
 
 
 @pytest.fixture
@@ -148,3 +149,19 @@ def test_grouped_heads_and_caches_have_calls_to_build_for():
     lz.warmup("paged_attention", device="cpu", progress=lambda text, *_: looked_at.append(text))
     assert any(text.startswith("attention.gqa.prefill") for text in looked_at)
     assert any(".paged" in text for text in looked_at)
+
+
+def test_what_warmup_did_is_told_in_lines():
+    built = warmup.Artefact("mine.a", "norm.rms", 1.25)
+    failed = warmup.Artefact("mine.b", "norm.rms", 0.5, "RuntimeError: no\nmore")
+    skipped = [warmup.Skipped("mine.c", f"norm.rms {rows}x8", "it is built") for rows in (1, 2)]
+    memory = warmup.Skipped("*", "norm.rms 9x9", "too little memory: 1")
+    other = warmup.Skipped("mine.d", "norm.rms 1x8", "[PLATFORM_MISMATCH] made for cuda, this device is cpu")
+    assert str(warmup.Warmed([built, failed], [*skipped, memory, other])).splitlines() == [
+        "mine.a for norm.rms built in 1.2 s",
+        "mine.b for norm.rms did not build: RuntimeError: no",
+        "mine.c was not built for norm.rms 1x8 and 1 more: it is built",
+        "no kernel was built for norm.rms 9x9: too little memory: 1",
+        "not for this device: 1 kernels that compile",
+    ]
+    assert str(warmup.Warmed()) == "nothing had to be built"

@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from layerzero.cli import tune as command
+from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -156,3 +157,22 @@ def test_times_of_other_threads_are_not_told_as_chosen_here(times):
         assert [str(column.header) for column in next(command._shown(found, 1, 1)).columns][2] == "chosen now"
     finally:
         torch.set_num_threads(threads)
+
+
+def masked(batch, queries, keys):
+    query, key = torch.randn(batch, 2, queries, 16), torch.randn(batch, 2, keys, 16)
+    mask = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
+    return lz.facts("attention", query, key, key, attn_mask=mask, causal=False, layout="BHSD")
+
+
+@pytest.mark.parametrize("call", [(1, 31, 31), (2, 32, 32), (2, 33, 33), (1, 40, 40)])
+def test_masks_of_other_lengths_and_batches_are_served_by_what_was_measured(monkeypatch, call):
+    lz.configure(allow=["torch"])
+    monkeypatch.setattr(ENGINE.ledger.times, "_shipped", lambda *_: {})
+    quick, slow = "torch.sdpa.math", "torch.sdpa.cpu_flash"
+    times = {quick: Measurement(10.0, 11.0, 0.0, 40, noise=0.01), slow: Measurement(40.0, 44.0, 0.0, 40, noise=0.01)}
+    assert lz.explain(masked(*call)).kernel_id == slow, "torch's own, while nobody measured"
+    record_times(masked(1, 32, 32), {REGISTRY.kernel(name): time for name, time in times.items()})
+    found = lz.explain(masked(*call)).chosen
+    assert (found.kernel.id, found.provenance) == (quick, Provenance.PREDICTED)
+    assert found.confidence < lz.explain(masked(1, 32, 32)).chosen.confidence

@@ -10,13 +10,15 @@ import os
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.core.device import Device
+from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize import inputs
-from layerzero.testing.process import APART, apart_on
+from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
 from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.proving import build_child
+from layerzero.tuning.proving import build_apart, build_child
 
 H200 = Device.named("H200")
 
@@ -32,6 +34,34 @@ def test_a_childs_first_gpu_is_the_callers_and_the_others_stay(monkeypatch, visi
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     found = apart_on(dataclasses.replace(H200, index=index))
     assert found == (APART if seen is None else {**APART, "CUDA_VISIBLE_DEVICES": seen})
+
+
+def test_calls_of_two_gpus_are_children_of_two_places():
+    facts = lz.facts("rms_norm", torch.ones(4, 32), torch.ones(32))
+    calls = [
+        (name, facts.on(dataclasses.replace(H200, index=index), capturing=False))
+        for name, index in (("a", 1), ("b", 0), ("c", 1))
+    ]
+    found = [[name for name, _ in each] for each in by_device([*calls, ("d", facts)])]
+    assert found == [["a", "c"], ["b"], ["d"]]
+
+
+def test_a_build_is_made_where_its_call_was(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(
+        build_apart,
+        "run_apart",
+        lambda _, tasks, environment, **__: seen.append((len(tasks), environment.get("CUDA_VISIBLE_DEVICES"))),
+    )
+    kernel = dataclasses.replace(REGISTRY.kernel("torch.rms_norm"), jit=True, cache_folder=lambda: None)
+    facts = lz.facts("rms_norm", torch.ones(4, 32), torch.ones(32))
+    h100 = dataclasses.replace(Device.named("H100"), index=1)
+    build_apart.build_apart(
+        [(kernel, facts.on(each, capturing=False)) for each in (H200, h100)], lambda *_: None, lambda: False
+    )
+    assert seen == [(1, None), (1, "1,0")]
 
 
 def test_a_cpu_has_no_order():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 import pytest
 
-from layerzero.tuning.proving.build_child import failed
+from layerzero.tuning.proving.build_child import LINES, failed, last_lines
 from layerzero.tuning.proving.toolchain import interrupted, lacking
 
 
@@ -67,3 +68,42 @@ def test_a_compiler_that_something_else_ended_is_no_verdict_about_its_source(rai
     outcome = failed(above, lasting=True)
     assert outcome.lasting == (not words)
     assert words in outcome.log
+
+
+def lowering_failed():
+    error = type("InductorError", (RuntimeError,), {})("LoweringException: AssertionError:\n  target: flex_attention")
+    error.__cause__ = AssertionError()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("does", "lasting", "said"),
+    [
+        ('exec g++ "$@"', True, "AssertionError"),
+        ("echo 'cc1plus: error: broken' >&2; exit 1", True, "a C++ compiler that works was not found"),
+        ("kill -9 $$", False, "ended by SIGKILL"),
+        ("echo 'virtual memory exhausted' >&2; exit 1", False, "too little memory"),
+    ],
+)
+def test_what_ails_the_compiler_is_told_in_place_of_what_inductor_asserts_then(
+    tmp_path, monkeypatch, does, lasting, said
+):
+    if shutil.which("g++") is None:
+        pytest.skip("wanted g++, got none")
+    compiler = tmp_path / "compiler"
+    about = 'case "$*" in *--version*) exec g++ "$@";; esac'
+    compiler.write_text(f"#!/bin/sh\n{about}\n{does}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: str(compiler))
+    outcome = failed(lowering_failed(), lasting=True)
+    assert said in outcome.log
+    assert outcome.lasting == lasting
+    assert bool(outcome.lacks) == ("not found" in said)
+
+
+def test_errors_before_the_last_lines_are_told_and_long_lines_say_that_they_are_cut():
+    text = "\n".join(["a.cpp:3:5: error: 'x' was not declared", *["note"] * 40, "y" * 1000])
+    told = last_lines(RuntimeError(text)).splitlines()
+    assert told[0] == "RuntimeError: a.cpp:3:5: error: 'x' was not declared"
+    assert len(told) == LINES
+    assert told[-1].endswith("y…")

@@ -106,13 +106,10 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         from layerzero.cli.modules import import_modules
         from layerzero.cli.plain import report as plain_report
         from layerzero.cli.question import Flags, question
+        from layerzero.cli.standing import question as standing
         from layerzero.ops import DROP_INS, plain_function_of
 
         import_modules(module or ())
-        standing = DROP_INS.get(name)
-        if standing is not None:  # its own signature is torch's, which these options do not spell
-            wanted = f"wanted `{standing.function}`, which it calls, with these options"
-            raise ValueError(f"{name}: {wanted}; in Python lz.explain({standing.instead}) asks about such a call")
         flags = Flags(
             name=name,
             shape=shape,
@@ -131,7 +128,7 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         )
         if plain_function_of(name) is not None:
             return answer(None, plain_report(flags), everything)
-        asked = question(flags)
+        asked = standing(flags, DROP_INS[name]) if name in DROP_INS else question(flags)
         return answer(asked, asked.ask(), everything)
 
     if not lists:
@@ -143,11 +140,16 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
 
 
 def explained(asked: Question | None, report: Report, everything: bool) -> Answer:
-    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for."""
+    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for.
+
+    On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
+    """
     from layerzero.cli import tables
+    from layerzero.cli.explain_screen import folded
 
     shown = functools.partial(tables.explained, report, everything=everything)
-    return Answer(report.to_dict(), shown, FINE if report.chosen else NO)
+    fits = None if everything else functools.partial(folded, report)
+    return Answer(report.to_dict(), shown, FINE if report.chosen else NO, fits)
 
 
 def named(asked: Question | None, report: Report, _: bool) -> Answer:

@@ -16,8 +16,13 @@ NEXT = (
 )
 
 
+SCREEN = 40
+"""Lines of a terminal that hold all of it, the prompt before and behind it included; on a smaller one it is short."""
+
+
 def show(console: Console, result: Mapping[str, Any]) -> None:
     """Print the answer of the demonstration."""
+    small = console.is_terminal and console.height < SCREEN
     counts = [row["runs"] for row in result["results"]]
     runs = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
     threads = f", {result['threads']} threads" if not result["gpu"] else ""
@@ -25,20 +30,29 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         console, f"[bold]{result['device']}[/]{threads}, torch {result['torch']}; medians of {runs} runs, taken in turn"
     )
     for row in result["results"]:
-        _say(console, f"\n[bold]{row['what']}[/], {row['dtype']}")
+        _say(console, f"{'' if small else chr(10)}[bold]{row['what']}[/], {row['dtype']}")
         for bar in _bars(row, console.width):
             console.print(bar, no_wrap=True, overflow="ellipsis", highlight=False)
+    if small:
+        _say(console, f"[bold]what changed[/]: {_in_short(result['results'])}")
+        _say_why(console, result)
+        _say(console, f"[bold]next[/]: {'; '.join(command for command, _ in NEXT[:2])}")
+        return
     _say(console, "\n[bold]what changed[/] in the encoder and the decoder, checked module by module")
     for line in _changes(result["results"]):
         _say(console, f"  {line}")
-    _say(console, "[bold]why[/], for two calls of a word in the decoder")
-    for each in result["why"]:
-        refused = ", ".join(f"{count} {why}" for why, count in each["refused"].items())
-        _say(console, f"  {each['call']}: {each['kernel']}, 1 of {len(each['legal'])}; refused: {refused}")
+    _say_why(console, result)
     _say(console, f"[bold]next[/] ({result['seconds']:.0f} s so far)")
     width = max(len(command) for command, _ in NEXT)
     for command, what in NEXT:
         _say(console, f"  {command.ljust(width)}  [dim]{what}[/]")
+
+
+def _say_why(console: Console, result: Mapping[str, Any]) -> None:
+    _say(console, "[bold]why[/], for two calls of a word in the decoder")
+    for each in result["why"]:
+        refused = ", ".join(f"{count} {why}" for why, count in each["refused"].items())
+        _say(console, f"  {each['call']}: {each['kernel']}, 1 of {len(each['legal'])}; refused: {refused}")
 
 
 def _say(console: Console, line: str) -> None:
@@ -48,7 +62,7 @@ def _say(console: Console, line: str) -> None:
 def _bars(row: Mapping[str, Any], width: int) -> Iterator[Text]:
     """One bar for each way, the longest stock's or longer."""
     longest = max(each["ms"] for each in row["ways"].values())
-    room = max(8, width - 66)
+    room = max(8, width - 70)  # what stands beside it
     for name, each in row["ways"].items():
         length = max(1, round(each["ms"] / longest * room))
         stock = name == "stock"
@@ -75,6 +89,14 @@ def _changes(rows: list[Mapping[str, Any]]) -> Iterator[str]:
         before, packed = (row["bytes"][name] / 1e6 for name in ("weights", "packed"))
         left = sum(row["left"].values())
         yield f"[dim]{left} modules left, {before:.0f} MB of weights and {packed:.0f} MB of packed copies[/]"
+
+
+def _in_short(rows: list[Mapping[str, Any]]) -> str:
+    """How many modules were replaced, and how many were left, of the first and the last model."""
+    shown = rows[:1] + rows[-1:]
+    changed = sum(each["count"] for row in shown for each in row["changed"])
+    left = sum(sum(row["left"].values()) for row in shown)
+    return f"{changed} modules, checked one by one, {left} left; a terminal of {SCREEN} lines shows which"
 
 
 def _short(kernels: str, most: int = 2) -> str:

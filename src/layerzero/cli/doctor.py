@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
@@ -109,4 +110,4 @@ def faster(status: JitStatus, advice: Sequence[Advice]) -> Iterator[RenderableTy
     if advice:
         yield Text("to be faster here:", style="bold")
     for each in advice:
-        yield Text(f"  {each}")
+        yield Padding(Text(str(each)), (0, 0, 0, 2))

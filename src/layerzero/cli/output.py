@@ -20,6 +20,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand
 
 from layerzero.cli.rows import Lines
@@ -49,11 +50,13 @@ class Answer:
         data: what ``--json`` prints.
         show: what a person sees; made only when somebody looks.
         code: the exit code.
+        folded: what a person sees where ``show`` takes more lines than the terminal has.
     """
 
     data: object
     show: Callable[[], Iterable[RenderableType]]
     code: int = FINE
+    folded: Callable[[], Iterable[RenderableType]] | None = None
 
 
 class Command(TyperCommand):
@@ -72,7 +75,10 @@ class Command(TyperCommand):
             typer.echo(json.dumps(answer.data, indent=2, default=str))
         else:
             console = stdout_console()
-            for part in answer.show():
+            parts = list(answer.show())
+            if answer.folded is not None and console.is_terminal and not _fits(console, parts):
+                parts = list(answer.folded())
+            for part in parts:
                 if isinstance(part, str):  # text as it is: neither wrapped nor read as markup
                     typer.echo(part)
                 else:
@@ -112,6 +118,14 @@ def _print_whole(console: Console, part: RenderableType) -> None:
             console.width = max(before, Measurement.get(console, endless, part).minimum)
     console.print(part)
     console.width = before
+
+
+def _fits(console: Console, parts: Iterable[RenderableType]) -> bool:
+    """Whether a screen holds all of it, and the next prompt."""
+    with console.capture() as printed:
+        for part in parts:
+            _print_whole(console, Text(part) if isinstance(part, str) else part)
+    return len(printed.get().splitlines()) < console.height
 
 
 def _give_way(table: Table, whole: Sequence[int], width: int) -> None:

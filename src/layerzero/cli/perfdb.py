@@ -28,19 +28,29 @@ OperationGlob = Annotated[str, typer.Option("--operation", metavar="OPERATION", 
 OnlyHere = Annotated[bool, typer.Option("--here", help="Only times that count on this machine as it is now.")]
 
 
+_MOST = 40
+"""Rows that are shown where nobody says how many."""
+
+
 @perfdb.command("show", **examples("perfdb show", 'perfdb show --kernel "torch.*" --here', "perfdb show --json"))
 def show(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
     here: OnlyHere = False,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Rows to show, latest first.", min=0)] = 40,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", help="Rows to show, latest first; 40 by default.", min=0)
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Of each time also its spread, samples, and the state of the machine.")
     ] = False,
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """Show measured times, latest first, a line each where a terminal is wide enough."""
+    """Show measured times, latest first, a line each where a terminal is wide enough.
+
+    Where they do not fit on the screen and no option says which, each operation has a line.
+    """
+    from layerzero.cli.times_screen import folded
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
@@ -50,18 +60,27 @@ def show(
         found = list(archive.matching(archive.rows(database), kernel=kernel, operation=operation))
     if here:
         found = [each for each in found if holds(each)]
-    shown = sorted(found, key=lambda each: each.written_at, reverse=True)[:limit]
+    most = _MOST if limit is None else limit
+    shown = sorted(found, key=lambda each: each.written_at, reverse=True)[:most]
     data = {
         "path": str(database.path) if database.path else None,
         "rows": len(found),
         "notes": list(database.notes()),
         "times": [_plain(each) | {"here": holds(each)} for each in shown],
     }
-    head = [f"{database.path or 'memory'}: {len(found)} times{f', the latest {limit}' if len(found) > limit else ''}"]
+    head = [f"{database.path or 'memory'}: {len(found)} times"]
+    latest = [f"the latest {most} of them:"] if len(found) > most else []
     if not found:
         head.append("next step: `layerzero tune` measures here; with a filter, look without it")
     counts = [holds(each) for each in shown]
-    return Answer(data, lambda: [*database.notes(), *head, *_table(shown, counts, everything=everything)])
+    fits = None
+    if shown and (kernel, operation, limit, everything) == ("*", "*", None, False):
+        fits = lambda: [*database.notes(), *head, *folded(found, [holds(each) for each in found])]  # noqa: E731
+    return Answer(
+        data,
+        lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)],
+        folded=fits,
+    )
 
 
 @perfdb.command(

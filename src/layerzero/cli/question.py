@@ -97,7 +97,7 @@ def question(flags: Flags) -> Question:
         for name in set(function.tensors) - set(function.mutates):
             if isinstance(arguments.get(name), torch.Tensor) and arguments[name].is_floating_point():
                 arguments[name].requires_grad_()
-    libraries = _libraries(flags.installed, flags.missing)
+    libraries = libraries_of(flags.installed, flags.missing)
     return Question(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 
 
@@ -148,11 +148,11 @@ def _of_shapes(
     if flags.shape is None:
         cases = ", ".join(dict.fromkeys(case.name for operation in operations for case in operation.cases))
         raise ValueError(f"{flags.name}: wanted --shape (1x2048x32x128) or --case, got neither; cases: {cases}")
-    shapes = [_sizes(flags.shape, "--shape")]
+    shapes = [sizes(flags.shape, "--shape")]
     if flags.kv_shape is not None:
         if len(first.required) < 2 or first.required[0].ndim != first.required[1].ndim:
             raise ValueError(f"--kv-shape: wanted a function of two tensors alike, got {flags.name}")
-        shapes.append(_sizes(flags.kv_shape, "--kv-shape"))
+        shapes.append(sizes(flags.kv_shape, "--kv-shape"))
     layout = flags.layout or None
     for operation in operations:
         case = case_of_shapes(operation, shapes, layout, values)
@@ -196,7 +196,8 @@ def _check_parameter(function: Function, name: str, flag: str) -> None:
         raise ValueError(f"{flag}: {function.name} has no argument {name!r}{near}")
 
 
-def _sizes(text: str, flag: str) -> tuple[int, ...]:
+def sizes(text: str, flag: str) -> tuple[int, ...]:
+    """A shape from a flag's text. Raises: ValueError with wanted and got."""
     if not _SIZES.fullmatch(text):
         raise ValueError(f"{flag}: wanted sizes like 1x2048x32x128, got {text!r}")
     return tuple(int(size) for size in re.split("[x,]", text))
@@ -213,7 +214,7 @@ def _tensor(function: Function, name: str, text: str, dtype: torch.dtype) -> tor
         dtype = dtype_named(named)
     elif allowed is not None and dtype not in allowed:
         dtype = min(allowed, key=dtype_name)
-    return torch.empty(_sizes(shape, f"--param {name}"), dtype=dtype, device="meta")
+    return torch.empty(sizes(shape, f"--param {name}"), dtype=dtype, device="meta")
 
 
 def value_of(kind: object, text: str, flag: str) -> object:
@@ -259,7 +260,7 @@ def settings_of(texts: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-def _libraries(installed: Sequence[str], missing: Sequence[str]) -> dict[str, str] | None:
+def libraries_of(installed: Sequence[str], missing: Sequence[str]) -> dict[str, str] | None:
     """What is installed here, with more or with less; None if nothing is pretended."""
     if not installed and not missing:
         return None

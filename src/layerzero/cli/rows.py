@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from rich import box
+from rich.console import Console
+from rich.containers import Lines as Wrapped
 from rich.table import Table
 from rich.text import Text
 
@@ -35,5 +39,25 @@ def whole(cell: Text | str) -> Text:
     A column that does not wrap keeps its width as long as others can give way; what its cells do then is their own.
     """
     text = Text(cell) if isinstance(cell, str) else cell
-    text.no_wrap, text.overflow = False, "fold"
-    return text
+    kept = _Whole(text.plain, text.style, justify=text.justify, spans=list(text.spans), overflow="fold")
+    kept.no_wrap = False
+    return kept
+
+
+class _Whole(Text):
+    """Text whose names go on in the next line behind one of their dots, where a column is too narrow for them."""
+
+    def wrap(self, console: Console, width: int, *args: Any, **kwargs: Any) -> Wrapped:
+        """Split into lines of so many columns."""
+        places = [place for found in re.finditer(r"\S+", self.plain) for place in _joints(found, width)]
+        split = Text("\n").join(self.divide(places)) if places else self
+        return Text.wrap(split, console, width, *args, **kwargs)
+
+
+def _joints(word: re.Match[str], width: int) -> Iterator[int]:
+    """Where a word that is wider than a column is split: behind the last joint that fits, or where the column ends."""
+    start, end = word.span()
+    while end - start > width > 0:
+        joint = max((word.string.rfind(each, start, start + width) for each in "._:/-"), default=-1)
+        start = joint + 1 if joint > start else start + width
+        yield start

@@ -45,26 +45,42 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
 
     Those for other hardware are counted in one line, unless ``everything`` is listed.
     """
-    title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
-    if report.locked:
-        title.append(f"  ({report.locked})")
-    yield title
-    yield Text(_call(report.facts), style="dim")
+    yield from asked(report)
     table = table_of("", "kernel", "score", "why", score="right")
-    elsewhere: Counter[str] = Counter()
+    refused, hardware = elsewhere(report)
     for candidate in report.candidates:
         chosen = candidate is report.chosen
-        made_for = "" if everything or candidate.legal else _made_for(candidate)
-        if made_for:
-            elsewhere[made_for] += 1
+        if not everything and not candidate.legal and candidate not in refused:
             continue
         mark = Text(">", style="bold green") if chosen else Text("")
         name = Text(candidate.kernel.id, style="bold green" if chosen else "" if candidate.legal else "dim")
         score = f"{candidate.score:.1f}" if candidate.legal else Text("refused", style="red")
         new_row(table, mark, name, score, _why(candidate))
     yield table
-    if elsewhere:
-        yield counted("not for this device", elsewhere)
+    if not everything:
+        yield from hardware
+    yield from notes_of(report)
+
+
+def asked(report: Report) -> Iterator[Text]:
+    """What was asked about, and who runs it."""
+    title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
+    if report.locked:
+        title.append(f"  ({report.locked})")
+    yield title
+    yield Text(_call(report.facts), style="dim")
+
+
+def elsewhere(report: Report) -> tuple[list[Candidate], list[Text]]:
+    """The refused kernels that are made for this device, and a line that counts the others."""
+    refused = {id(each): _made_for(each) for each in report.candidates if not each.legal}
+    count = Counter(made_for for made_for in refused.values() if made_for)
+    here = [each for each in report.candidates if refused.get(id(each)) == ""]
+    return here, [counted("not for this device", count)] if count else []
+
+
+def notes_of(report: Report) -> Iterator[Text]:
+    """What else a reader should know."""
     for note in report.notes:
         yield Text(f"note: {note}")
     if report.chosen is None and report.locked:

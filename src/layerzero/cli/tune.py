@@ -171,12 +171,24 @@ def _noisy(noisy: Sequence[tuple[Contest, Choice]], *, everything: bool) -> Iter
 
 
 def _untimed(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
-    """Kernels without a time, each with its call; of one kernel and one state the first, and how many more."""
-    of: dict[tuple[str, str], list[str]] = defaultdict(list)
+    """Kernels without a time, each with its call; of one kernel and one state the first, and how many more.
+
+    A state that more kernels share than are named, in the same words, is one line.
+    """
+    states: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for found in tuned.contests:
         for entry in found.entries:
             if entry.measurement is None:
-                of[entry.kernel.id, entry.status].append(f"{found.name}: {entry.status}: {entry.detail}")
+                states[f"{entry.status}: {entry.detail}"][entry.kernel.id].append(found.name)
+    of: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for state, kernels in states.items():
+        if len(kernels) > FEW and not everything:
+            names = f"{', '.join(list(kernels)[:FEW])} and {len(kernels) - FEW} more kernels"
+            calls = len({call for named in kernels.values() for call in named})
+            yield Text(f"{names} on {calls} call{'s' * (calls > 1)}: {state}", style="yellow")
+            continue
+        for name, named in kernels.items():
+            of[name, state.partition(":")[0]] += [f"{call}: {state}" for call in named]
     for (name, _), texts in of.items():
         for text in texts if everything else texts[:1]:
             more = "" if everything or len(texts) == 1 else f"; and for the same reason on {len(texts) - 1} more"

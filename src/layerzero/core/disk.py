@@ -11,7 +11,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
@@ -168,11 +168,27 @@ def no_place(folder: Path) -> str:
     for place in (folder, *folder.parents):
         try:
             if place.is_dir():
-                return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written"
+                if not os.access(place, os.W_OK | os.X_OK):
+                    return f"{'it' if place == folder else place} may not be written"
+                return _full(place)
             if os.path.lexists(place):  # a link that leads nowhere is in the way, too
                 return f"{place} is no folder"
         except OSError as error:
             return f"{place}: {error.strerror}"
+    return ""
+
+
+LITTLE_BYTES = 1 << 20
+"""A disk with less room than this counts as full: a first table of times takes a tenth of it."""
+
+
+def _full(folder: Path) -> str:
+    """How little room the disk of a folder has, if that is next to nothing."""
+    with suppress(AttributeError, OSError):  # another system, or a disk that does not tell
+        found = os.statvfs(folder)
+        left = found.f_bavail * found.f_frsize
+        if found.f_blocks and left < LITTLE_BYTES:
+            return f"its disk is full ({left / 1024:.0f} KiB left)"
     return ""
 
 

@@ -116,9 +116,8 @@ def _build(kernel: Kernel) -> str:
 def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Iterator[Advice]:
     unmeasured = [each for each in reports if not _is_measured(each)]
     if called and unmeasured:
-        yield Advice(
-            f"layerzero tune --budget-s 300 measures {len(unmeasured)} calls of this machine that nobody measured"
-        )
+        calls = f"{len(unmeasured)} call{'s' * (len(unmeasured) > 1)}"
+        yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that nobody measured")
     elif not called:
         yield Advice("run your program, then layerzero tune --budget-s 300: it measures what was called")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -126,7 +125,8 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
     if device == "cpu" and here == 1 and cores > 1:
         yield Advice(f"torch uses 1 thread of {cores}: torch.set_num_threads, or OMP_NUM_THREADS")
     if accelerator.HOT is None:
-        yield Advice(f"the hit path is Python ({accelerator.ABSENT}); reinstall LayerZero where there is a C compiler")
+        why = f"calls like earlier ones find their kernel in Python ({accelerator.ABSENT})"
+        yield Advice(f"{why}; reinstall LayerZero where there is a C compiler")
     if not current_policy().enabled:
         yield Advice("LayerZero is disabled: set enabled: true")
     awaiting = {each.source for report in reports for each in legality.awaiting(report.candidates, report.facts)}

@@ -3,7 +3,8 @@
 A miss leaves the facts of its call in a bounded queue and goes on. A thread of low priority asks who would win if
 everything were built. Where the library keeps what it compiles, a child process compiles; else the thread does. One
 process of a host builds at a time. What was built takes over by a new epoch; what failed is told once, and is not tried
-again until a version changes. When the process ends, its children do; a library moves files into its cache whole.
+again until a version changes or, where it lacked a compiler, one is there. When the process ends, its children do; a
+library moves files into its cache whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildIdentity, Outcome, build_of
 from layerzero.engine.policy import Policy
 from layerzero.serving.chosen import Chosen
-from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock
+from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock, compilers
 
 log = logging.getLogger("layerzero")
 
@@ -45,6 +46,9 @@ BREATH_S = 0.001
 
 LOOK_S = 1.0
 """How often it looks whether another process of the host is done."""
+
+SEEK_S = 60.0
+"""How often it looks whether a compiler that builds lacked is there by now."""
 
 END_S = 2.0
 """How long the end of the process waits for its children to be ended."""
@@ -94,8 +98,10 @@ class Builds:
         self.building: tuple[str, ...] = ()
         self.built: list[tuple[str, str, float]] = []
         self.failed: list[FailedBuild] = []
-        self._lacking: dict[str, Outcome] = {}
-        """How a build told what this machine lacks to build a kernel, by its id."""
+        self._lacking: dict[str, tuple[Outcome, str]] = {}
+        """How a build told what this machine lacks to build a kernel, by its id, and which compilers lay here."""
+        self._among = ""
+        """Which compilers lay here when a call was left without a build that had failed; empty where none was."""
         self._taken = 0
         """Calls that the thread took out of the queue and is not done with."""
         self.dropped, self.elsewhere = 0, False
@@ -149,7 +155,9 @@ class Builds:
     def _work(self) -> None:
         step_back()
         while not self._ending.is_set():
-            self._wake.wait()
+            if not self._wake.wait(SEEK_S if self._among else None):
+                self._seek()
+                continue
             self._ending.wait(GATHER_S)
             with self._lock:
                 batch = list(self._waiting)
@@ -191,7 +199,7 @@ class Builds:
 
     def _passed_over(self, kernel: Kernel, facts: Facts) -> bool:
         """The same as ``given_up``; what the machine lacks is noted for these calls, too, so that others know."""
-        outcome = self._lacking.get(kernel.id)
+        outcome = self._lacks(kernel)
         if outcome is not None and self.failures.of(kernel, facts) is None:
             self.failures.add(kernel, facts, outcome.log, lasting=outcome.lasting)
         return self.given_up(kernel, facts)
@@ -202,11 +210,23 @@ class Builds:
 
     def failure(self, kernel: Kernel, facts: Facts) -> str:
         """Why it is not built for calls like this one, in a line; empty where it is not given up."""
-        failed = self.failures.of(kernel, facts)
-        if failed is not None:
-            return failed.gist
-        outcome = self._lacking.get(kernel.id)  # asked once: warmup may take it away meanwhile
-        return "" if outcome is None else outcome.log
+        failed, outcome = self.failures.of(kernel, facts), self._lacks(kernel)
+        why = failed.gist if failed is not None else "" if outcome is None else outcome.log
+        if why:
+            self._among = compilers()
+        return why
+
+    def _lacks(self, kernel: Kernel) -> Outcome | None:
+        """How a build told what is missing; None where there is nothing, or other compilers lie here since."""
+        outcome, among = self._lacking.get(kernel.id, (None, ""))  # asked once: warmup may take it away meanwhile
+        return outcome if among == compilers() else None
+
+    def _seek(self) -> None:
+        """Let calls ask again for what did not build, once other compilers lie here: hits would never ask."""
+        if self._among != compilers():
+            self._among = ""
+            log.info("other compilers lie here: what did not build may be built now")
+            ENGINE.new_winner()
 
     def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
         """Remember what became of a build that was made elsewhere in this process, which tells of it itself."""
@@ -216,7 +236,7 @@ class Builds:
             return
         self.failures.add(kernel, facts, outcome.log, lasting=outcome.lasting)
         if outcome.lacks:
-            self._lacking[kernel.id] = outcome
+            self._lacking[kernel.id] = outcome, compilers()
 
     def _turn(self, chosen: list[Chosen]) -> bool:
         """Wait until no other process of this host builds, or until it has built all this; False at the end."""
@@ -231,9 +251,9 @@ class Builds:
 
     def _tell_lacking(self, kernel: Kernel, outcome: Outcome) -> None:
         """Say once what this machine lacks: no build of the kernel would end otherwise, whatever its shapes."""
-        known = {each.lacks for each in list(self._lacking.values())}  # warmup may add to them meanwhile
+        known = {each.lacks for each, _ in list(self._lacking.values())}  # warmup may add to them meanwhile
         level = logging.DEBUG if outcome.lacks in known else logging.WARNING
-        self._lacking[kernel.id] = outcome
+        self._lacking[kernel.id] = outcome, compilers()
         text = "%s is not built in the background: %s; `lz.warmup` tries again, and jit='never' asks for no build"
         log.log(level, text, kernel.id, outcome.log)
 
@@ -287,7 +307,7 @@ class Builds:
             if outcome.lacks:
                 self._tell_lacking(each.kernel, outcome)
                 return False
-            until = "until a version changes" if outcome.lasting else "in this process"
+            until = "until a version or a compiler changes" if outcome.lasting else "in this process"
             log.warning("%s\nit is not tried again %s; `lz.warmup` tries again", failed, until)
             return False
         self.failures.forget(each.kernel, each.facts)

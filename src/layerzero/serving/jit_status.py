@@ -28,7 +28,8 @@ class JitStatus:
         waiting: calls whose builds wait behind them.
         dropped: calls that the queue had no room for.
         built: what was built in the background of this process.
-        failed: what did not build, here or in an earlier process; it is not tried again until a version changes.
+        failed: what did not build, here or in an earlier process; it is not tried again until a version or a
+            compiler changes.
         elsewhere: what another process of this host builds; empty where none does, or where this one builds.
     """
 
@@ -72,12 +73,12 @@ class JitStatus:
             lines.append(f"built in {seconds:.0f} s: {names}")
         if self.dropped:
             lines.append(f"{self.dropped} calls were dropped: the queue was full")
-        alike: dict[tuple[str, str], list[str]] = {}
+        alike: dict[tuple[str, str], dict[str, None]] = {}
         for each in self.failed:
-            alike.setdefault((each.kernel, each.gist), []).append(each.call_class)
+            alike.setdefault((each.kernel, each.gist), {})[each.call_class] = None
         for (kernel, gist), classes in alike.items():
             more = f" and {len(classes) - 1} more" if len(classes) > 1 else ""
-            lines.append(f"{kernel} did not build for {classes[0]}{more}: {gist}")
+            lines.append(f"{kernel} did not build for {next(iter(classes))}{more}: {gist}")
         return lines
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import legality, planning
 from layerzero.engine.config import SCOPES, current_policy
@@ -31,6 +32,7 @@ from layerzero.ops.calls import accepted
 from layerzero.serving.building import BUILDS
 from layerzero.serving.compiling import outcome_of
 from layerzero.serving.wanted import wanted
+from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
 from layerzero.tuning.measuring.record import jobs_of_model
@@ -76,6 +78,32 @@ class Warmed(list[Artefact]):
     def failure(self, kernel: Kernel, facts: Facts) -> Outcome | None:
         """How this warmup failed to build a kernel for calls like this one; None if it did not."""
         return self._failed.get(kernel.id) or self._failed.get(build_of(kernel, facts))
+
+    def __str__(self) -> str:
+        """What was built and what failed, a line each; what was not built, a line for each kernel and reason.
+
+        Those for other hardware are one line.
+        """
+        lines = [
+            f"{each.kernel_id} for {each.operation} "
+            + (
+                f"did not build: {shortened(each.error.splitlines()[0])}"
+                if each.error
+                else f"built in {each.seconds:.1f} s"
+            )
+            for each in self
+        ]
+        calls: dict[tuple[str, str], list[str]] = {}
+        elsewhere = {skip.kernel_id for skip in self.skipped if str(ReasonCode.PLATFORM_MISMATCH) in skip.why}
+        for skip in self.skipped:
+            if skip.kernel_id not in elsewhere:
+                calls.setdefault((skip.kernel_id, skip.why), []).append(skip.call)
+        for (kernel_id, why), named in calls.items():
+            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+            what = "no kernel was built" if kernel_id == "*" else f"{kernel_id} was not built"
+            lines.append(f"{what} for {named[0]}{more}: {why}")
+        lines += [f"not for this device: {len(elsewhere)} kernels that compile"] if elsewhere else []
+        return "\n".join(lines) or "nothing had to be built"
 
 
 Progress = Callable[[str, int, int], None]

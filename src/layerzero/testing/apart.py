@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from layerzero.core import control_group
+from layerzero.core import control_group, starving
 from layerzero.core.ledger import Verdict
 from layerzero.engine.failing import says_out_of_memory
 from layerzero.testing.apart_child import Message
@@ -44,7 +44,7 @@ _END_S = 10.0  # how long a child may take to end once it has no more jobs
 _LOOK_S = 0.05  # how often children are looked at that say nothing
 
 
-Kind = Literal["died", "hung", "killed", "given up", "stopped"]
+Kind = Literal["died", "hung", "killed", "starved", "given up", "stopped"]
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +73,8 @@ class End:
     """What became of a task that has no answer.
 
     Attributes:
-        kind: why; one that was killed was so from outside, or since memory ran out.
+        kind: why; one that was killed was so from outside, or since memory ran out; one that starved was silent for as
+            long as one that hung, and waited for the machine.
         how: an exit code or a signal in words, or the time of silence.
         words: the last line that the child said, or what else is known.
         step: the step that ran; None if none had begun.
@@ -102,7 +103,8 @@ class End:
             return f"not asked: {DEATHS} processes died or hung in other classes"
         if self.kind == "stopped":
             return "the time given was over before its turn ended"
-        how = {"died": "it ended the process with", "hung": "no sign of life for"}
+        silent = "no sign of life for"
+        how = {"died": "it ended the process with", "hung": silent, "starved": silent}
         killed = "its process had too little memory and ended with" if says_out_of_memory(self.words) else _KILLED
         text = f"{how.get(self.kind, killed)} {self.how}"
         return f"{text}: {self.words}" if self.words else text
@@ -162,6 +164,7 @@ class _Child(Process):
         super().__init__(worker, environment)
         self.lane, self.at, self.limit, self.ready, self.useful = lane, "", START_S, False, False
         self.since = self.began = time.monotonic()
+        self.waits = starving.Waits()
         self.task: Task | None = None
         self.step: str | None = None
 
@@ -198,7 +201,7 @@ class _Runner:
         for child in list(self.children):
             code = child.poll()  # before it is heard: what it said at last is still to be taken in
             for message in child.messages():
-                child.since = time.monotonic()
+                child.since, child.waits = time.monotonic(), starving.waits(child.pid)
                 self._take(child, message)
             if code is not None and -code in OUTSIDE:
                 short = control_group.kills().since(child.killed_before)
@@ -209,7 +212,8 @@ class _Runner:
                 kind: Kind = "killed" if says_out_of_memory(words) else "died"  # C++ ends a process that has none left
                 self._gone(child, kind, how_it_ended(code), words)
             elif time.monotonic() - child.since > child.limit:
-                self._gone(child, "hung", f"{child.limit:g} s")
+                words = starving.waits(child.pid).since(child.waits, time.monotonic() - child.since)
+                self._gone(child, "starved" if words else "hung", f"{child.limit:g} s", words)
 
     def _take(self, child: _Child, message: Message) -> None:
         task = child.task

@@ -147,6 +147,7 @@ class _Checks:
         how = {
             "died": f"died with {end.how}",
             "hung": f"no sign of life for {end.how}; the process was killed",
+            "starved": f"no sign of life for {end.how} on a machine that had no room for it",
             "killed": f"its process was killed from outside with {end.how}",
         }
         if end.kind == "given up":
@@ -157,7 +158,7 @@ class _Checks:
             raise RuntimeError(f"a conformance process ended outside of any check: {end.reason}")
         message = f"{how[end.kind]} during {end.step!r}" + (f", {end.at}" if end.at else "")
         message += f" ({end.words[:200]})" if end.words else ""
-        status = "not tried" if end.kind == "killed" else str(end.kind)
+        status = "not tried" if end.kind in ("killed", "starved") else str(end.kind)
         if task.job.beyond and status != "not tried":
             status, message = "needed", message.replace("died with", "dies with", 1)
         self._add(task, end.step, status, message, end.seconds)

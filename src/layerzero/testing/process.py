@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from layerzero.core import address_space, control_group
 from layerzero.core.device import Device
+from layerzero.core.facts import Facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 
@@ -50,6 +52,14 @@ def apart_on(device: Device) -> dict[str, str]:
         return APART
     mine = known.pop(device.index)
     return {**APART, _VISIBLE: ",".join([mine, *known])}
+
+
+def by_device(pairs: Iterable[tuple[Any, Facts]]) -> list[list[tuple[Any, Facts]]]:
+    """What children do, with calls; one list for each device, whose children have an environment of their own."""
+    found: dict[tuple[str, int], list[tuple[Any, Facts]]] = {}
+    for what, facts in pairs:
+        found.setdefault((facts.device.platform, facts.device.index), []).append((what, facts))
+    return list(found.values())
 
 
 def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What did not build on this machine, and who builds now: files in the cache folder, for every process of the host.
 
-A build that failed is not tried again until its library, torch or a compiler has another version: the file's name says
-which. One process of a host builds at a time; it holds the lock of a file, and writes into it how far it is.
+A build that failed is not tried again until its library or torch has another version, or another compiler lies here,
+as where it lacked one: the file's name says which. One process of a host builds at a time; it holds the lock of a file,
+and writes into it how far it is.
 """
 
 from __future__ import annotations
@@ -27,24 +28,42 @@ FOLDER, LOCK = "builds-1", "building.lock"
 
 MOST_BYTES = 1 << 20
 
-_COMPILERS = ("CC", "cc"), ("CXX", "c++"), ("CUDACXX", "nvcc"), ("", "ninja")
-"""Variables that name a compiler, and what is taken without them; ninja has none."""
+MOST_COLUMNS = 300
+"""Of a line that a compiler says."""
+
+_COMPILERS = (
+    ("CC", ("cc", "gcc", "clang")),
+    ("CXX", ("c++", "g++", "clang++")),
+    ("CUDACXX", ("nvcc",)),
+    ("", ("ninja",)),
+)
+"""Variables that name a compiler, and all that libraries look for without them; ninja has none."""
+
+_TOOLKITS = "CUDA_HOME", "CUDA_PATH"
+"""Variables that name the folder of nvcc, which need not be on the path."""
+
+KNOWN_S = 5.0
+"""How long compilers count as those that were found: each search takes 0.2 ms, and each call that waits asks."""
 
 
 class FailedBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A build that failed: its kernel, the class of calls it was for, when, and the last lines of what was said."""
+    """A build that failed: its kernel, the class of calls it was for, when, and the telling lines of what was said.
+
+    ``compilers`` are those that lay here; among others it is tried again.
+    """
 
     kernel: str
     call_class: str
     at_unix_s: float
     log: str
+    compilers: str = ""
 
     @property
     def gist(self) -> str:
         """The last line that speaks of an error, or else the last one: compilers end with other things."""
         lines = [line.strip() for line in self.log.strip().splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
-        return (errors or lines or ["no message"])[-1]
+        return shortened((errors or lines or ["no message"])[-1])
 
     def __str__(self) -> str:
         return f"{self.kernel} did not build for {self.call_class}: {self.log}"
@@ -64,13 +83,30 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"process {self.process} builds {names} since {seconds:.0f} s; {self.waiting} calls wait"
 
 
-@functools.cache
+def shortened(line: str) -> str:
+    """A line that says it is cut: compilers print their whole input in one."""
+    return line if len(line) <= MOST_COLUMNS else f"{line[: MOST_COLUMNS - 1]}…"
+
+
 def compilers() -> str:
-    """What would compile here: where it lies, and when it was changed; where this failed, another may succeed."""
+    """What would compile here: where it lies, and when it was changed; where this failed, another may succeed.
+
+    A process that runs for weeks sees what is installed meanwhile.
+    """
+    return _compilers(int(time.monotonic() / KNOWN_S))
+
+
+@functools.lru_cache(1)
+def _compilers(_while: int) -> str:
+    names: list[str] = []
+    for variable, usual in _COMPILERS:
+        named = os.environ.get(variable)
+        names += [named] if named else usual
+    names += [str(Path(home, "bin", "nvcc")) for each in _TOOLKITS if (home := os.environ.get(each))]
     found = []
-    for variable, default in _COMPILERS:
-        path = shutil.which(os.environ.get(variable) or default)
-        found.append(f"{path} {os.stat(path).st_mtime_ns}" if path else "none")  # noqa: PTH116  # links are followed
+    for name in names:
+        path = shutil.which(name)
+        found.append(f"{path} {os.stat(path).st_mtime_ns}" if path else f"no {name}")  # noqa: PTH116  # links are followed
     return "; ".join(found)
 
 
@@ -89,7 +125,7 @@ class Failures:
 
     def add(self, kernel: Kernel, facts: Facts, log: str, *, lasting: bool) -> FailedBuild:
         """Remember a failure: in this process, and where it lasts for later ones."""
-        found = FailedBuild(kernel.id, class_text(facts), time.time(), log)
+        found = FailedBuild(kernel.id, class_text(facts), time.time(), log, compilers())
         name, folder = _name(kernel, facts), _folder()
         self._here[name] = found
         if lasting and folder is not None:
@@ -111,7 +147,7 @@ class Failures:
                 return
 
     def all(self) -> tuple[FailedBuild, ...]:
-        """Every one that is known, for whatever versions."""
+        """Every one that is known, for whatever versions; not what failed for want of a compiler that is here now."""
         folder = _folder()
         found = dict(self._here)
         if folder is not None and folder.is_dir():
@@ -119,7 +155,7 @@ class Failures:
                 read = _read(path)
                 if read is not None:
                     found.setdefault(path.name, read)
-        return tuple(found[name] for name in sorted(found))
+        return tuple(found[name] for name in sorted(found) if found[name].compilers == compilers())
 
     def clear(self) -> None:
         """Forget what failed in this process."""

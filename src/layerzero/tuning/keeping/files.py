@@ -286,7 +286,7 @@ class FileLedger(MemoryLedger):
             notes.append(f"{self.files.path} cannot be written: {end}")
         elif nowhere := disk.no_place(self.files.path):  # nobody tried yet, as in a command that only looks
             notes.append(
-                f"{self.files.path} cannot be written: {nowhere}; set LAYERZERO_CACHE_DIR to a folder that can"
+                f"{self.files.path} cannot be written: {nowhere}; mend that or set LAYERZERO_CACHE_DIR to another place"
             )
         return tuple(notes)
 

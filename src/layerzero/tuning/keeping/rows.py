@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -106,6 +107,30 @@ def in_other_layout(work: Work) -> Work | None:
     if layout is None or any(word.partition(":")[2] != "rows" for word in facts["memory"].split()):
         return None
     return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))
+
+
+_ALIGNMENTS = "16", "8", "4", "2", "1"
+
+_FIRST_AXIS = re.compile(r"(?<=[:,])([1n])(?=(?:x[1n])+(?: |,|$))")
+"""Whether an optional tensor has one for all along its first axis, in the words of :func:`call_work`."""
+
+
+def alike(work: Work) -> Iterator[Work]:
+    """Of a call with an optional tensor, as a mask: with rows aligned otherwise, then for one batch or for each.
+
+    A mask of 511 keys has rows that nothing is aligned in, and that of a batch of two has another word than that of one
+    sequence; what was measured of either is the best that is known of the other. Where there is none, it is the data
+    itself that is aligned otherwise, and kernels run it another way.
+    """
+    facts = dict(work.facts)
+    memory, rows = facts.get("memory", ""), facts.get("row_alignment", "")
+    if not _FIRST_AXIS.search(memory):
+        return
+    flipped = _FIRST_AXIS.sub(lambda found: "n" if found[1] == "1" else "1", memory)
+    for words in dict.fromkeys((memory, flipped)):
+        for aligned in (rows, *(each for each in _ALIGNMENTS if each != rows)):
+            if (words, aligned) != (memory, rows):
+                yield Work(tuple(sorted((facts | {"memory": words, "row_alignment": aligned}).items())))
 
 
 def work_of(facts: Facts) -> Work:

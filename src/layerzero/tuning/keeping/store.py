@@ -30,7 +30,7 @@ from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.keeping.files import FileLedger, cache_folder
-from layerzero.tuning.keeping.rows import Row, check, in_other_layout, is_to_come, row_of, work_of
+from layerzero.tuning.keeping.rows import Row, alike, check, in_other_layout, is_to_come, row_of, work_of
 from layerzero.tuning.keeping.spool import Spool
 from layerzero.tuning.keeping.watching import WATCH
 from layerzero.tuning.measuring import machine_state
@@ -96,20 +96,29 @@ class TimeStore:
         spool = self.spool
         try:
             spool.refresh()
-            found = self._own(spool.database, kernels, facts, libraries)
+            found = self._own(spool.database, kernels, facts, libraries) or self._shipped(kernels, facts, libraries)
+            found = found or self._own(spool.database, kernels, facts, libraries, of_alike=True)
         except Exception as error:  # noqa: BLE001  # no call fails because of what lies on a disk
             spool.database.doubt(error)
-            found = {}
-        if not found:
-            priors = priors_of(facts.device)
-            found = priors.evidence(kernels, facts, libraries) if priors else found
+            found = self._shipped(kernels, facts, libraries)
         planning = {kernel.id for kernel in kernels if kernel.plans_sizes}
         return decided(settled(found), planning) if found else found
 
+    def _shipped(self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None) -> dict[str, Evidence]:
+        """What a table says that ships for this device."""
+        priors = priors_of(facts.device)
+        return priors.evidence(kernels, facts, libraries) if priors else {}
+
     def _own(
-        self, database: Database, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None
+        self,
+        database: Database,
+        kernels: Sequence[Kernel],
+        facts: Facts,
+        libraries: Libraries | None,
+        *,
+        of_alike: bool = False,
     ) -> dict[str, Evidence]:
-        """What this user's database says."""
+        """What this user's database says of the work; or else of works that are nearly alike, where nothing ships."""
         if not database.is_open() and database.is_absent():
             return {}
         work, graph = work_of(facts), bool(facts["capturing"])
@@ -126,7 +135,8 @@ class TimeStore:
             known = self._models(database, work.family, graph)
         if not times and not known:
             other = in_other_layout(work)
-            known = known if other is None else self._models(database, other.family, graph)
+            others = alike(work) if of_alike else () if other is None else (other,)
+            known = next(filter(None, (self._models(database, each.family, graph) for each in others)), [])
             worth = OTHER_LAYOUT
         if not times and not known:
             return {}

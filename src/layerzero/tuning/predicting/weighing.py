@@ -25,7 +25,10 @@ FROM_ELSEWHERE = 0.9
 """What an imported time counts: the same device by name, not this one."""
 
 OTHER_LAYOUT = 0.9
-"""What a prediction counts that was learnt from tensors with their axes in another order: a view or a copy apart."""
+"""What a prediction counts that was learnt from tensors with their axes in another order: a view or a copy apart.
+
+So does one from a mask whose rows are aligned otherwise, or that is for one batch in place of each.
+"""
 
 TOGETHER_S = 10.0
 """Times of one contest are written within a second of each other."""

@@ -12,7 +12,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.testing.apart import BUILD_S, End, Task, run_apart
-from layerzero.testing.process import apart_on
+from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes
 
@@ -40,19 +40,30 @@ def build_apart(
         begins: told of each build that begins, for several are under way at once.
     """
     unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
-    if not unique:
-        return
-    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
-    lanes = _lanes(unique.values())
+    for of_one in by_device(unique.values()):
+        _build(of_one, told, stop, modules, at_once, begins)
+
+
+def _build(
+    pairs: Sequence[tuple[Kernel, Facts]],
+    told: Told,
+    stop: Callable[[], bool],
+    modules: Sequence[str],
+    at_once: int,
+    begins: Callable[[Kernel, Facts], None],
+) -> None:
+    """The same for calls of one device, each build being there once."""
+    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in pairs)]))
+    lanes = _lanes(pairs)
     tasks = deque(
         Task(
             Build(kernel.id, CallRecipe.of(facts), named),
             kernel.id,
             BUILD_S,
-            lane=f"child {lanes[identity] % at_once}",
+            lane=f"child {lanes[build_of(kernel, facts)] % at_once}",
             about=(kernel, facts),
         )
-        for identity, (kernel, facts) in unique.items()
+        for kernel, facts in pairs
     )
 
     def ended(task: Task, end: End) -> None:
@@ -69,7 +80,7 @@ def build_apart(
         begins=lambda task: begins(*task.about),
         at_once=at_once,
         modules=named,
-        environment=apart_on(next(iter(unique.values()))[1].device),
+        environment=apart_on(pairs[0][1].device),
         stop=stop,
     )
 

@@ -24,9 +24,10 @@ from layerzero.engine.jit import Outcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
+from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.measuring.room import SHARE, available_bytes
 from layerzero.tuning.proving.child import rebuilt
-from layerzero.tuning.proving.toolchain import interrupted, lacking
+from layerzero.tuning.proving.toolchain import interrupted, lacking, of_compiler
 
 NICENESS = 10
 
@@ -38,8 +39,8 @@ One after the other got through two classes of FlashAttention 4 and one of PTX i
 COMPILER_BYTES = 4 * 2**30
 """What a compiler of CUDA code may need: FlashInfer's own builds count with as much for each (0.7.2)."""
 
-LINES = 15
-"""Of what a compiler said, the last lines are told."""
+LINES, EARLIER = 15, 5
+"""Lines that are told of what a compiler said: the last ones, and of those before them a few that speak of an error."""
 
 _SPARE = 2
 """How many times a call's tensors must fit into what a device has left: the copies, and what else runs there."""
@@ -110,6 +111,7 @@ def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
 
 def failed(error: BaseException, *, lasting: bool) -> Outcome:
     """What became of a build that raised: the program that it lacked, in one line, or the last lines of the error."""
+    error = of_compiler(error)
     program = lacking(error)
     if program is not None:
         return Outcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
@@ -119,10 +121,11 @@ def failed(error: BaseException, *, lasting: bool) -> Outcome:
 
 
 def last_lines(error: BaseException) -> str:
-    """The end of what an error says, with that of what caused it: compilers write pages."""
+    """What an error says, or what caused it: where it speaks of errors, and its end, for compilers write pages."""
     cause = error.__cause__ or error
-    text = "".join(traceback.format_exception_only(cause)).strip()
-    return "\n".join(text.splitlines()[-LINES:])
+    lines = "".join(traceback.format_exception_only(cause)).strip().splitlines()
+    errors = [line for line in lines[:-LINES] if "error" in line.lower()][:EARLIER]
+    return "\n".join(shortened(line) for line in [*errors, *lines[len(errors) - LINES :]])
 
 
 def short_of_memory(recipe: CallRecipe) -> str:

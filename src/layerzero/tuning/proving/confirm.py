@@ -89,7 +89,7 @@ def ask(
 
     def ended(task: Task, end: End) -> None:
         detail = f"it did not end within {end.how}" if end.verdict is Verdict.HUNG else str(end)
-        unsafe = end.kind in ("given up", "stopped") or (end.kind == "killed" and end.step is not None)
+        unsafe = end.kind in ("given up", "stopped") or (end.kind in ("killed", "starved") and end.step is not None)
         told(task, Reply(end.verdict, detail, unsafe))
 
     run_apart(

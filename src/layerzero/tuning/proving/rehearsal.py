@@ -19,7 +19,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
 from layerzero.testing.apart import Task
-from layerzero.testing.process import APART, apart_on
+from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
 from layerzero.tuning.proving.confirm import TIMEOUT_S, ask
 
@@ -75,7 +75,7 @@ def rehearse(
         stop: asked all the while; once it says so, children are killed, and what is left counts as unsafe.
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
-    shares = _shares(list(classes.values()), max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD)))
+    most = max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD))
     found: list[Rehearsed] = []
 
     def told(task: Task, reply: Reply) -> None:
@@ -84,14 +84,14 @@ def rehearse(
         if reply.verdict is not None and found[-1].guilty:
             ENGINE.ledger.record_verdict(kernel, facts, reply.verdict)
 
-    tasks = []
-    for lane, share in enumerate(shares):
-        for kernel, facts in share:
-            named = list(dict.fromkeys([*modules, *homes([kernel])]))
-            question = Question(kernel.id, CallRecipe.of(facts), named, compare=False)
-            tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
-    environment = apart_on(pairs[0][1].device) if pairs else APART
-    ask(tasks, told, len(shares), stop, environment)
+    for of_one in by_device(classes.values()):
+        shares, tasks = _shares(of_one, most), []
+        for lane, share in enumerate(shares):
+            for kernel, facts in share:
+                named = list(dict.fromkeys([*modules, *homes([kernel])]))
+                question = Question(kernel.id, CallRecipe.of(facts), named, compare=False)
+                tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
+        ask(tasks, told, len(shares), stop, apart_on(of_one[0][1].device))
     if any(each.guilty for each in found):
         ENGINE.bump()
     return found

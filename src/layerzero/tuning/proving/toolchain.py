@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
+
+TRIAL_S = 60.0
+"""How long a compiler may take for an empty program, on a machine that does other things, too."""
 
 MOST_CAUSES = 20
 """Causes of an error that are looked at."""
@@ -90,6 +96,41 @@ def interrupted(error: BaseException) -> str:
             if found is not None:
                 return f"{meaning} ({found[0].strip()})"
     return ""
+
+
+def of_compiler(error: BaseException) -> BaseException:
+    """The error, or what ails the C++ compiler if that is why.
+
+    Inductor asks the compiler first what the processor can do, takes every failure for a no, and then asserts about
+    something else. So it is asked for an empty program here.
+    """
+    if all(type(each).__name__ != "InductorError" for each in _causes(error)):
+        return error
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    except ImportError:  # another torch has it elsewhere
+        return error
+    try:
+        command = shlex.split(str(get_cpp_compiler()))
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(  # noqa: S603  # the compiler that torch is about to run
+                [*command, "-x", "c++", "-c", "-o", f"{folder}/empty.o", "-"],
+                input=b"int main() { return 0; }",
+                capture_output=True,
+                check=True,
+                timeout=TRIAL_S,
+            )
+    except subprocess.CalledProcessError as found:
+        text = found.stderr.decode(errors="replace")
+        said = RuntimeError(text)
+        if interrupted(found) or interrupted(said):
+            found.__cause__ = said
+            return found
+        said.__cause__ = RuntimeError(f"No working C++ compiler: {command[0]} refuses an empty program")
+        return said
+    except Exception as found:  # noqa: BLE001  # whatever it raises, the compiler does not work
+        return found
+    return error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -35,7 +35,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.calls import as_shapes, case_of_shapes, facts_of
 from layerzero.testing.apart import BUILD_S, START_S, End, Task, run_apart
-from layerzero.testing.process import APART, apart_on
+from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
 from layerzero.tuning.proving.plain import pairs as plain_pairs
 
@@ -219,18 +219,17 @@ def vet_calls(
         keep(task.about, end.verdict, str(end), reached=end.kind != "stopped")
 
     named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
-    tasks = deque(_task(name, *pair, named, timeout_s) for name, pair in unique.items())
-    environment = apart_on(next(iter(unique.values()))[1].device) if unique else APART
     try:
-        run_apart(
-            "layerzero.tuning.proving.child",
-            tasks,
-            found=answered,
-            ended=ended,
-            modules=named,
-            environment=environment,
-            stop=stop,
-        )
+        for of_one in by_device(((name, kernel), facts) for name, (kernel, facts) in unique.items()):
+            run_apart(
+                "layerzero.tuning.proving.child",
+                deque(_task(name, kernel, facts, named, timeout_s) for (name, kernel), facts in of_one),
+                found=answered,
+                ended=ended,
+                modules=named,
+                environment=apart_on(of_one[0][1].device),
+                stop=stop,
+            )
     except (RuntimeError, ValueError) as error:
         if not go_on:
             raise

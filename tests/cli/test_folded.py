@@ -1,0 +1,126 @@
+"""On a terminal that a long answer would scroll off, it is folded; nothing of a name is torn, and nothing is silent."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli import demo_screen, explain_screen, output, times_screen
+from layerzero.cli.app import main
+from layerzero.cli.rows import new_row, new_table
+from layerzero.core.evidence import Measurement
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.store import StoreLedger
+
+
+def terminal(width=80, height=24):
+    file = io.StringIO()
+    file.isatty = lambda: True
+    console = output.stdout_console(file)
+    console.size = (width, height)
+    return console
+
+
+def printed(parts, **size):
+    console = terminal(**size)
+    for part in parts:
+        output._print_whole(console, part)
+    return re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
+
+
+@pytest.mark.parametrize("device", ["cpu", "H100", "H200"])
+def test_an_explanation_fits_on_a_small_screen(device):
+    query, key = torch.empty(1, 1, 32, 128, device="meta"), torch.empty(1, 2048, 8, 128, device="meta")
+    report = lz.explain("attention", query, key, key, layout="BSHD", device=device)
+    text = printed(explain_screen.folded(report))
+    assert len(text.splitlines()) < 24
+    assert f"> {report.kernel_id}" in " ".join(text.split())
+    assert "why: " in text
+    assert "--all lists each with its reasons" in text
+    refused = sum(not each.legal for each in report.candidates)
+    named = sum(each.kernel.id in " ".join(text.split()) for each in report.candidates if not each.legal)
+    more = [int(each) for each in re.findall(r"and (\d+) more", " ".join(text.split()))]
+    line = " ".join(text.split()).partition("not for this device: ")[2].partition(";")[0]
+    assert named + sum(more) + sum(int(each) for each in re.findall(r"(\d+) for", line)) >= refused
+
+
+def test_without_a_legal_kernel_the_reasons_and_the_next_step_remain():
+    lz.lock("rms_norm", "zentorch.rms_norm")
+    report = lz.explain("rms_norm", torch.randn(4, 64).double(), torch.ones(64).double())
+    text = printed(explain_screen.folded(report))
+    assert "no legal kernel" in text
+    assert "next step: remove the lock" in " ".join(text.split())
+
+
+def record(rows, kernel, median):
+    facts = lz.facts("rms_norm", torch.randn(rows, 64), torch.randn(64))
+    ENGINE.ledger.record_time(REGISTRY.kernel(kernel), facts, Measurement(median, median, 0.01, 20))
+
+
+def test_many_times_are_a_line_for_each_operation(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    from layerzero import _assembly
+
+    ENGINE.ledger = _assembly.ledger()
+    assert isinstance(ENGINE.ledger, StoreLedger)
+    for rows in range(2, 20):
+        record(rows, "torch.rms_norm", 10.0)
+    record(2, "zentorch.rms_norm", 5.0)
+    found = list(archive.rows(ENGINE.ledger.times.database))
+    (line,) = [each for each in printed(times_screen.folded(found, [True] * 19)).splitlines() if "norm.rms" in each]
+    assert line.split()[:3] == ["norm.rms", "18", "19"]
+    assert "torch.rms_norm 17" in line
+    assert "none that counts here" in printed(times_screen.folded(found, [False] * 19), width=100)
+    result = CliRunner().invoke(main, shlex.split("perfdb show"), env={"COLUMNS": "100"})
+    assert "hidden 64 rows 19" in result.stdout, "a pipe has all of it"
+
+
+@pytest.mark.parametrize(("height", "word"), [(24, "whole"), (4, "folded")])
+def test_what_does_not_fit_is_folded_on_a_terminal_alone(monkeypatch, height, word):
+    answer = output.Answer({}, lambda: ["whole"] * 6, folded=lambda: ["folded"])
+    console = terminal(height=height)
+    assert output._fits(console, list(answer.show())) == (word == "whole")
+
+
+def test_names_go_on_behind_a_joint_and_no_word_is_torn_that_fits():
+    table = new_table("call", "fastest", "chosen now", "before")
+    name = "attention.cascade.decode.paged small float32"
+    new_row(table, name, "torch.paged_gather 21435.8 us (2.24x)", "torch.paged_gather", "torch.cascade_sdpa")
+    text = printed([table])
+    pieces = {word for line in text.splitlines() for word in line.split()}
+    assert {"attention.cascade.", "decode.paged", "torch.paged_", "gather", "torch.cascade_", "sdpa"} <= pieces
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40)])
+def test_the_demo_fits_on_a_screen_and_cuts_nothing_that_it_measured(width, height):
+    names = ("stock", "attention alone", "lz.optimize")
+    ways = {name: {"ms": 100.0 + place, "times_as_fast": 1.0, "error": 1e-2} for place, name in enumerate(names)}
+    changed = [{"module": "Linear", "by": "lz.linear", "kernels": "zentorch.linear_packed", "count": 31}] * 4
+    row = {
+        "what": "decoder, 8 layers of 1024: one word after it",
+        "dtype": "bfloat16",
+        "runs": 4,
+        "ways": ways,
+        "changed": changed,
+        "left": {"x": 3},
+        "bytes": {"weights": 1e8, "packed": 2e7},
+        "same_words": dict.fromkeys(names, False),
+    }
+    why = {"call": "norm.rms", "kernel": "torch.rms_norm", "legal": ["a"], "refused": {"for other devices": 17}}
+    about = {"device": "AMD EPYC", "threads": 2, "gpu": False, "torch": "2.13.0", "seconds": 71.0}
+    console = terminal(width=width, height=height)
+    demo_screen.show(console, {"results": [row] * 4, "why": [why] * 2, **about})
+    lines = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
+    assert len(lines) <= height - (height == 24)
+    assert sum(line.endswith("other words") for line in lines) == 8
+    assert any("248 modules, checked one by one, 6 left" in line for line in lines) == (height == 24)
