@@ -317,6 +317,31 @@ def test_an_adapter_around_a_layers_product_is_never_passed_over() -> None:
     assert torch.equal(output(later, tokens()), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_an_adapter_merges_past_torchs_count_are_packed_anew(dtype: torch.dtype) -> None:
+    """As peft merges, and takes back: through .data, which torch does not count as a write."""
+
+    def add(model: Any, factor: float) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for each in model.modules():
+            if isinstance(each, nn.Linear):
+                delta = torch.randn(each.weight.shape, generator=generator) * 0.1 * factor
+                each.weight.data += delta.to(dtype)
+
+    model, other = made().to(dtype), made().to(dtype)
+    report = lz.optimize(model)
+    before = output(model, tokens())
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    for factor in (1.0, -1.0):
+        add(model, factor)
+        add(other, factor)
+        expected = output(other, tokens())
+        error = (output(model, tokens()) - expected).abs().max() / expected.abs().max()
+        assert error < tolerance
+        assert factor < 0 or (before - expected).abs().max() / expected.abs().max() > 2 * tolerance
+    report.undo()
+
+
 def test_a_version_of_transformers_that_nobody_tried_is_left_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     expected = output(model, tokens())
