@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -249,6 +251,29 @@ def test_processors_still_say_their_class_and_are_saved_as_stock() -> None:
     model.set_default_attn_processor()
     kinds = {type(each.processor).__name__ for each in model.modules() if hasattr(each, "processor")}
     assert kinds == {"AttnProcessor"}
+
+
+def test_a_backend_is_loaded_where_nobody_knows_it(tmp_path: Any) -> None:
+    model, _ = flux()
+    served = lz.register_with_diffusers(model)
+    assert served.served
+    torch.save(model, tmp_path / "model.pt")
+    assert copy.deepcopy(model).transformer_blocks[0].attn.processor._attention_backend == "layerzero"
+    code = (
+        "import sys, torch; sys.modules['layerzero'] = None; model = torch.load(sys.argv[1], weights_only=False); "
+        "assert model.transformer_blocks[0].attn.processor._attention_backend is None"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_without_values_is_left_with_a_reason() -> None:
+    model, _ = flux()
+    report = lz.optimize(model.eval().to("meta"))
+    assert not report.replaced
+    assert any("meta device" in each.why for each in report.left if each.why.startswith("attention"))
 
 
 def test_what_somebody_chose_meanwhile_is_not_taken_back() -> None:

@@ -214,12 +214,15 @@ def test_copies_compute_with_their_own_weights(way: str, tmp_path: Any) -> None:
     if way == "deepcopy":
         twin = copy.deepcopy(model)
         assert any("_layerzero" in vars(each) for each in twin.modules())
+        assert copy.copy(twin.config)._attn_implementation == "layerzero"
     elif way == "save":
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
         assert not any(vars(each).get("_layerzero") for each in twin.modules())
+        assert model.config._attn_implementation == "layerzero"
+        assert twin.config._attn_implementation == "sdpa"  # of a process that may have no LayerZero
         assert lz.optimize(twin).replaced
     else:
         model.save_pretrained(tmp_path)

@@ -151,6 +151,8 @@ def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float 
         errors.append((distance(ours, theirs), theirs.dtype))
 
     if run is None:
+        if any(each.is_meta for each in found.model.parameters()):
+            return None, "its weights are on the meta device and have no values; it is compared with inputs="
         for query, key, value in found.examples():
             seen = torch.ones(2, 1, 5, 7, dtype=torch.bool, device=query.device)
             seen[0, :, :, 4:] = False
