@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.spent import OUTSIDE
+from layerzero.integrations.optimize.stock import stock_of
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.measuring.refused import differs
 
@@ -115,6 +117,20 @@ def test_time_is_told_by_modules_before_and_after(monkeypatch: pytest.MonkeyPatc
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     assert "step" in {each.kind for each in report.replaced}
     assert torch.equal(greedy(model, ids, 4), expected)
+
+
+def test_a_gain_names_what_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sends norms to other kernels where a language for them is installed: another stock, another gain."""
+    report = lz.optimize(made(), {"input_ids": tokens()}, rounds=1, budget_s=0.0, isolate=False)
+    assert f"before is torch {torch.__version__}, transformers {transformers.__version__} with sdpa, on " in str(report)
+    assert f"{torch.get_num_threads()} threads of " in report.stock
+    assert "TORCH_DISABLE_NATIVE_JIT" not in report.stock
+    assert "before is" not in str(lz.optimize(made()))
+    node = SimpleNamespace(dsl_name="cutedsl")
+    graphs = {("_fused_rms_norm", "CPU"): [node], ("bmm", "CUDA"): [node]}
+    monkeypatch.setitem(sys.modules, "torch._native.registry", SimpleNamespace(_graphs=graphs))
+    told = stock_of(nn.Linear(2, 2), torch.device("cpu"))
+    assert told.endswith("; torch's own cutedsl kernel for _fused_rms_norm, which TORCH_DISABLE_NATIVE_JIT=1 turns off")
 
 
 _TWICE = """

@@ -82,7 +82,8 @@ def _changes(rows: list[Mapping[str, Any]], most: int) -> Iterator[str]:
             yield escape(f"{each['count']} {each['module']} by {_short(each['by'], most)}{kernels}")
         before, packed = (row["bytes"][name] / 1e6 for name in ("weights", "packed"))
         left = sum(row["left"].values())
-        yield f"[dim]{left} module{'' if left == 1 else 's'} left, {before:.0f} MB of weights and {packed:.0f} MB of packed copies[/]"
+        modules = "1 module" if left == 1 else f"{left} modules"
+        yield f"[dim]{modules} left, {before:.0f} MB of weights and {packed:.0f} MB of packed copies[/]"
 
 
 def _short(kernels: str, most: int) -> str:

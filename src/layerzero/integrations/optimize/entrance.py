@@ -23,6 +23,7 @@ from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.measured import measure
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
+from layerzero.integrations.optimize.stock import stock_of
 from layerzero.integrations.optimize.swapping import (
     Packs,
     State,
@@ -141,6 +142,7 @@ def _optimized(
     memory_limit = report.memory_limit
     workload = None if inputs is None else workload_of(model, inputs)
     before = [] if workload is None else workload.run()
+    report.stock = "" if workload is None else stock_of(root, workload.device)
     attention = _attention(root, report, workload)
     whole, taken = _layers(attention, report)
     found = find(root, report, taken, measured=inputs is not None, tell=tell)
