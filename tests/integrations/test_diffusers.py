@@ -363,6 +363,35 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # lz.optimize
 
 
+def test_a_version_that_nobody_tried_is_left_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "version", lambda name: "0.99.0")
+    model, call = flux()
+    model.eval()
+    wanted = run(model, call)
+    report = lz.optimize(model)
+    assert "attention" not in {each.kind for each in report.replaced}
+    assert any("got 0.99.0" in each.why for each in report.left)
+    torch.testing.assert_close(run(model, call), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_what_fails_late_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.integrations.optimize import diffusion
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(diffusion, "rotations", fail)
+    model, call = flux()
+    model.eval()
+    wanted = run(model, call)
+    with pytest.raises(RuntimeError, match="planted"):
+        lz.optimize(model)
+    assert not any("_layerzero" in vars(each) for each in model.modules())
+    with attentions() as calls:
+        assert torch.equal(run(model, call), wanted)
+    assert not calls
+
+
 @pytest.mark.usefixtures("packs")
 @pytest.mark.parametrize("make", [sd3, *(pytest.param(each, marks=pytest.mark.slow) for each in (wan, autoencoder))])
 def test_optimize_takes_attention_norms_and_products_and_tells_the_rest(make: Any) -> None:

@@ -95,8 +95,12 @@ def attention(
     What is left, and the norms that no module of its own computes, go into the report.
     """
     for path, model in _models_of(root):
-        found = AttentionOf(path, model)
         name = type(model).__name__
+        try:
+            found = AttentionOf(path, model)
+        except ImportError as error:  # a version whose private registry nobody tried
+            report.left.append(Left(path, name, f"attention: {error}"))
+            continue
         report.left += [Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items()]
         report.left += [Left(path, name, why) for why in _unserved(model)]
         if not found:

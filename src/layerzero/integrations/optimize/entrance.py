@@ -120,10 +120,14 @@ def optimize(
         why = f"{already} of its modules are LayerZero's already; undo() the first report to begin anew"
         report.left.append(Left("", type(root).__name__, why))
         return report
-    with bar_or(progress) as tell:
-        return _optimized(
-            model, root, report, inputs, tell, graph=graph, rounds=rounds, budget_s=budget_s, isolate=isolate
-        )
+    try:
+        with bar_or(progress) as tell:
+            return _optimized(
+                model, root, report, inputs, tell, graph=graph, rounds=rounds, budget_s=budget_s, isolate=isolate
+            )
+    except BaseException:  # all or nothing, whatever failed and however late
+        report.undo()
+        raise
 
 
 def _optimized(
@@ -188,11 +192,7 @@ def _optimized(
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report
-    try:
-        measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate, tell=tell)
-    except BaseException:
-        report.undo()
-        raise
+    measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate, tell=tell)
     return report
 
 
