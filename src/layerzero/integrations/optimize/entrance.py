@@ -16,7 +16,7 @@ from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.finding import find
-from layerzero.integrations.optimize.inputs import Workload, workload_of
+from layerzero.integrations.optimize.inputs import Workload, is_function, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
@@ -69,8 +69,8 @@ def optimize(
     run under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
-        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers, a
-            SentenceTransformer).
+        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a
+            SentenceTransformer in either mode, for its ``encode()`` leaves training mode by itself.
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
         graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
@@ -111,7 +111,7 @@ def optimize(
     model = diffusion.whole(model)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit)
-    if root.training:
+    if root.training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
         return report
@@ -128,6 +128,14 @@ def optimize(
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
+
+
+def _evaluates_itself(root: Module) -> bool:
+    """Whether a model is put into evaluation mode by whoever uses it: a new SentenceTransformer is in training mode,
+    and its encode() changes that. Until then, and when it is trained, its own code runs.
+    """
+    library = type(root).__module__.partition(".")[0]
+    return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
 
 
 def _optimized(
