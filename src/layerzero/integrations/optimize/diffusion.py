@@ -98,8 +98,8 @@ def attention(
         name = type(model).__name__
         try:
             found = AttentionOf(path, model)
-        except ImportError as error:  # a version whose private registry nobody tried
-            report.left.append(Left(path, name, f"attention: {error}"))
+        except ImportError as untested:  # a version whose private registry nobody tried
+            report.left.append(Left(path, name, f"attention: {untested}"))
             continue
         report.left += [Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items()]
         report.left += [Left(path, name, why) for why in _unserved(model)]

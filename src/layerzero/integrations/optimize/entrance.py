@@ -131,8 +131,9 @@ def optimize(
 
 
 def _evaluates_itself(root: Module) -> bool:
-    """Whether a model is put into evaluation mode by whoever uses it: a new SentenceTransformer is in training mode,
-    and its encode() changes that. Until then, and when it is trained, its own code runs.
+    """Whether a model leaves training mode when it is used, as a new SentenceTransformer does when it encodes.
+
+    Until then, and when it is trained, its own code runs.
     """
     library = type(root).__module__.partition(".")[0]
     return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
