@@ -17,6 +17,7 @@ from rich.console import Console
 
 import layerzero as lz
 from layerzero.cli import demo as demonstration
+from layerzero.cli.demo_screen import show
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +85,18 @@ def test_it_says_what_changed_why_and_what_to_do_next_on_one_screen(shown: tuple
     for command in commands:
         program, first = command.split()[:2]
         assert (ROOT / first).exists() if program == "python" else first in ("doctor", "tune"), command
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(shown: tuple[dict[str, Any], str]) -> None:
+    result, _ = shown
+    for width in (80, 100):
+        output = io.StringIO()
+        show(Console(file=output, width=width), result)
+        lines = output.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        first, *others = lines
+        assert "their ratios" in first or first.endswith("…")  # a processor's name may be long
+        assert not [line for line in others if "…" in line]
 
 
 def test_json_prints_nothing() -> None:

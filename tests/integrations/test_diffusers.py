@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -251,6 +253,41 @@ def test_processors_still_say_their_class_and_are_saved_as_stock() -> None:
     assert kinds == {"AttnProcessor"}
 
 
+def test_a_backend_is_loaded_where_nobody_knows_it(tmp_path: Any) -> None:
+    model, _ = flux()
+    served = lz.register_with_diffusers(model)
+    assert served.served
+    torch.save(model, tmp_path / "model.pt")
+    assert copy.deepcopy(model).transformer_blocks[0].attn.processor._attention_backend == "layerzero"
+    code = (
+        "import sys, torch; sys.modules['layerzero'] = None; model = torch.load(sys.argv[1], weights_only=False); "
+        "assert model.transformer_blocks[0].attn.processor._attention_backend is None"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_without_values_is_left_with_a_reason() -> None:
+    model, _ = flux()
+    report = lz.optimize(model.eval().to("meta"))
+    assert not report.replaced
+    assert any("meta device" in each.why for each in report.left if each.why.startswith("attention"))
+
+
+def test_a_model_in_a_dtype_that_nothing_computes_in_is_left_with_a_reason() -> None:
+    """As layerwise casting keeps weights, which casts them back in hooks of its own."""
+    model, call = flux()
+    model.eval()
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    wanted = run(model, call)
+    report = lz.optimize(model)
+    assert "attention" not in {each.kind for each in report.replaced}
+    assert any("could not be compared" in each.why for each in report.left)
+    torch.testing.assert_close(run(model, call), wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_what_somebody_chose_meanwhile_is_not_taken_back() -> None:
     from diffusers.models.attention_processor import AttnProcessor
 
@@ -336,6 +373,35 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # lz.optimize
+
+
+def test_a_version_that_nobody_tried_is_left_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "version", lambda name: "0.99.0")
+    model, call = flux()
+    model.eval()
+    wanted = run(model, call)
+    report = lz.optimize(model)
+    assert "attention" not in {each.kind for each in report.replaced}
+    assert any("got 0.99.0" in each.why for each in report.left)
+    torch.testing.assert_close(run(model, call), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_what_fails_late_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.integrations.optimize import diffusion
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(diffusion, "rotations", fail)
+    model, call = flux()
+    model.eval()
+    wanted = run(model, call)
+    with pytest.raises(RuntimeError, match="planted"):
+        lz.optimize(model)
+    assert not any("_layerzero" in vars(each) for each in model.modules())
+    with attentions() as calls:
+        assert torch.equal(run(model, call), wanted)
+    assert not calls
 
 
 @pytest.mark.usefixtures("packs")

@@ -214,12 +214,15 @@ def test_copies_compute_with_their_own_weights(way: str, tmp_path: Any) -> None:
     if way == "deepcopy":
         twin = copy.deepcopy(model)
         assert any("_layerzero" in vars(each) for each in twin.modules())
+        assert copy.copy(twin.config)._attn_implementation == "layerzero"
     elif way == "save":
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
         twin = torch.load(file, weights_only=False)
         assert not any(vars(each).get("_layerzero") for each in twin.modules())
+        assert model.config._attn_implementation == "layerzero"
+        assert twin.config._attn_implementation == "sdpa"  # of a process that may have no LayerZero
         assert lz.optimize(twin).replaced
     else:
         model.save_pretrained(tmp_path)
@@ -406,7 +409,9 @@ def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("packs")
-def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Any) -> None:
+@pytest.mark.parametrize("state", ["new", "new, with inputs", "used"])
+def test_a_sentence_transformer_gives_the_same_embeddings(state: str, tmp_path: Any) -> None:
+    """A new one is in training mode until it encodes."""
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="needs version 6 of it")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "small", "random", "words", "are", "enough"]
@@ -417,9 +422,17 @@ def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Any) -> None
     encoder = parts.Transformer(str(tmp_path), max_seq_length=16)
     model = library.SentenceTransformer(modules=[encoder, parts.Pooling(32)], device="cpu")
     texts = ["small words", "random words are enough", "small"]
-    expected = torch.as_tensor(model.encode(texts))
-    report = lz.optimize(model)
-    assert {"attention", "linear"} <= {each.kind for each in report.replaced}, report
+    expected = torch.as_tensor(copy.deepcopy(model).encode(texts))
+    if state == "used":
+        model.encode(texts)
+    assert model.training is (state != "used")
+    if state == "new, with inputs":
+        assert not lz.optimize(model, model.tokenize(texts)).replaced  # called as it is, in training mode
+        report = lz.optimize(model, lambda: model.encode(texts), rounds=1, budget_s=0.0, isolate=False)
+        assert report.timed is not None
+    else:
+        report = lz.optimize(model)
+        assert {"attention", "linear"} <= {each.kind for each in report.replaced}, report
     torch.testing.assert_close(torch.as_tensor(model.encode(texts)), expected, rtol=1e-4, atol=1e-4)
     report.undo()
     assert torch.equal(torch.as_tensor(model.encode(texts)), expected)

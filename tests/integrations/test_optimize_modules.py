@@ -181,6 +181,17 @@ def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> No
         assert [dict(vars(each)) for each in model.modules()] == before
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_torchscript_is_left_with_a_reason() -> None:
+    x = torch.randn(3, 16)
+    scripted = torch.jit.trace(nn.Linear(16, 16), x)
+    model = nn.Sequential(scripted, nn.LayerNorm(16)).eval()
+    expected = model(x)
+    report = lz.optimize(model)
+    assert any("TorchScript" in each.why for each in report.left if each.path == "0"), report
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_who_hooks_or_exchanges_an_inner_module_later_is_heard() -> None:
     model = nn.Sequential(Gated(nn.SiLU())).eval()
     lz.optimize(model)

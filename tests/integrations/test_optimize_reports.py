@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.spent import OUTSIDE
+from layerzero.integrations.optimize.stock import stock_of
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.measuring.refused import differs
 
@@ -115,6 +117,20 @@ def test_time_is_told_by_modules_before_and_after(monkeypatch: pytest.MonkeyPatc
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     assert "step" in {each.kind for each in report.replaced}
     assert torch.equal(greedy(model, ids, 4), expected)
+
+
+def test_a_gain_names_what_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sends norms to other kernels where a language for them is installed: another stock, another gain."""
+    report = lz.optimize(made(), {"input_ids": tokens()}, rounds=1, budget_s=0.0, isolate=False)
+    assert f"before is torch {torch.__version__}, transformers {transformers.__version__} with sdpa, on " in str(report)
+    assert f"{torch.get_num_threads()} threads of " in report.stock
+    assert "TORCH_DISABLE_NATIVE_JIT" not in report.stock
+    assert "before is" not in str(lz.optimize(made()))
+    node = SimpleNamespace(dsl_name="cutedsl")
+    graphs = {("_fused_rms_norm", "CPU"): [node], ("bmm", "CUDA"): [node]}
+    monkeypatch.setitem(sys.modules, "torch._native.registry", SimpleNamespace(_graphs=graphs))
+    told = stock_of(nn.Linear(2, 2), torch.device("cpu"))
+    assert told.endswith("; torch's own cutedsl kernel for _fused_rms_norm, which TORCH_DISABLE_NATIVE_JIT=1 turns off")
 
 
 _TWICE = """
@@ -315,6 +331,31 @@ def test_an_adapter_around_a_layers_product_is_never_passed_over() -> None:
     assert tokens_before.shape == (2, 15)
     report.undo()
     assert torch.equal(output(later, tokens()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_an_adapter_merges_past_torchs_count_are_packed_anew(dtype: torch.dtype) -> None:
+    """As peft merges, and takes back: through .data, which torch does not count as a write."""
+
+    def add(model: Any, factor: float) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for each in model.modules():
+            if isinstance(each, nn.Linear):
+                delta = torch.randn(each.weight.shape, generator=generator) * 0.1 * factor
+                each.weight.data += delta.to(dtype)
+
+    model, other = made().to(dtype), made().to(dtype)
+    report = lz.optimize(model)
+    before = output(model, tokens())
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    for factor in (1.0, -1.0):
+        add(model, factor)
+        add(other, factor)
+        expected = output(other, tokens())
+        error = (output(model, tokens()) - expected).abs().max() / expected.abs().max()
+        assert error < tolerance
+        assert factor < 0 or (before - expected).abs().max() / expected.abs().max() > 2 * tolerance
+    report.undo()
 
 
 def test_a_version_of_transformers_that_nobody_tried_is_left_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,20 @@ def test_continuous_batching_gives_the_tokens_of_one_by_one(name: str, way: str)
         report.undo()
 
 
+@pytest.mark.skipif(not _takes_a_cache(), reason="this version of Transformers refuses every name but its own")
+def test_a_model_that_was_loaded_before_anything_was_registered_is_batched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    stock, _ = llama.pair()
+    stock.set_attn_implementation("sdpa")
+    method = Manager.switch_to_cb_friendly_attn
+    monkeypatch.setattr(Manager, "switch_to_cb_friendly_attn", getattr(method, "__wrapped__", method))
+    report = lz.optimize(stock)
+    assert hasattr(Manager.switch_to_cb_friendly_attn, "_layerzero")
+    report.undo()
+
+
 def test_a_batch_without_a_mask_is_refused() -> None:
     (llama,) = (each for each in DECODERS if each.name == "Llama")
     _, ours = llama.pair()

@@ -100,14 +100,41 @@ def test_a_weight_that_was_written_into_is_packed_again(path, kernel):
     close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)
 
 
-def test_another_memory_under_the_same_weight_is_seen_and_writes_through_data_are_not():
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("way", ["data", "numpy", "inference"])
+def test_writes_that_torch_does_not_count_are_seen_in_memory(path, kernel, way):
+    x, weight, bias = made(torch.float32)
+    if way == "inference":
+        with torch.inference_mode():
+            weight = weight.clone()
+    packed = lz.PackedWeight(weight)
+    locked_call(kernel, x, weight, bias, packed=packed)
+    if way == "numpy":
+        weight.numpy()[:] *= 2
+    elif way == "data":
+        weight.data += 0.5
+    else:
+        with torch.inference_mode():
+            weight.mul_(2)
+    assert packed.is_stale
+    packed.refresh()
+    close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.randn(3, 3), lambda: torch.randn(16, 32)[:, ::2]])
+def test_memory_that_is_small_or_not_the_weights_alone_is_not_looked_into(make):
+    weight = make()
+    packed = lz.PackedWeight(weight)
+    weight.data.mul_(2)
+    assert packed.kind_for(weight) == "packed"
+
+
+def test_another_memory_under_the_same_weight_is_seen():
     _, weight, _ = made()
     packed = lz.PackedWeight(weight)
     weight.data = weight.data.clone()
     assert packed.kind_for(weight) == "stale"
     packed.refresh()
-    weight.data.mul_(2)  # as documented: torch does not count it
-    assert packed.kind_for(weight) == "packed"
     layer = nn.Linear(96, 64)
     packed = lz.PackedWeight(layer.weight)
     layer.load_state_dict(layer.state_dict())

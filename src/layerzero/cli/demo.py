@@ -305,7 +305,7 @@ def _told(report: Report) -> dict[str, Any]:
             codes = {reason.code for reason in each.reasons}
             elsewhere = ReasonCode.PLATFORM_MISMATCH in codes
             absent = ReasonCode.NOT_INSTALLED in codes
-            refused["for other devices" if elsewhere else "not installed" if absent else "outside their limits"] += 1
+            refused["by device" if elsewhere else "not installed" if absent else "by their limits"] += 1
     legal = [each.kernel.id for each in report.candidates if each.legal]
     return {"call": report.operation, "kernel": report.kernel_id, "legal": legal, "refused": dict(refused)}
 

@@ -299,6 +299,8 @@ def backend_of_diffusers() -> Any:
     if NAME not in names._value2member_map_:
         member = str.__new__(names, NAME)
         member._name_, member._value_ = NAME.upper(), NAME
+        # a pickled processor loads where there is no LayerZero, with no backend of its own
+        member.__reduce_ex__ = lambda _: (getattr, (names, NAME.upper(), None))
         type.__setattr__(names, NAME.upper(), member)
         names._member_names_.append(NAME.upper())
         names._member_map_[NAME.upper()] = names._value2member_map_[NAME] = member

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.transformers_batching import keys_of
+from layerzero.integrations.transformers_batching import keys_of, serve_batches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
 from layerzero.integrations.transformers_loading import check_at_load, settings_of
 
@@ -97,6 +97,12 @@ def register_with_transformers(name: str = "layerzero") -> None:
     _registered.add(name)
     check_at_load(_registered)
     register_experts(name, _registered)
+
+
+def batch(model: Any) -> None:
+    """Let ``generate_batch`` of a model run under every registered name, whenever it was loaded."""
+    if hasattr(model, "generate_batch"):
+        serve_batches(_registered)
 
 
 def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:

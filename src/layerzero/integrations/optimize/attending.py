@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,31 @@ FROM = "sdpa"
 
 OWN = "eager"
 """The setting that is exchanged in models that torch's function does not serve: they have no other."""
+
+
+class Setting(str):
+    """The name that is set while a model's attention is LayerZero's, written down as the setting that it stands for.
+
+    ``torch.save`` of an optimized model writes the stock one, for places where nobody has registered the name.
+    """
+
+    __slots__ = ("before",)
+    before: str
+
+    def __new__(cls, name: str, before: str) -> Self:
+        made = super().__new__(cls, name)
+        made.before = before
+        return made
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.before,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model is optimized, too."""
+        return self
+
+    def __copy__(self) -> Self:
+        return self
 
 
 class AttentionSwap:
@@ -58,8 +83,9 @@ class AttentionSwap:
 
     def on(self, name: str = NAME) -> None:
         """Let LayerZero compute it, wherever the model's own choice was torch's function."""
-        for config, _ in self._before:
-            config._attn_implementation_internal = name
+        for config, before in self._before:
+            exchanged = name == NAME != before
+            config._attn_implementation_internal = Setting(name, before) if exchanged else name
 
     def off(self) -> None:
         """Give every configuration what it had, except where somebody chose another one meanwhile."""
@@ -125,10 +151,11 @@ def why_not(model: Any) -> str:
 
 
 def attention_swap(model: Any) -> AttentionSwap:
-    """The exchange for a model; makes the name known to Transformers."""
-    from layerzero.integrations.transformers import register_with_transformers
+    """The exchange for a model; makes the name known to Transformers, in continuous batching, too."""
+    from layerzero.integrations.transformers import batch, register_with_transformers
 
     register_with_transformers(NAME)
+    batch(model)  # where it was loaded before the name was known, nobody asked
     return AttentionSwap(model)
 
 

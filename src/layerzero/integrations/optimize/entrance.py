@@ -16,13 +16,14 @@ from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.finding import find
-from layerzero.integrations.optimize.inputs import Workload, workload_of
+from layerzero.integrations.optimize.inputs import Workload, is_function, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.measured import measure
 from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
+from layerzero.integrations.optimize.stock import stock_of
 from layerzero.integrations.optimize.swapping import (
     Packs,
     State,
@@ -68,8 +69,8 @@ def optimize(
     run under autocast, in training mode or in ``torch.compile`` run the modules' own code.
 
     Args:
-        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers, a
-            SentenceTransformer).
+        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a
+            SentenceTransformer in either mode, for its ``encode()`` leaves training mode by itself.
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
         graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
@@ -110,7 +111,7 @@ def optimize(
     model = diffusion.whole(model)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit)
-    if root.training:
+    if root.training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
         return report
@@ -119,10 +120,23 @@ def optimize(
         why = f"{already} of its modules are LayerZero's already; undo() the first report to begin anew"
         report.left.append(Left("", type(root).__name__, why))
         return report
-    with bar_or(progress) as tell:
-        return _optimized(
-            model, root, report, inputs, tell, graph=graph, rounds=rounds, budget_s=budget_s, isolate=isolate
-        )
+    try:
+        with bar_or(progress) as tell:
+            return _optimized(
+                model, root, report, inputs, tell, graph=graph, rounds=rounds, budget_s=budget_s, isolate=isolate
+            )
+    except BaseException:  # all or nothing, whatever failed and however late
+        report.undo()
+        raise
+
+
+def _evaluates_itself(root: Module) -> bool:
+    """Whether a model leaves training mode when it is used, as a new SentenceTransformer does when it encodes.
+
+    Until then, and when it is trained, its own code runs.
+    """
+    library = type(root).__module__.partition(".")[0]
+    return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
 
 
 def _optimized(
@@ -141,6 +155,7 @@ def _optimized(
     memory_limit = report.memory_limit
     workload = None if inputs is None else workload_of(model, inputs)
     before = [] if workload is None else workload.run()
+    report.stock = "" if workload is None else stock_of(root, workload.device)
     attention = _attention(root, report, workload)
     whole, taken = _layers(attention, report)
     found = find(root, report, taken, measured=inputs is not None, tell=tell)
@@ -186,11 +201,7 @@ def _optimized(
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report
-    try:
-        measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate, tell=tell)
-    except BaseException:
-        report.undo()
-        raise
+    measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate, tell=tell)
     return report
 
 

@@ -95,6 +95,11 @@ def _noted(call: Callable[[], Any], how: str) -> Callable[[], Any]:
     return run
 
 
+def is_function(inputs: Any) -> bool:
+    """Whether inputs are a function that runs the model, and no arguments of a call."""
+    return callable(inputs) and not isinstance(inputs, (Mapping, tuple, list, Tensor))
+
+
 def workload_of(model: Any, inputs: Any) -> Workload:
     """A way to run a model on what the caller gave."""
     first = next((each for each in tensors_of_model(model)), None)

@@ -24,6 +24,7 @@ from layerzero.integrations.optimize.norms import Norm
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward
+from layerzero.ops.linear.glancing import Glance
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
@@ -40,6 +41,7 @@ class Normed:
     def __init__(self, module: Module, norm: Norm) -> None:
         self.module, self.form, self.norm = module, norm.form, norm
         self._made_of: tuple[Any, ...] = ()
+        self._stood: Glance | None = None
         self._factor = torch.empty(0)
         self._writes_both: bool | None = None
 
@@ -64,11 +66,11 @@ class Normed:
         if self.form != "one_plus":
             return weight
         made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
-        if self._made_of != made_of:
+        if self._made_of != made_of or self._stood is None or self._stood.differs:
             factor = (1 + weight.detach().float()).to(weight.dtype)
             if capture_of(weight) is not None:  # it holds nothing before a replay
                 return factor
-            self._factor, self._made_of = factor, made_of
+            self._factor, self._made_of, self._stood = factor, made_of, Glance(weight)
         return self._factor
 
     def alone(self, rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from layerzero.integrations.optimize.candidate import (
     random_rows,
 )
 from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, stays_stock, weight_of
+from layerzero.ops.linear.glancing import Glance
 
 _LARGEST_EPS = 0.01
 
@@ -61,16 +62,17 @@ class OnePlus(Norm):
     def __init__(self, form: str, eps: float | None) -> None:
         super().__init__(form, eps)
         self._made_of: tuple[int, int] | None = None
+        self._stood: Glance | None = None
         self._sum = torch.empty(0)
 
     def factor(self, weight: Tensor) -> Tensor:
         """1 + weight, exact enough for any dtype of the weight."""
         made_of = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if self._made_of != made_of:
+        if self._made_of != made_of or self._stood is None or self._stood.differs:
             total = 1 + weight.detach().float()
             if capture_of(weight) is not None:  # it holds nothing before a replay
                 return total
-            self._sum, self._made_of = total, made_of
+            self._sum, self._made_of, self._stood = total, made_of, Glance(weight)
         return self._sum
 
     @property

@@ -17,6 +17,8 @@ def refusal(module: Module, parent: Module | None = None) -> str:
     """Say why a module, or what it covers, may not be replaced; empty where nothing speaks against it."""
     for path, each in module.named_modules():
         where = f" of {path}" if path else ""
+        if isinstance(each, torch.jit.ScriptModule):
+            return f"its code{where} is TorchScript's, whose forward is none of Python"
         if is_swapped(each):
             return f"its forward{where} is LayerZero's already; undo() the first report to begin anew"
         if has_own_forward(each):

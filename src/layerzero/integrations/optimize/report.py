@@ -76,6 +76,7 @@ class Optimized:
         spent: time by modules before and after; None without inputs.
         tuned: what was measured for the inputs' calls; None without inputs.
         refused: why known times of what was measured do not count here, and how many: another device, other versions.
+        stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -88,6 +89,7 @@ class Optimized:
     spent: Spent | None = None
     tuned: Tuned | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
+    stock: str = ""
     _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
 
@@ -154,6 +156,7 @@ class Optimized:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:
             lines += ["", *str(self.timed).splitlines()]
+            lines += [f"before is {self.stock}"] if self.stock else []
         if self.spent is not None:
             lines += ["", *self.spent.lines()]
         if self.tuned is not None:

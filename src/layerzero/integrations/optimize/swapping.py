@@ -2,8 +2,8 @@
 
 Nothing of a class or of the process changes. What the new forward keeps lies on the module as well, under one name that
 is no parameter, buffer or submodule, so names and values of a state dict stay what they are. A deep copy takes both
-along, with its own weights. A pickle does not: what ``torch.save`` wrote loads as the stock module, without LayerZero.
-(The attention setting of a Transformers configuration is pickled as it stands: undo before saving for other places.)
+along, with its own weights. A pickle does not: what ``torch.save`` wrote loads as the stock module, without LayerZero,
+and with the attention that the model had before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules import module as _module
 
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
@@ -202,6 +203,8 @@ def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:
         return True
     if type(input) not in _PLAIN or in_transform():
         return True
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:  # they wait for every module's call
+        return True
     wanted = torch.is_grad_enabled()
     if wanted and input.requires_grad:
         return True
@@ -264,7 +267,11 @@ class Swap:
         self.module.__dict__["forward"] = MethodType(self.forward, self.module)
 
     def off(self) -> None:
-        """Take it off the module, which has its class's forward again. Off already, or another's: leave it."""
+        """Take it off the module, which has its class's forward again. Off already, or another's: leave it.
+
+        A forward that somebody put around it since (accelerate's, of a hook) stays, and finds the class's beneath.
+        """
         if self.is_on:
             del self.module.__dict__[MARK]
-            del self.module.__dict__["forward"]
+            if getattr(self.module.__dict__.get("forward"), "__func__", None) is self.forward:
+                del self.module.__dict__["forward"]

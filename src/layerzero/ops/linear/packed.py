@@ -15,6 +15,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.linear.glancing import Glance
 
 PACKED = "packed"
 """The kind of a packed weight that belongs to its call."""
@@ -68,9 +69,10 @@ class PackedWeight(Handle):
     weight itself is kept weakly: when it is gone, so is what was made of it.
 
     A packed weight is for the very tensor object that it was made of; a view of it is another. After the weight was
-    written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes tells, and the
-    address of the memory; what it does not count is not seen: writes through ``weight.data`` or a NumPy array, those of
-    other libraries, and all writes into a tensor that was made in inference mode. Call :meth:`refresh` after them.
+    written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes tells, the address
+    of the memory, and on a CPU eight words of it: torch does not count writes through ``weight.data`` or a NumPy array,
+    those of other libraries, nor any into a tensor that was made in inference mode. One that leaves those words as they
+    were, or happens on another device, is not seen: call :meth:`refresh` after it.
     Calls that record gradients of the weight take kernels that do not pack.
 
     Args:
@@ -89,6 +91,8 @@ class PackedWeight(Handle):
         super().__init__((weight,), PACKED)
         slots = self._slots
         self._weight = weakref.ref(weight, lambda _: slots.clear())
+
+        self._glance = Glance(weight)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -121,6 +125,11 @@ class PackedWeight(Handle):
         return weight
 
     @property
+    def is_stale(self) -> bool:
+        """Whether the weight was written into or moved since; only where it lies as before is it looked into."""
+        return self._versions != self._current_versions() or self._glance.differs
+
+    @property
     def is_gone(self) -> bool:
         """Whether the weight that it was made of lives no more: it fits no call, then."""
         return self._weight() is None
@@ -140,7 +149,7 @@ class PackedWeight(Handle):
         weight = tensors[0]
         if weight is not self._weight():
             return FOREIGN
-        return PACKED if _state_of(weight) == self._versions else STALE
+        return STALE if self.is_stale else PACKED
 
     def form(self, owner: Hashable, pack: Pack) -> Any:
         """The weight as a kernel wants it, packed on its first call."""
@@ -154,6 +163,9 @@ class PackedWeight(Handle):
         with self._lock:
             self._slots.clear()
             self._versions = self._current_versions()
+            weight = self._weight()
+            if weight is not None:
+                self._glance = Glance(weight)
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,76 @@
+"""What is done to a model behind the back of ``lz.optimize``: hooks of a process, forwards put around, hidden writes."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import transformers
+
+import layerzero as lz
+
+
+def made(kind="Llama", **more):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+IDS = torch.arange(1, 13).view(2, 6)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_hooks_of_the_process_hear_every_module():
+    model = made()
+    heard = []
+    names = {id(module): name for name, module in model.named_modules()}
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(names.get(id(module))))
+    try:
+        logits(model)
+        wanted, heard[:] = sorted(heard), []
+        lz.optimize(model)
+        heard.clear()
+        logits(model)
+    finally:
+        hook.remove()
+    assert sorted(heard) == wanted
+
+
+def test_a_forward_that_was_put_around_stays_when_ours_is_taken_off():
+    model = made()
+    before = logits(model)
+    report = lz.optimize(model)
+    layer = model.model.layers[0]
+    ours, called = layer.forward, []
+
+    def around(self, *given, **named):
+        called.append(self)
+        return type(self).forward(self, *given, **named)
+
+    layer.forward = types.MethodType(around, layer)
+    report.undo()
+    assert ours is not layer.forward
+    assert torch.equal(logits(model), before)
+    assert called == [layer]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["layers", "norms alone"])
+def test_a_weight_that_is_written_past_torchs_count_counts_at_once(whole):
+    model = made("Gemma2", head_dim=8, query_pre_attn_scalar=8)
+    target = model if whole else model.model.norm
+    report = lz.optimize(target)
+    assert report.replaced
+    logits(model)
+    with torch.no_grad():
+        for each in (model.model.norm, model.model.layers[1].input_layernorm):
+            each.weight.data.copy_(torch.randn_like(each.weight))
+    got = logits(model)
+    report.undo()
+    torch.testing.assert_close(got, logits(model), atol=1e-4, rtol=1e-4)
