@@ -1,4 +1,4 @@
-"""What is done to a model behind the back of ``lz.optimize``: hooks of a process, forwards put around, hidden writes."""
+"""What happens to a model behind the back of ``lz.optimize``: hooks of a process, forwards put around, hidden writes."""
 
 from __future__ import annotations
 
