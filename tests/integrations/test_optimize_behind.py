@@ -1,4 +1,4 @@
-"""What happens to a model behind the back of ``lz.optimize``: hooks of a process, forwards put around, hidden writes."""
+"""What happens to a model behind the back of ``lz.optimize``: hooks of the process, other forwards, hidden writes."""
 
 from __future__ import annotations
 
