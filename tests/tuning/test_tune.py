@@ -333,14 +333,17 @@ def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
     assert found.verdict is Verdict.PASSED, found.detail
 
 
-def test_a_library_s_kernels_go_to_one_child():
+def test_calls_of_a_kernel_go_to_one_child_and_what_may_compile_comes_last():
     facts = Job(*norm_case("norm.rms", 8, 64), "float32").facts("cpu")
     pairs = [(kernel, facts) for kernel in lz.list_kernels() for _ in range(2)]
     shares = rehearsal._shares(pairs, 3)
     assert sum(map(len, shares)) == len(pairs)
-    homes = [{kernel.source for kernel, _ in share} for share in shares]
+    homes = [{kernel.id for kernel, _ in share} for share in shares]
     assert not homes[0] & homes[1]
     assert not homes[1] & homes[2]
+    assert [[kernel.jit for kernel, _ in share] for share in shares] == [
+        sorted(kernel.jit for kernel, _ in share) for share in shares
+    ]
 
 
 def test_without_a_folder_nothing_is_known_about_the_machine_and_nothing_is_new():
