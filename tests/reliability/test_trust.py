@@ -100,7 +100,7 @@ def test_children_import_nothing_from_where_they_are_started():
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "socket", "urllib.request", "http", "requests", "ftplib"}
 FORBIDDEN_CALLS = {"eval", "os.system", "os.popen", "yaml.load", "torch.load", "torch.hub.load", "__import__"}
 EXEC = {"engine/call.py", "engine/planning.py"}
-CHILDREN = {"testing/process.py", "tuning/proving/toolchain.py"}  # the latter asks the compiler that torch is about to run
+CHILDREN = {"testing/process.py", "tuning/proving/toolchain.py"}  # the latter asks the compiler that torch uses
 
 
 def written(node):
