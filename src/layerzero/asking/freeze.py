@@ -23,6 +23,7 @@ from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
+from layerzero.engine.fusing import FUSING
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 
@@ -102,6 +103,7 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     if manifest is None:
         held = Frozen({})
         ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
+        FUSING.look(frozen=True, registered=ENGINE.registry.has_own)
         _keep_plans(held)
     else:
         found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)

@@ -178,6 +178,8 @@ class Operation:
         plain: what an operation without tensors has in place of what tensors are drawn and compared by.
         stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
             result; None where torch has none for them.
+        fuses: whether compiled code computes ``stock`` in place of a kernel: what a compiler does in one loop with the
+            operations around it.
         name: the operation's name, ``attention.gqa.prefill``.
         layouts: layouts that a call may have, that of the schema first; empty where axes have no layout.
         behind: by the name of every fact that its calls have, the axes that it follows from.
@@ -214,6 +216,7 @@ class Operation:
     class_facts: tuple[str, ...] = ()
     plain: Plain | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
+    fuses: bool = False
     behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)
     layouts: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -227,6 +230,8 @@ class Operation:
         behind |= {name: frozenset(self.derived_from.get(name, axes)) for name in self.derived}
         object.__setattr__(self, "behind", MappingProxyType(behind))
         problems = []
+        if self.fuses and (self.stock is None or self.schema.mutated):
+            problems.append("fuses: wanted torch's own way (stock=) and nothing that is written into")
         if isinstance(self.judge, Mapping):
             known = self._judged
             strangers = [name for name in self.judge if name not in known]

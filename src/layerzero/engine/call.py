@@ -23,6 +23,7 @@ from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
+from layerzero.engine.fusing import FUSING, expressed, expression_of
 from layerzero.engine.settings import nearest
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
@@ -42,6 +43,10 @@ class Call:
     def __init__(self, function: Function) -> None:
         self.function = function
         self.dispatcher = Dispatcher(function)
+        self.expression = expression_of(function)
+        if self.expression is not None:  # before the first change of anything: the environment may wish
+            engine = self.dispatcher.engine
+            FUSING.look(frozen=engine.frozen is not None, registered=engine.registry.has_own)
         self.source = source(function)
         self.key_of: Callable[..., tuple[Any, ...] | None]
         self.python: Callable[..., Any] = self._generate()
@@ -161,7 +166,10 @@ class Call:
         for listed in schema.lists:
             if isinstance(arguments[listed], int):
                 arguments[listed] = [arguments[listed]]
-        return getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
+        result = getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
+        if self.expression is not None and torch.compiler.is_dynamo_compiling() and not FUSING.wish:
+            return expressed(self.expression, arguments, result)
+        return result
 
     def _unusual(self, *values: Any) -> Any:
         """Run a call that makes no key: subclasses, modes, transforms, objects, or arguments that are wrong."""

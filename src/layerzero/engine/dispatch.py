@@ -27,6 +27,7 @@ from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.frozen import Frozen
+from layerzero.engine.fusing import FUSING
 from layerzero.engine.health import Health
 from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
 from layerzero.engine.policy import Policy
@@ -83,6 +84,7 @@ class Engine:
             policy = CONFIGURATION.policy
             for kept in (self.standings, planning.TEXTS, reuse.OUTLINES):
                 kept.forget()
+            FUSING.look(frozen=self.frozen is not None, registered=self.registry.has_own)
             for cache in self.caches:
                 cache.publish(policy)
 

@@ -18,7 +18,7 @@ from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import legality, score
+from layerzero.engine import fusing, legality, score
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
 from layerzero.engine.standing import Later
@@ -59,6 +59,8 @@ def pick(
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
+    if facts.operation.fuses:
+        notes.append(fusing.told())
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"
         held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)

@@ -70,6 +70,11 @@ class Registry:
     def _by_id(self) -> Mapping[str, Kernel]:
         return self._known.by_id
 
+    @property
+    def has_own(self) -> bool:
+        """Whether the program itself registered a kernel, as far as is known: nothing is loaded for it."""
+        return any(kernel.backend.origin in ("code", "decorator") for kernel in self._by_id.values())
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever kernels or operations are added or removed."""
         self._listeners.append(listener)

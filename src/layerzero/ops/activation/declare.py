@@ -159,6 +159,7 @@ def _operation(
         work=_work(tensors=3 if joined else len(inputs) + 1, flops=flops),
         sweep=joined_sweep if joined else sweep,
         stock=stock_function,
+        fuses=True,
     )
 
 

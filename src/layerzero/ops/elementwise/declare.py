@@ -100,6 +100,7 @@ def _operation(
         derived_from={"rows": ("...",), "input_ndim": ()},
         work=work,
         stock=stock_function,
+        fuses=bool(outputs),
         **({} if "judge" in more else judged),
         **more,
     )

@@ -110,6 +110,7 @@ RMS = Operation(
     work=_work(tensors=2, flops=4),
     sweep=sweep,
     stock=stock.rms_norm,
+    fuses=True,
 )
 
 
@@ -195,6 +196,7 @@ LAYER = Operation(
     complete=lambda sizes: {"last": sizes["hidden"]} if "hidden" in sizes else {"hidden": sizes["last"]},
     sweep=sweep,
     stock=stock.layer_norm,
+    fuses=True,
 )
 
 
