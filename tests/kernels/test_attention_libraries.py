@@ -90,6 +90,20 @@ def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call
     check_library(vllm_flash_attn._load_v2, call)
 
 
+def test_version_3_sums_sinks_alone_where_a_whole_tile_of_queries_sees_no_key():
+    """As its kernel leaves them: -inf of a tile without keys, +inf of a sum beyond what exp can hold."""
+    output, sinks = torch.randn(2, 5, 3, 8), torch.tensor([0.5, -2.0, 1.0]).bfloat16()
+    lse = torch.randn(2, 3, 5)
+    given = lse.clone()
+    given[:, :, 0], given[0, 1, 1] = -torch.inf, torch.inf
+    lse[:, :, 0], lse[0, 1, 1] = sinks.float(), -2.0
+    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, sinks)[1], lse)
+    by_token = vllm_flash_attn.with_lse_of_sinks(output[0], given[0], sinks)[1]
+    assert torch.equal(by_token, lse[0])
+    lse[:, :, 0], lse[0, 1, 1] = -torch.inf, -torch.inf
+    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, None)[1], lse)
+
+
 def check_library(load, call):
     query, key, value = tensors()
     got = load(facts_of(query, key, value, **call))(query, key, value, **call)
