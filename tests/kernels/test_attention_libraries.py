@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from operator_schemas import FA2_SCHEMA, FA3_SCHEMA, Operator
 
 from layerzero.backends import cute_dsl, xformers
 from layerzero.backends.flash_attn import cute as flash_attn_cute
@@ -28,23 +29,6 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
 
-FA3_SCHEMA = (
-    "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
-    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
-    "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, "
-    "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
-)
-FA2_SCHEMA = (
-    "fwd_kvcache(Tensor! q, Tensor kcache, Tensor vcache, Tensor? k, Tensor? v, Tensor? seqlens_k, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, Tensor? cache_batch_idx, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, "
-    "Tensor!? out, float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, "
-    "bool is_rotary_interleaved, int num_splits) -> Tensor[]"
-)
-"""What the libraries of vllm 0.20.0 register."""
-
 
 def facts_of(query, key, value, *, device="H100", operation="attention.gqa.prefill", **arguments):
     built = FactsBuilder(REGISTRY.operation(operation))
@@ -54,18 +38,6 @@ def facts_of(query, key, value, *, device="H100", operation="attention.gqa.prefi
 def tensors(seq_q=6, seq_k=9):
     torch.manual_seed(0)
     return (torch.randn(2, seq_q, 4, 8), torch.randn(2, seq_k, 2, 8), torch.randn(2, seq_k, 2, 8))
-
-
-class Operator:
-    """An operator's schema and the computation that it stands for, in the reference's words."""
-
-    def __init__(self, schema, meaning):
-        self.names = [argument.name for argument in torch._C.parse_schema(schema).arguments]
-        self.default, self.meaning = self, meaning
-
-    def __call__(self, *arguments):
-        assert len(arguments) == len(self.names)
-        return self.meaning(dict(zip(self.names, arguments, strict=True)))
 
 
 def meaning(given, names):
@@ -116,6 +88,20 @@ def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call
     operator = Operator(FA2_SCHEMA, lambda given: list(meaning(given, ("q", "kcache", "vcache", "seqlens_k"))))
     monkeypatch.setattr(vllm_flash_attn, "operators", lambda *_: types.SimpleNamespace(fwd_kvcache=operator))
     check_library(vllm_flash_attn._load_v2, call)
+
+
+def test_version_3_sums_sinks_alone_where_a_whole_tile_of_queries_sees_no_key():
+    """As its kernel leaves them: -inf of a tile without keys, +inf of a sum beyond what exp can hold."""
+    output, sinks = torch.randn(2, 5, 3, 8), torch.tensor([0.5, -2.0, 1.0]).bfloat16()
+    lse = torch.randn(2, 3, 5)
+    given = lse.clone()
+    given[:, :, 0], given[0, 1, 1] = -torch.inf, torch.inf
+    lse[:, :, 0], lse[0, 1, 1] = sinks.float(), -2.0
+    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, sinks)[1], lse)
+    by_token = vllm_flash_attn.with_lse_of_sinks(output[0], given[0], sinks)[1]
+    assert torch.equal(by_token, lse[0])
+    lse[:, :, 0], lse[0, 1, 1] = -torch.inf, -torch.inf
+    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, None)[1], lse)
 
 
 def check_library(load, call):

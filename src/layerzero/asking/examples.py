@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Case, Operation
 from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
+from layerzero.ops.brought import with_demanded
 from layerzero.ops.calls import facts_of
 
 
@@ -22,10 +26,25 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
         if function_of(name) is None or not operation.cases:
             continue
         for dtype in operation.dtypes:
-            case = operation.cases[0]
-            facts = facts_of(operation, case, dtype, device).seen_in(kernel.layout)
-            if not [finding for finding in legality.limit_findings(kernel, facts) if finding.repair is None]:
-                yield facts
+            facts = taken(kernel, operation, operation.cases[0], dtype, device)
+            if facts is not None:
+                yield facts.seen_in(kernel.layout)
+
+
+def taken(
+    kernel: Kernel, operation: Operation, case: Case, dtype: torch.dtype, device: Device, layout: str | None = None
+) -> Facts | None:
+    """The facts of a case that a kernel's limits allow, adapted where they say how, with what it takes no call without.
+
+    Raises: InvalidCallError for a case that is no call in this dtype.
+    """
+    facts = facts_of(operation, case, dtype, device, layout)
+    found = legality.limit_findings(kernel, facts.seen_in(kernel.layout))
+    reasons = [finding.reason for finding in found if finding.repair is None]
+    fuller = with_demanded(operation, case, kernel, reasons)
+    if fuller is not None:
+        return taken(kernel, operation, fuller, dtype, device, layout)
+    return None if reasons else facts
 
 
 def awaits_vetting(kernels: Sequence[Kernel], device: Device) -> bool:

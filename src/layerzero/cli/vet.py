@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import typer
 
+from layerzero.asking.examples import taken
 from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.sizes import deadline_of, shapes_of
@@ -169,7 +170,17 @@ def _of_jobs(
         if not kernels or (job.recipe is None and dtype_named(job.dtype) not in known_here):
             continue
         for facts in _in_each_layout(job, device):
-            yield from ((kernel, facts) for kernel in kernels if allows(kernel, facts))
+            for kernel in kernels:
+                fitting = facts if allows(kernel, facts) else _with_demanded(kernel, job, facts)
+                if fitting is not None:
+                    yield kernel, fitting
+
+
+def _with_demanded(kernel: Kernel, job: Job, facts: Facts) -> Facts | None:
+    """The same shapes with the optional tensors that a kernel takes no call without; a recorded call stays as it is."""
+    if job.recipe is not None:
+        return None
+    return taken(kernel, facts.operation, job.case, dtype_named(job.dtype), facts.device, facts.layout)
 
 
 def _in_each_layout(job: Job, device: str) -> Iterator[Facts]:

@@ -15,6 +15,7 @@ import torch
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dim
 from layerzero.core.operation import Case, Operation
+from layerzero.ops.brought import with_demanded
 from layerzero.testing.generate import RandomCall, case_call
 from layerzero.testing.trial import Trial, attempt
 
@@ -49,8 +50,14 @@ class Setting:
         return case_call(self.operation, case, self.dtype, layout=self.layout, device=self.device, promised=promised)
 
     def attempt(self, kernel: Kernel, case: Case) -> Trial | None:
-        """A kernel judged for a case, with handles where it wants them; None if it is no call of this operation."""
+        """A kernel judged for a case, with what it takes no call without; None if it is no call of this operation.
+
+        That is a handle, or an optional tensor.
+        """
         trial = attempt(kernel, self.operation, self.call(case))
+        fuller = None if trial is None else with_demanded(self.operation, case, kernel, trial.reasons)
+        if fuller is not None:
+            return self.attempt(kernel, fuller)
         if trial is None or not trial.reasons or set(self.operation.schema.handles).isdisjoint(kernel.accepts):
             return trial
         with_handles = attempt(kernel, self.operation, self._call(case, promised=True))

@@ -12,6 +12,7 @@ MODULES = (
     "norm",
     "normed_rope",
     "paged",
+    "paged_tokens",
     "quantize",
     "quantized",
     "rope",

@@ -73,6 +73,20 @@ def lengths(where: str, batch: int, seq_k: int, *, capturing: bool) -> Tensor:
     return table[seq_k % _rows(batch)]
 
 
+def with_lse_of_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both results of FlashAttention 3: where a query sees no key, the sinks are all that the second one sums.
+
+    It says so of a query whose tile has keys that others see. Of a tile without any it writes -inf (store_zero in
+    hopper/epilogue_fwd.hpp), and the same may come of a sink beyond what exp can hold.
+
+    Shapes: output (B, S_q, H, D_v) or (T, H, D_v), lse (B, H, S_q) or (H, T), sinks (H,)
+    """
+    output, lse = with_lse(output, lse)
+    if sinks is None:
+        return output, lse
+    return output, torch.where(lse == -torch.inf, sinks.to(lse.dtype).unsqueeze(-1), lse)
+
+
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
@@ -122,7 +136,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             0,
             None,
         )
-        return with_lse(output, lse) if return_lse else output
+        return with_lse_of_sinks(output, lse, sinks) if return_lse else output
 
     return v3
 
@@ -194,6 +208,8 @@ def fitting_sinks(facts: Facts) -> Reason | None:
     return None
 
 
+OF_SINKS = (limit.Custom("sinks: bfloat16, at most 64 heads", fitting_sinks), limit.contiguous("sinks"))
+
 _TENSORS = ("query", "key", "value")
 _SHAPES = (
     limit.dtype("float16", "bfloat16"),
@@ -218,8 +234,7 @@ KERNELS = (
             *_SHAPES,
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(FITTING_VALUES, fitting_values),
-            limit.Custom("sinks: bfloat16, at most 64 heads", fitting_sinks),
-            limit.contiguous("sinks"),
+            *OF_SINKS,
             TABLES.before_capture("its table of lengths", _table_of),
         ),
         graph_safe=True,

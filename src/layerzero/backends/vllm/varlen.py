@@ -1,9 +1,8 @@
-"""vLLM's builds of FlashAttention 2 and 3 over sequences of unlike lengths: one after the other, or over pages.
+"""vLLM's builds of FlashAttention 2 and 3 for sequences of unlike lengths, and their kernels for keys without pages.
 
-Starts, lengths and block tables are read on the device, so nothing is planned on the host. ``max_seqlen_q`` and
-``max_context_len`` only size the launch. What FlashAttention 3 schedules it computes in the call, in memory of its own.
-A mixed batch may run as it is, or as a decode call of the first sequences and a prefill call of the rest: kernels for
-one query a sequence split long contexts and pack the heads of a group, which a call with longer ones does not.
+Starts, lengths and block tables are read on the device, so nothing is planned on the host; longest lengths only size
+the launch. What FlashAttention 3 schedules it computes in the call, in memory of its own. The same calls over pages are
+in ``paged_tokens``, of float8 in ``quantized``, of blocks in ``sparse``, of a shared prefix in ``cascade``.
 Argument orders are those of vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
 """
@@ -15,12 +14,11 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
 from layerzero.backends.torch.varlen import longest_or, longest_queries
-from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_sinks, fitting_values
+from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, fitting_values, with_lse_of_sinks
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
@@ -33,8 +31,6 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
-from layerzero.ops.attention.reference import with_lse
-from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
 
@@ -108,16 +104,6 @@ def forward_of_v3() -> Forward:
     return forward
 
 
-def _into(
-    out: Tensor, forward: Forward, query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores
-) -> Tensor:
-    """Write the output where it belongs; version 2 swaps heads of one query in a copy, which it returns instead."""
-    got, lse = forward(query, starts, longest, keys, scores, out)
-    if got.data_ptr() != out.data_ptr():
-        out.copy_(got.view_as(out))
-    return lse
-
-
 def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
     forward, default = library(), float(facts.size("head_dim") ** -0.5)
 
@@ -144,52 +130,13 @@ def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
         )
         longest = longest_or(max_seqlen_q, len(query))
         output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-        return with_lse(output, lse) if return_lse else output
+        return with_lse_of_sinks(output, lse, sinks) if return_lse else output
 
     return run
 
 
-def _load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Callable[..., Any]:
-    forward, default = library(), float(facts.size("head_dim") ** -0.5)
-    heads, value_dim, page_size = facts.size("heads"), facts.size("value_dim"), facts.size("page_size")
-
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        return_lse: bool = False,
-        max_context_len: int | None = None,
-        max_seqlen_q: int | None = None,
-        decodes: int | None = None,
-    ) -> Any:
-        scores = Scores(default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0)
-        bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
-        longest = longest_or(max_seqlen_q, len(query))
-        keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
-        count = decodes or 0
-        if not split or count == 0 or count == len(context_lens):
-            output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-            return with_lse(output, lse) if return_lse else output
-        output = query.new_empty((len(query), heads, value_dim))
-        first = keys._replace(lens=context_lens[:count], table=block_tables[:count])
-        rest = keys._replace(lens=context_lens[count:], table=block_tables[count:])
-        starts = cu_seqlens_q[count:] - count
-        lse = _into(output[:count], forward, query[:count], cu_seqlens_q[: count + 1], 1, first, scores)
-        lse_of_rest = _into(output[count:], forward, query[count:], starts, longest, rest, scores)
-        return with_lse(output, torch.cat((lse, lse_of_rest), 1)) if return_lse else output
-
-    return run
-
-
-def _shapes(*tensors: str) -> tuple[Limit, ...]:
+def shapes(*tensors: str) -> tuple[Limit, ...]:
+    """What both versions demand of queries, keys and values."""
     return (
         limit.platform("cuda"),
         limit.dtype("float16", "bfloat16"),
@@ -200,12 +147,7 @@ def _shapes(*tensors: str) -> tuple[Limit, ...]:
     )
 
 
-_RAGGED = (*_shapes("query", "key", "value"), limit.contiguous("cu_seqlens_q", "cu_seqlens_k"))
-_PAGED = (
-    *_shapes("query", "key_cache", "value_cache"),
-    limit.last_stride_one("block_tables"),
-    limit.contiguous("context_lens", "cu_seqlens_q"),
-)
+_RAGGED = (*shapes("query", "key", "value"), limit.contiguous("cu_seqlens_q", "cu_seqlens_k"))
 _HOPPER = (
     limit.arch(min=(9, 0), max=(9, 9)),
     limit.instruction("wgmma"),
@@ -213,7 +155,8 @@ _HOPPER = (
     limit.Custom(FITTING_VALUES, fitting_values),
 )
 _AMPERE = (limit.arch(min=(8, 0)), limit.equal("value_dim", "head_dim"))
-_SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
+OF_SLOPES: tuple[Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)
+SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _PAGES_OF_V2 = limit.dim("page_size", multiple=16)
 _NARROWEST = limit.dim("head_dim", min=64)  # of narrower heads it left half of a page unread (H200, 2026-11-21)
 
@@ -233,39 +176,14 @@ OF_V2 = Own(VLLM_FLASH_ATTN_2, (*_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, h
 """Over pages."""
 
 
-def _over_pages(own: Own, name: str, priority: int, *, split: bool = False) -> Kernel:
-    forward = forward_of_v3 if own is OF_V3 else forward_of_v2
-    return Kernel(
-        id=name,
-        operations=mixed.MIXED_PAGED if split else mixed.ALL,
-        backend=own.backend,
-        load=functools.partial(_load_paged, library=forward, split=split),
-        layout="NHD",
-        accepts=(*_SCORES, "max_context_len", *(("decodes",) if split else ())),
-        limits=(*own.limits, *_PAGED),
-        graph_safe=True,
-        jit=own.build_key is not None,
-        build_key=own.build_key,
-        prebuilt=own.prebuilt,
-        cache_folder=own.cache_folder,
-        device_guard=True,
-        priority=priority,
-    )
-
-
 KERNELS = (
     Kernel(
         id="vllm.flash_attn.v3.ragged",
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_3,
         load=functools.partial(_load_ragged, library=forward_of_v3),
-        accepts=(*_SCORES, "max_seqlen_k", "sinks"),
-        limits=(
-            *_HOPPER,
-            *_RAGGED,
-            limit.Custom("sinks: bfloat16, at most 64 heads", fitting_sinks),
-            limit.contiguous("sinks"),
-        ),
+        accepts=(*SCORES, "max_seqlen_k", "sinks"),
+        limits=(*_HOPPER, *_RAGGED, *OF_SINKS),
         graph_safe=True,
         device_guard=True,
         priority=90,
@@ -275,8 +193,8 @@ KERNELS = (
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_2,
         load=functools.partial(_load_ragged, library=forward_of_v2),
-        accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(*_AMPERE, *_RAGGED, limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE),
+        accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
+        limits=(*_AMPERE, *_RAGGED, *OF_SLOPES),
         graph_safe=True,
         jit=True,
         build_key=variant_of_tokens_v2,
@@ -285,8 +203,4 @@ KERNELS = (
         device_guard=True,
         priority=55,
     ),
-    _over_pages(OF_V3, "vllm.flash_attn.v3.paged_tokens", 85),
-    _over_pages(OF_V3, "vllm.flash_attn.v3.paged_split", 84, split=True),
-    _over_pages(OF_V2, "vllm.flash_attn.v2.paged_tokens", 55),
-    _over_pages(OF_V2, "vllm.flash_attn.v2.paged_split", 54, split=True),
 )

@@ -192,9 +192,20 @@ def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
         made = table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
         made |= bounds_of(made, case.params, max_seqlen_q="cu_seqlens_q")
         made["cu_seqlens_q"] = starts.to(device)
+        made |= _biases(case, device, generator)
         return made | {"decodes": decodes} if decodes else made
 
     return examples
+
+
+def _biases(case: Case, device: torch.device, generator: torch.Generator | None) -> dict[str, Tensor]:
+    """Sinks in the dtype that GPT-OSS has them in, whatever the queries', and slopes as steep as ALiBi's."""
+    where, heads, made = device if generator is None else generator.device, case.sizes["heads"], dict[str, Tensor]()
+    if "sinks" in case.given:
+        made["sinks"] = torch.randn(heads, generator=generator, device=where).to(device, torch.bfloat16)
+    if "alibi_slopes" in case.given:
+        made["alibi_slopes"] = torch.rand(heads, generator=generator, device=where).to(device) / 2
+    return made
 
 
 def _scratch(sizes: Mapping[str, int]) -> int:

@@ -73,7 +73,8 @@ def paged_attention(
             None where there are none.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
-            GPUs the reference computes them.
+            GPUs kernels for sinks (sm 9.x, bfloat16) and slopes wait for ``layerzero vet``, and the reference computes
+            the rest.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent

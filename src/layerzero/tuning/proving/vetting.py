@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from layerzero.asking.examples import taken
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
@@ -33,7 +34,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
-from layerzero.ops.calls import as_shapes, case_of_shapes, facts_of
+from layerzero.ops.calls import as_shapes, case_of_shapes
 from layerzero.testing.apart import BUILD_S, START_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
@@ -162,12 +163,11 @@ def _classes(
                 if case is None:
                     continue
                 try:
-                    facts = facts_of(operation, case, dtype, device, layout)
+                    facts = taken(kernel, operation, case, dtype, device, layout)
                 except InvalidCallError:  # a case names another dtype, as of a result, that does not fit this one
                     continue
-                text = class_text(facts)
-                if text not in seen and allows(kernel, facts):
-                    seen.add(text)
+                if facts is not None and class_text(facts) not in seen:
+                    seen.add(class_text(facts))
                     yield facts
 
 
