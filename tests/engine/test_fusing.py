@@ -123,6 +123,16 @@ def test_a_scope_keeps_it_as_long_as_it_holds():
     assert seen.ours == [[OPERATOR], []]
 
 
+def test_a_scope_that_names_no_kernel_changes_nothing():
+    seen, pair = Seen(), given()
+    compiled = torch.compile(normed, backend=seen.backend, fullgraph=True)
+    with torch.no_grad():
+        compiled(*pair)
+        with lz.scope(allow_jit_compile=True):  # as whoever builds behind the program does
+            compiled(*pair)
+    assert seen.ours == [[]]
+
+
 @pytest.mark.parametrize(
     "wish",
     [

@@ -33,7 +33,7 @@ class Fusing:
     __slots__ = ("_base", "_scopes", "wish")
 
     def __init__(self) -> None:
-        self._base, self._scopes, self.wish = "", 0, ""
+        self._base, self._scopes, self.wish = "", False, ""
 
     def look(self, *, frozen: bool, registered: bool) -> None:
         """Note what holds for the whole process now."""
@@ -43,9 +43,9 @@ class Fusing:
             self._base = str(error)
         self._say()
 
-    def scoped(self, active: int) -> None:
-        """Note how many scopes are open, in whatever threads: compiled code cannot ask for its own."""
-        self._scopes = active
+    def scoped(self, _: int) -> None:
+        """Note what open scopes wish for, in whatever threads: compiled code cannot ask for its own."""
+        self._scopes = any(wishes(policy, frozen=False, registered=False) for policy in SCOPES.policies)
         self._say()
 
     def _say(self) -> None:

@@ -35,7 +35,7 @@ class Scopes:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self.active = 0
-        self._open: set[int] = set()  # blocks by their id: one that goes is left
+        self._open: dict[int, Policy] = {}  # by the ids of blocks: one that goes is left
         self._watchers: list[Callable[[int], None]] = []
         self._lock = forking.lock()
         self._current: ContextVar[_Scope | None] = ContextVar("layerzero_scope", default=None)
@@ -45,6 +45,11 @@ class Scopes:
         with self._lock:
             self._watchers.append(watcher)
             watcher(self.active)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """What the open blocks made of the settings, in whatever threads."""
+        return tuple(self._open.values())
 
     def _tell(self) -> None:
         self.active = len(self._open)
@@ -61,14 +66,14 @@ class Scopes:
     def enter(self, block: Block, scope: _Scope) -> Token[_Scope | None]:
         """Let a scope hold here, and count its block."""
         with self._lock:
-            self._open.add(id(block))
+            self._open[id(block)] = scope.policy
             self._tell()
         return self._current.set(scope)
 
     def leave(self, block: Block) -> None:
         """Count a block no more; nothing for one that is not counted."""
         with self._lock:
-            self._open.discard(id(block))
+            self._open.pop(id(block), None)
             self._tell()
 
     def restore(self, scope: _Scope, outer: _Scope | None, token: Token[_Scope | None] | None) -> None:
