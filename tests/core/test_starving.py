@@ -18,6 +18,7 @@ from layerzero.core.starving import Waits
         (Waits({7: 5.0}), Waits({7: 95.0}), 120.0, "it waited for a core for 90 s of 120"),
         (Waits({7: 5.0}), Waits({7: 35.0}), 120.0, ""),
         (Waits({7: 0.0}), Waits({7: 0.0, **dict.fromkeys(range(8, 20), 10.0)}), 120.0, ""),
+        (Waits({7: 0.0}, 0, {7: 0.0}), Waits({7: 90.0}, 0, {7: 40.0, 8: 41.0}), 120.0, ""),
         (Waits(faults=900), Waits(faults=5900), 120.0, "read its memory back from a disk 5000 times"),
         (Waits(faults=900), Waits(faults=1000), 120.0, ""),
         (Waits({7: 0.0}), Waits({7: 0.9}), 0.9, ""),
@@ -41,4 +42,4 @@ def test_the_name_of_a_program_may_hold_anything(tmp_path, monkeypatch):
     thread.mkdir(parents=True)
     (tmp_path / "5" / "stat").write_text(f"5 (a ) b) {' '.join(['R', *map(str, range(4, 53))])}")
     (thread / "schedstat").write_text("100 2500000000 3")
-    assert starving.waits(5) == Waits({6: 2.5}, 12)
+    assert starving.waits(5) == Waits({6: 2.5}, 12, {6: 1e-7})

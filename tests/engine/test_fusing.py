@@ -139,6 +139,7 @@ def test_a_scope_that_names_no_kernel_changes_nothing():
         {"deny": ["zentorch"]},
         {"debug": True},
         {"deterministic": True},
+        {"unmeasured": "priority"},
         {"rules": [{"match": {"rows": ">4"}, "prefer": ["torch"]}]},
     ],
     ids=lambda wish: next(iter(wish)),
@@ -201,3 +202,20 @@ def test_an_explanation_says_which():
     assert "torch.compile computes torch's own expression" in str(lz.explain(lz.rms_norm, *given()))
     with lz.prefer("torch"):
         assert "torch.compile keeps the operator" in str(lz.explain(lz.rms_norm, *given()))
+
+
+def test_an_exported_program_keeps_the_operators_alone():
+    class Normed(torch.nn.Module):
+        def forward(self, rows, weight):
+            return normed(rows, weight)
+
+    program = torch.export.export(Normed(), given(), strict=True)
+    named = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert named == {OPERATOR, "aten.mul.Tensor"}
+
+
+def test_a_temperature_overflows_nothing_in_half_precision():
+    rows = torch.full((2, 8), 6e4, dtype=torch.float16)
+    compiled = torch.compile(lambda rows: lz.softmax(rows, temperature=0.5), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows), torch.full_like(rows, 1 / 8))

@@ -74,3 +74,24 @@ def test_a_weight_that_is_written_past_torchs_count_counts_at_once(whole):
     got = logits(model)
     report.undo()
     torch.testing.assert_close(got, logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_norms_whose_weight_is_every_other_number_are_served():
+    model = made("Gemma2", head_dim=8, query_pre_attn_scalar=8)
+    for each in (model.model.norm, model.model.layers[0].input_layernorm):
+        each.weight.data = torch.randn(64)[::2]
+    before = logits(model)
+    lz.optimize(model)
+    torch.testing.assert_close(logits(model), before, atol=1e-4, rtol=1e-4)
+
+
+def test_a_forward_of_ours_that_was_put_back_after_undo_is_no_reason_to_leave_a_module():
+    model = made()
+    report = lz.optimize(model)
+    layer = model.model.layers[0]
+    ours = layer.forward
+    layer.forward = types.MethodType(lambda self, *given, **named: type(self).forward(self, *given, **named), layer)
+    report.undo()
+    layer.forward = ours  # as accelerate does when it takes its own away
+    again = lz.optimize(model)
+    assert [each.kind for each in again.replaced].count("layer") == 2

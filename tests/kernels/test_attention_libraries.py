@@ -7,6 +7,7 @@ import stat
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -198,6 +199,9 @@ def test_flash_attention_4_asks_its_package_again_for_another_length(monkeypatch
         query, key, value = tensors(1, seq_k)
         torch.testing.assert_close(run(query, key, value), attention_reference(query, key, value))
     assert asked == [9, 10, 9]
+    kept = weakref.ref(key)
+    del query, key, value
+    assert kept() is None, "a caller's tensors are its own"
     reads = reads_of(flash_attn_cute._load, facts) | reads_of(flash_attn_cute._build_key, facts)
     assert not {EVERYTHING, "seq_k", "key.shape", "key.strides"} & reads, reads
 

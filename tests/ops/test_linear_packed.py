@@ -263,3 +263,34 @@ def test_strides_of_an_axis_with_one_element_mean_nothing(kernel):
     weight = weight.as_strided((64, 1), (1, 7))
     packed = lz.PackedWeight(weight)
     close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)
+
+
+def test_a_weight_that_is_gone_is_not_looked_into():
+    weight = torch.randn(2048, 2048)  # of memory that goes back to the system at once
+    packed = lz.PackedWeight(weight)
+    del weight
+    packed.refresh()
+    assert not packed.is_stale
+    assert packed.is_gone
+
+
+def test_a_weight_whose_memory_is_exchanged_meanwhile_is_looked_into_safely():
+    weight = torch.randn(1024, 1024)
+    packed = lz.PackedWeight(weight)
+
+    def exchange():
+        for _ in range(200):
+            weight.data = torch.zeros(1024, 1024)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(exchange)
+        while not done.done():
+            packed.refresh()
+            assert packed.is_stale in (True, False)
+        done.result()
+    packed.refresh()
+    assert not packed.is_stale
+    weight.data.fill_(3.0)
+    assert packed.is_stale
+    weight.untyped_storage().resize_(0)  # as sharding does between two uses
+    packed.is_stale  # noqa: B018  # it lies nowhere

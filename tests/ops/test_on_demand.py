@@ -117,3 +117,10 @@ def test_nothing_is_kept_of_memory_that_nobody_has(cache):
     del other
     gc.collect()
     assert set(on_demand._CACHES) == before
+
+
+@pytest.mark.parametrize("view", [lambda each: each[::2], lambda each: each[0].unflatten(0, (-1, 16))])
+def test_other_views_are_refused(cache, view):
+    keys, values = map(view, tensors(cache))
+    with pytest.raises(lz.InvalidCallError, match="key_cache: wanted a cache whose memory grows as it is"):
+        lz.append_paged_kv(*drawn(1), keys, values, places(LENGTH - 1))

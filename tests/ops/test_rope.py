@@ -272,3 +272,15 @@ def test_nothing_is_written_into_expanded_views_of_no_elements():
     table = torch.randn(9, 4), torch.randn(9, 4)
     lz.rope_(query, key, *table, positions=torch.zeros(1, 0, dtype=torch.int64), layout="BHSD")
     lz.add_rms_norm(torch.empty(3, 0, 8), torch.empty(1, 0, 8).expand(3, 0, 8), torch.ones(8))
+
+
+def test_views_of_a_large_table_are_kept_for_nobody():
+    from layerzero.backends import rotary
+
+    large = torch.ones(2**12, 64)
+    small = torch.ones(4, 64)
+    for table, kept in ((large, False), (small, True)):
+        cos, sin, positions = table[:4, :32], table[:4, 32:], torch.arange(4)
+        made = rotary.table_and_places(cos, sin, positions, 1, 4, torch.int64)
+        assert (rotary.table_and_places(cos, sin, positions, 1, 4, torch.int64)[0] is made[0]) == kept
+        assert torch.equal(made[0], table[:4])

@@ -61,15 +61,20 @@ def table_and_places(
     given, places = positions, positions.reshape(tokens).contiguous()  # of what is stepped, reshape makes a view
     if dtype is not None and places.dtype != dtype:
         return table, places.to(dtype)
-    if table.numel() <= _SMALL and places.data_ptr() == given.data_ptr() and table.data_ptr() == cos.data_ptr():
+    if places.data_ptr() == given.data_ptr() and table.data_ptr() == cos.data_ptr() and _small(table, places):
         _last = _Last(
             (weakref.ref(cos), weakref.ref(sin), weakref.ref(given)), _where(cos, sin, given), dtype, table, places
         )
     return table, places
 
 
-_SMALL = 2**16
-"""Entries of a table whose views are kept: whoever lets go of a longer one has its memory back at once."""
+_SMALL_BYTES = 2**18
+"""Memory whose views are kept: whoever lets go of more has it back at once."""
+
+
+def _small(*tensors: Tensor) -> bool:
+    """Whether all of the memory that these are views of is little."""
+    return all(each.untyped_storage().nbytes() <= _SMALL_BYTES for each in tensors)
 
 
 def _where(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """Whether a silent process waits for the machine: for a core, or for memory that lies on a disk.
 
-What is stuck in itself either runs or sleeps; it neither queues for a core nor reads pages back. Linux alone tells.
+What is stuck in itself runs or sleeps. Where it runs in more threads than it gets cores, some of them queue, too: so
+who ran for most of a silence, all threads together, did not starve. Linux alone tells.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ class Waits:
     Attributes:
         queued_s: for a core, each thread by its number.
         faults: pages that were read from a disk.
+        ran_s: how long it ran meanwhile, each thread by its number.
     """
 
     queued_s: dict[int, float] = field(default_factory=dict)
     faults: int = 0
+    ran_s: dict[int, float] = field(default_factory=dict)
 
     def since(self, before: Waits, seconds: float) -> str:
         """What kept it for most of so many seconds, in words; empty where it did not wait for the machine."""
         if seconds < LEAST_S:
             return ""
         queued = max((now - before.queued_s.get(thread, 0.0) for thread, now in self.queued_s.items()), default=0.0)
-        if queued > SHARE * seconds:
+        ran = sum(now - before.ran_s.get(thread, 0.0) for thread, now in self.ran_s.items())
+        if queued > SHARE * seconds > ran:
             return f"it waited for a core for {queued:.0f} s of {seconds:.0f}"
         faults = self.faults - before.faults
         if faults > FAULTS_A_SECOND * seconds:
@@ -52,11 +56,13 @@ class Waits:
 def waits(process: int) -> Waits:
     """What a process has waited so far; nothing where the system does not tell."""
     queued: dict[int, float] = {}
+    ran: dict[int, float] = {}
     folder = _PROC / str(process)
     with contextlib.suppress(OSError, ValueError, IndexError):
         faults = int((folder / "stat").read_text().rpartition(")")[2].split()[_FAULTS - _STATE])
         for thread in (folder / "task").iterdir():
             with contextlib.suppress(OSError):  # it ended meanwhile
-                queued[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-        return Waits(queued, faults)
-    return Waits(queued)
+                times = (thread / "schedstat").read_text().split()
+                ran[int(thread.name)], queued[int(thread.name)] = int(times[0]) / 1e9, int(times[1]) / 1e9
+        return Waits(queued, faults, ran)
+    return Waits(queued, 0, ran)

@@ -167,7 +167,8 @@ class Call:
             if isinstance(arguments[listed], int):
                 arguments[listed] = [arguments[listed]]
         result = getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
-        if self.expression is not None and torch.compiler.is_dynamo_compiling() and not FUSING.wish:
+        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        if self.expression is not None and compiling and not FUSING.wish:
             return expressed(self.expression, arguments, result)
         return result
 

@@ -213,7 +213,7 @@ class Builds:
         failed, outcome = self.failures.of(kernel, facts), self._lacks(kernel)
         why = failed.gist if failed is not None else "" if outcome is None else outcome.log
         if why:
-            self._among = compilers()
+            self._among = self._among or compilers()
         return why
 
     def _lacks(self, kernel: Kernel) -> Outcome | None:

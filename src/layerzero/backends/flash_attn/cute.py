@@ -92,7 +92,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
     forward, recorder = _recording(_flash_attn_fwd)
     value_dim = facts.size("value_dim")
-    asking = forking.lock()  # what one thread's call records is not what another's did
+    recording = forking.lock()  # what one thread's call records is not what another's did
     last: tuple[Any, ...] = ((), None, (), ())  # shapes and strides, the function, and its constants
 
     def v4(
@@ -121,7 +121,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
             known[1](query, key, value, output, lse, *known[2], sinks, *known[3])
             return (output, lse) if return_lse else output
         left, right = window or (-1, -1)
-        with asking:
+        with recording:
             forward(
                 query,
                 key,
@@ -138,6 +138,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
                 lse=lse,
             )
             function, arguments = recorder.function, recorder.arguments
+            recorder.arguments = ()  # a caller's tensors are its own
         given = (arguments[_K].shape, arguments[_OUT].data_ptr(), arguments[_LSE], arguments[_SINK])
         if (*given[:2], given[2] is lse, given[3] is sinks) != (key.shape, output.data_ptr(), True, True):
             raise RuntimeError("flash_attn.cute calls its compiled function with other arguments than 4.0.0b36 does")

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 import layerzero as lz
-from layerzero.core.capturing import capture_of
 from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
 from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.growing import appended
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.launches import runs_a_library
-from layerzero.integrations.optimize.norms import Norm
+from layerzero.integrations.optimize.norms import Norm, OneAndWeight
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward
-from layerzero.ops.linear.glancing import Glance
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
@@ -40,9 +37,7 @@ class Normed:
 
     def __init__(self, module: Module, norm: Norm) -> None:
         self.module, self.form, self.norm = module, norm.form, norm
-        self._made_of: tuple[Any, ...] = ()
-        self._stood: Glance | None = None
-        self._factor = torch.empty(0)
+        self._factor = OneAndWeight(rounded=True)  # as a library's sum is
         self._writes_both: bool | None = None
 
     @property
@@ -58,20 +53,11 @@ class Normed:
     @property
     def bytes(self) -> int:
         """Memory of the factor, where it is another than the weight."""
-        return self._factor.nbytes
+        return self._factor.bytes
 
     def _scale(self) -> Tensor:
-        """What rows are multiplied by: 1 + weight is made once, rounded to the weight's dtype as a library's is."""
-        weight = self.weight
-        if self.form != "one_plus":
-            return weight
-        made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
-        if self._made_of != made_of or self._stood is None or self._stood.differs:
-            factor = (1 + weight.detach().float()).to(weight.dtype)
-            if capture_of(weight) is not None:  # it holds nothing before a replay
-                return factor
-            self._factor, self._made_of, self._stood = factor, made_of, Glance(weight)
-        return self._factor
+        """What rows are multiplied by."""
+        return self._factor.of(self.weight) if self.form == "one_plus" else self.weight
 
     def alone(self, rows: Tensor) -> Tensor:
         """The norm of rows."""

@@ -56,20 +56,21 @@ class Norm(State):
         return torch.finfo(input.dtype).eps if self.eps is None else self.eps
 
 
-class OnePlus(Norm):
-    """1 + weight in float32, made again once the weight was written into or moved."""
+class OneAndWeight:
+    """1 + weight, made anew once the weight was written into or moved: in float32, or rounded to the weight's dtype."""
 
-    def __init__(self, form: str, eps: float | None) -> None:
-        super().__init__(form, eps)
-        self._made_of: tuple[int, int] | None = None
+    def __init__(self, *, rounded: bool) -> None:
+        self._rounded = rounded
+        self._made_of: tuple[Any, ...] = ()
         self._stood: Glance | None = None
         self._sum = torch.empty(0)
 
-    def factor(self, weight: Tensor) -> Tensor:
-        """1 + weight, exact enough for any dtype of the weight."""
-        made_of = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    def of(self, weight: Tensor) -> Tensor:
+        """The sum for a weight as it is now."""
+        made_of = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
         if self._made_of != made_of or self._stood is None or self._stood.differs:
             total = 1 + weight.detach().float()
+            total = total.to(weight.dtype) if self._rounded else total
             if capture_of(weight) is not None:  # it holds nothing before a replay
                 return total
             self._sum, self._made_of, self._stood = total, made_of, Glance(weight)
@@ -77,7 +78,20 @@ class OnePlus(Norm):
 
     @property
     def bytes(self) -> int:
+        """Memory of the sum."""
         return self._sum.nbytes
+
+
+class OnePlus(Norm):
+    """1 + weight in float32: exact enough for any dtype of the weight."""
+
+    def __init__(self, form: str, eps: float | None) -> None:
+        super().__init__(form, eps)
+        self.factor = OneAndWeight(rounded=False)
+
+    @property
+    def bytes(self) -> int:
+        return self.factor.bytes
 
 
 # Each forward asks for its state: it is None once another thread has undone it.
@@ -99,7 +113,7 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
     mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
         try:
-            factor = state.factor(own[0])
+            factor = state.factor.of(own[0])
             return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
         except InvalidCallError:
             pass

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.attending import NAME
 from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not, windows_of
 from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
-from layerzero.integrations.optimize.swapping import MARK, State, is_recorder, stock_forward
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_recorder, stock_forward
 from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
 from layerzero.integrations.transformers import ONE_TOKEN
 
@@ -362,8 +362,7 @@ def stepping(model: Module) -> Callable[..., Any]:
             return run()
         return state.attempt(ids, named, run)
 
-    forward.__name__ = "forward"
-    return forward
+    return as_forward(forward)
 
 
 def _is_step(ids: Any, named: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
@@ -35,7 +36,12 @@ Forward = Callable[..., Any]
 def as_forward(function: Forward) -> Forward:
     """Name a function as a pickle of a method needs it: loaded again, it is the forward of the module's class."""
     function.__name__ = "forward"
+    _OURS.add(function)
     return function
+
+
+_OURS: weakref.WeakSet[Forward] = weakref.WeakSet()
+"""Every forward that is put on a module."""
 
 
 class State:
@@ -237,9 +243,14 @@ def is_swapped(module: Module) -> bool:
 
 
 def has_own_forward(module: Module) -> bool:
-    """Whether somebody put another forward on this instance."""
-    forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+    """Whether somebody put another forward on this instance; one of ours that outlived its undoing counts for none.
+
+    Who had put another one around it may have put ours back later.
+    """
+    forward = getattr(module.__dict__.get("forward"), "__func__", None) or module.__dict__.get("forward")
+    if forward is None or forward is type(module).forward:
+        return False
+    return MARK in module.__dict__ or forward not in _OURS
 
 
 @dataclass

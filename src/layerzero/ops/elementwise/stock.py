@@ -35,8 +35,11 @@ def add_residual(
 
 
 def softmax(input: Tensor, *, temperature: float | None = None) -> Run:  # noqa: A002
-    """``torch.softmax``."""
-    return lambda: (input if temperature is None else input / temperature).softmax(-1)
+    """``torch.softmax``; a temperature divides in float32 at least, where half precision would overflow."""
+    if temperature is None:
+        return lambda: input.softmax(-1)
+    wide = torch.promote_types(input.dtype, torch.float32)
+    return lambda: (input.to(wide) / temperature).softmax(-1).to(input.dtype)
 
 
 def cast(input: Tensor, *, out_dtype: torch.dtype) -> Run:  # noqa: A002

@@ -29,19 +29,27 @@ _PLAIN = frozenset({Tensor, Parameter})
 class Glance:
     """What stood in a weight's memory when this was made.
 
-    It may be asked only while the weight lies where it lay.
+    It keeps that memory: who exchanges a weight's (``weight.data = other``) has the old one back once somebody looked
+    again and found it elsewhere. Memory that was given back below a weight (``untyped_storage().resize_(0)``) is not
+    looked into.
     """
 
-    __slots__ = ("_found", "_memory", "_pick")
+    __slots__ = ("_at", "_bytes", "_found", "_memory", "_pick", "_storage")
 
     def __init__(self, weight: Tensor) -> None:
-        words = _words_of(weight)
         self._memory: Any = None
-        if words >= WORDS:
-            self._memory = (ctypes.c_uint64 * words).from_address(weight.data_ptr())
-            places = [int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1)]
-            self._pick: Callable[[Any], tuple[int, ...]] = itemgetter(*places)
-            self._found = self._pick(self._memory)
+        words = _words_of(weight)
+        if words < WORDS:
+            return
+        storage = weight.untyped_storage()
+        offset = int(weight.storage_offset()) * weight.element_size()
+        self._storage, self._at, self._bytes = storage, storage.data_ptr(), storage.nbytes()
+        if offset + words * _WORD > self._bytes:  # it was exchanged in between
+            return
+        self._memory = (ctypes.c_uint64 * words).from_address(self._at + offset)
+        places = [int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1)]
+        self._pick: Callable[[Any], tuple[int, ...]] = itemgetter(*places)
+        self._found = self._pick(self._memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy's weight lies elsewhere: whoever keeps its glance looks anew."""
@@ -49,12 +57,14 @@ class Glance:
     @property
     def differs(self) -> bool:
         """Whether something else stands there now; never where memory cannot be looked into."""
-        return self._memory is not None and self._pick(self._memory) != self._found
+        if self._memory is None or self._storage.data_ptr() != self._at or self._storage.nbytes() != self._bytes:
+            return False
+        return bool(self._pick(self._memory) != self._found)
 
 
 def _words_of(weight: Tensor) -> int:
     """How many words of memory are the weight's alone and may be read; 0 where a host cannot read them."""
     if type(weight) not in _PLAIN or weight.device.type != "cpu" or weight.layout is not torch.strided:
         return 0
-    dense = weight.is_contiguous() or weight.mT.is_contiguous()
+    dense = weight.is_contiguous() or (weight.ndim > 1 and weight.mT.is_contiguous())
     return weight.nbytes // _WORD if dense else 0

@@ -91,8 +91,7 @@ class PackedWeight(Handle):
         super().__init__((weight,), PACKED)
         slots = self._slots
         self._weight = weakref.ref(weight, lambda _: slots.clear())
-
-        self._glance = Glance(weight)
+        self._glance: Glance | None = Glance(weight)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -127,7 +126,8 @@ class PackedWeight(Handle):
     @property
     def is_stale(self) -> bool:
         """Whether the weight was written into or moved since; only where it lies as before is it looked into."""
-        return self._versions != self._current_versions() or self._glance.differs
+        glance = self._glance  # once: another thread may make another
+        return self._versions != self._current_versions() or (glance is not None and glance.differs)
 
     @property
     def is_gone(self) -> bool:
@@ -164,8 +164,7 @@ class PackedWeight(Handle):
             self._slots.clear()
             self._versions = self._current_versions()
             weight = self._weight()
-            if weight is not None:
-                self._glance = Glance(weight)
+            self._glance = None if weight is None else Glance(weight)
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:

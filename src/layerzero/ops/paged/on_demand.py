@@ -75,6 +75,10 @@ def look(function: str, key_cache: Tensor, **tensors: Tensor) -> None:
     """Refuse places without memory in calls over caches on a CPU. Raises: InvalidCallError."""
     if not _CACHES or not key_cache.is_cpu or torch.compiler.is_compiling():
         return
+    mapped = _mapped_of(key_cache)
+    if mapped is not None and mapped.seen_in(key_cache) is None:
+        problem = "key_cache: wanted a cache whose memory grows as it is, or some of its pages one after the other"
+        raise InvalidCallError(function, [f"{problem}, got another view, whose places may lack memory; {_ROOM}"])
     problems = values.problems_on_host(checks(key_cache, **{name: tensors[name] for name in _PLACES & tensors.keys()}))
     if problems:
         raise InvalidCallError(function, problems)
@@ -118,14 +122,19 @@ _PLACES = frozenset({"slot_mapping", "positions", "from_pages", "to_pages"})
 """What a CPU looks at: block tables are read by, and what has no memory yet reads as zeros there."""
 
 
-def _rooms_of(cache: Tensor) -> list[int] | None:
-    """Tokens that each page has memory for; None for a cache that is there from the beginning."""
+def _mapped_of(cache: Tensor) -> Mapped | None:
+    """What of a cache's memory is there; None for one that is there from the beginning."""
     if not _CACHES or cache.is_meta or cache.ndim < 2:
         return None
     try:
-        mapped = _CACHES.get(cache.untyped_storage().data_ptr())
+        return _CACHES.get(cache.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):  # a fake tensor, or one of a transform: no memory to speak of
         return None
+
+
+def _rooms_of(cache: Tensor) -> list[int] | None:
+    """Tokens that each page has memory for; None where nobody can say, or all of it is there."""
+    mapped = _mapped_of(cache)
     return None if mapped is None else mapped.seen_in(cache)
 
 
