@@ -579,7 +579,9 @@ def test_nothing_leaks(path):
     work(count)
     gc.collect()
     after = [sys.getrefcount(each) for each in watched]
-    assert all(abs(now - then) < 200 for now, then in zip(after, before, strict=True))
+    # None and True belong to the whole process, where what other tests left goes meanwhile
+    allowed = [200] * 4 + [count // 100] * 2
+    assert all(abs(now - then) < most for now, then, most in zip(after, before, allowed, strict=True)), (before, after)
     assert resident_bytes() - memory < 24 * 2**20
     assert _plans_alive() <= plans_before + 4
 
