@@ -81,7 +81,7 @@ def _of_layers(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _of_norms(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return functools.partial(OnePlus("one_plus", 1e-6).factor, weight)
+    return functools.partial(OnePlus("one_plus", 1e-6).factor.of, weight)
 
 
 @pytest.mark.parametrize("of", [_of_layers, _of_norms])
