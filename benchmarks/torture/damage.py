@@ -58,8 +58,9 @@ def calls_between_damage(draw: random.Random, until: float, times: int | None) -
 
 
 def begin_anew(folder: Path, kernel: Any) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir(0o700)
+    while folder.exists():  # a thread that writes times down may put one more beside what is being taken away
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(0o700, exist_ok=True)
     ENGINE.ledger = _assembly.ledger()
     ENGINE.ledger.record_verdict(kernel, facts(8), Verdict.WRONG, "planted")
     for rows in range(1, RECORDED):

@@ -64,9 +64,12 @@ def _gathered_bytes(facts: Facts) -> int:
 
 
 _ACCEPTS = ("causal", "scale", "window", "return_lse", "narrow_query")
-_ROUNDED_TWICE = {name: Tolerance(2 * each.rtol, 2 * each.atol) for name, each in TOLERANCE.items()}
+_ROUNDED = {name: Tolerance(3 * each.rtol, 3 * each.atol) for name, each in TOLERANCE.items()}
+"""Keys, values and weights are each rounded once more: 2.02 times the operation's own was the farthest of 30,000 random
+calls (float16, codes of float8_e5m2 with a scale for each token, 2026-11-24)."""
+
 _COMMON: dict[str, Any] = {
-    "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED_TWICE.items()},
+    "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED.items()},
     "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
     "backend": TORCH,
     "load": _load,
