@@ -140,7 +140,11 @@ def _judge(place: int) -> Distribution:
         above = chain_of(arguments["draft_ids"]) if parents is None else parents
         return chances(arguments["draft_ids"], arguments["target_probs"], drafted, above, near)[place]
 
-    return Distribution(basis, REASON, support=lambda arguments: basis(arguments, NEAR) > 0, nothing=True)
+    def support(arguments: Mapping[str, Any]) -> Tensor:
+        # near is not all: where exactly nothing is left of a row, its own probabilities stand, near it what is left
+        return (basis(arguments, NEAR) > 0) | (basis(arguments) > 0)
+
+    return Distribution(basis, REASON, support=support, nothing=True)
 
 
 def _cases(*given: str) -> tuple[Case, ...]:
