@@ -201,23 +201,21 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
     """Make the C callable's owner for a function; ``ways`` are the Python ones that it hands over to."""
     parameters = function.parameters
     tensors = [each.name for each in parameters if each.name in function.tensors]
-    params = {each.name: each for operation in function.operations for each in operation.schema.params}
     names = [each.name for each in parameters]
     described = []
     for each in parameters:
         required = each.default is inspect.Parameter.empty
-        kind = VALUE
+        param, kind = function.param(each.name), VALUE
         if each.name in tensors:
             kind = TENSOR if required else OPTIONAL_TENSOR
         elif each.name in function.bounds:
             kind = BOUND
         elif each.name in function.handles:
             kind = HANDLE
-        elif each.name in params and tuple in params[each.name].kinds:
+        elif param is not None and tuple in param.kinds:
             kind = SEQUENCE
         elif each.name in function.scalars:
             kind = PASSED
-        param = function.param(each.name)
         made_of: tuple[int, ...] = ()
         asked, bounds = None, (0.0, 0.0)
         types: tuple[type, ...] = ()
