@@ -22,11 +22,11 @@ from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.attention.declare import ALIASES, TOLERANCE
 from layerzero.ops.cascade.sweep import sweep
-from layerzero.ops.paged import on_demand, parts
+from layerzero.ops.paged import parts
 from layerzero.ops.paged.declare import (
     DECODE_PAGED,
     GQA_DECODE_PAGED,
-    check_lengths,
+    check_pages,
     paged_attention_reference,
     table_examples,
 )
@@ -103,9 +103,8 @@ def _check_values(
 ) -> list[Check]:
     """Values on the device, beside places and counts: what was promised of tables and lengths."""
     page_size = key_cache.shape[layout.index("N") + 1]
-    found = on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
-    found += _shared_checks(block_tables, context_lens, shared_blocks, page_size)
-    return check_lengths(context_lens, step) + found
+    found = check_pages(key_cache, block_tables, context_lens, step)
+    return found + _shared_checks(block_tables, context_lens, shared_blocks, page_size)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:

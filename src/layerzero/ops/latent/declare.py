@@ -23,8 +23,8 @@ from layerzero.core.values import Check
 from layerzero.ops.attention.declare import ALIASES, HEAD_DIM, LENGTH, RETURN_LSE, TOLERANCE, visible_pairs
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.latent.sweep import latent_case, sweep
-from layerzero.ops.paged import on_demand, parts
-from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_lengths, table_examples
+from layerzero.ops.paged import parts
+from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_pages, table_examples
 from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import INT32
@@ -75,8 +75,7 @@ def _check_values(
     ckv_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
     """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
-    found = on_demand.checks(ckv_cache, block_tables=block_tables, context_lens=context_lens)
-    return check_lengths(context_lens, step) + found
+    return check_pages(ckv_cache, block_tables, context_lens, step)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:

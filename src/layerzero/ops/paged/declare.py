@@ -123,10 +123,17 @@ def _paged_fake(
     return (output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
 
 
-def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: object) -> list[Check]:
-    """Values on the device, beside places and counts: what the step says of them, and lengths within its bound."""
-    found = [] if step is None else step.checks()
-    bound = None if step is None else step.max_context_len
+def check_pages(
+    key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
+) -> list[Check]:
+    """Values on the device, beside places and counts: what the step says of them, and pages that have memory."""
+    found = [] if step is None else _check_step(context_lens, step)
+    return found + on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
+
+
+def _check_step(context_lens: Tensor, step: StepMetadata) -> list[Check]:
+    """What a step knows of its tensors, and lengths within its bound."""
+    found, bound = step.checks(), step.max_context_len
     if bound is None:
         return found
 
@@ -134,14 +141,6 @@ def check_lengths(context_lens: Tensor, step: StepMetadata | None = None, **_: o
         return f"context_lens[{place[0]}]: wanted at most {bound}, as the step promises, got {got[0]}"
 
     return [*found, Check(context_lens > bound, context_lens.unsqueeze(1), say)]
-
-
-def _check_values(
-    key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
-) -> list[Check]:
-    """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
-    found = on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
-    return check_lengths(context_lens, step) + found
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -222,7 +221,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         derived=("group", "context_bound"),
         derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
         work=_work,
-        check_values=_check_values,
+        check_values=check_pages,
         guard=written.guard,
         examples=table_examples,
         scratch=parts.scratch,

@@ -36,14 +36,14 @@ from layerzero.ops.attention.declare import (
 )
 from layerzero.ops.attention.limits import grouped
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import on_demand, tree, written
+from layerzero.ops.paged import tree, written
 from layerzero.ops.paged.declare import (
     CACHE_LAYOUTS,
     MAX_CONTEXT_LEN,
     PAGES,
     READ,
     STEP_OF_TOKENS,
-    check_lengths,
+    check_pages,
     table_examples,
 )
 from layerzero.ops.paged.gather import gathered
@@ -129,8 +129,7 @@ def _check_values(
     **_: object,
 ) -> list[Check]:
     """Values on the device, beside places and counts: starts that follow each other, what was promised, a tree."""
-    found = check_lengths(context_lens, step)
-    found += on_demand.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
+    found = check_pages(key_cache, block_tables, context_lens, step)
     found += checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
     found += [] if decodes is None else _decodes_checks(cu_seqlens_q, decodes)
     return found if tree_mask is None else found + tree.checks(tree_mask, cu_seqlens_q)
