@@ -177,24 +177,31 @@ def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidenc
     return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
 
 
+def _kept_in_doubt(candidate: Candidate) -> float:
+    """What torch's own kernel keeps before a quicker one."""
+    return sum([term.points for term in candidate.terms if term.name == "stock" and term.points > 0.0])
+
+
 def _order(
     scored: list[Candidate], confidence: float, priority_of: Mapping[str, int], first: frozenset[str]
 ) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by priority and id, those of ``first`` before others.
 
     What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
-    roughly, blurs nothing.
+    roughly, blurs nothing. And what torch's own keeps for the same doubts makes no tie of what is further apart: with
+    both, a library had to gain 11 % by a table of another machine, and decoding on an H100 took 1.12 of torch's own
+    device time where it takes 1.08 without (11 calls of unseen heads, 2026-11-24).
     """
     if len(scored) < 2:
         return scored
     scores = [(each.score, each.kernel.id, each) for each in scored]
     top, _, best = max(scores, key=operator.itemgetter(0, 1))
+    known = top - _kept_in_doubt(best)
 
     def place(scored: tuple[float, str, Candidate]) -> tuple[float, bool, float, str]:
         behind, candidate = top - scored[0], scored[2]
-        tied = behind <= 0.0 or behind <= confidence * POINTS_PER_DOUBLING * math.log2(
-            1.0 + max(best.noise, candidate.noise)
-        )
+        noise = confidence * POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
+        tied = behind <= 0.0 or known - (scored[0] - _kept_in_doubt(candidate)) <= noise
         kernel = candidate.kernel
         return 0.0 if tied else behind, kernel.id not in first, -priority_of[kernel.id], kernel.id
 
