@@ -23,7 +23,7 @@ from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
-from layerzero.engine.fusing import FUSING, expressed, expression_of
+from layerzero.engine.fusing import FUSING, exporting, expressed, expression_of
 from layerzero.engine.settings import nearest
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
@@ -167,7 +167,7 @@ class Call:
             if isinstance(arguments[listed], int):
                 arguments[listed] = [arguments[listed]]
         result = getattr(torch.ops.layerzero, name)(**{key: arguments[key] for key in schema.order})
-        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        compiling = torch.compiler.is_dynamo_compiling() and not exporting()
         if self.expression is not None and compiling and not FUSING.wish:
             return expressed(self.expression, arguments, result)
         return result

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from layerzero.core.errors import PolicyError
 from layerzero.core.operation import Function
 from layerzero.engine.config import CONFIGURATION, SCOPES
@@ -99,6 +101,11 @@ def expressed(expression: Expression, arguments: Mapping[str, Any], promised: An
         if one.dtype != other.dtype or one.shape != other.shape:
             return promised
     return found
+
+
+def exporting() -> bool:
+    """Whether a program is being exported. Of torch 2.11's function, Dynamo knows that the answer is yes, always."""
+    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
 
 
 def told() -> str:

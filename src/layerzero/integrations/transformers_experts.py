@@ -116,7 +116,7 @@ def _is_special(rows: Tensor) -> bool:
 
 def _why_not(module: Any, rows: Tensor) -> str:
     """Say what ``lz.moe_experts`` does not compute; empty where nothing speaks against it."""
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # of transformers 5.23, not 5.17
         return "its experts are divided among ranks"
     if not module.has_gate:
         return "its experts have no gate"

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import register_constant
 
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
@@ -54,6 +55,10 @@ class Setting(str):
 
     def __copy__(self) -> Self:
         return self
+
+
+# compiled code of torch 2.11 reads no other subclass of str (2.13 does)
+register_constant(Setting)
 
 
 class AttentionSwap:
