@@ -419,7 +419,10 @@ def test_an_expert_that_there_is_not_is_transformers_business(kernel: str) -> No
     module = mixtures.experts_of(model)[0]
     ids, shares = torch.tensor([[0, 4], [4, 3]]), torch.rand(2, 2)
     with torch.no_grad():
-        expected = module(rows := torch.randn(2, 64), ids, shares)
+        try:
+            expected = module(rows := torch.randn(2, 64), ids, shares)
+        except RuntimeError:
+            pytest.skip("Transformers 5.17 refuses such calls")
         assert replaced(lz.optimize(model))
         assert torch.equal(module(rows, ids, shares), expected)
 

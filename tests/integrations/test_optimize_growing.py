@@ -217,12 +217,15 @@ def test_a_tensor_that_got_other_data_is_read_as_it_is(change: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("drop", ["reset", "update"])
 def test_memory_is_given_back_with_the_tokens(drop: str) -> None:
-    mine, _ = both()
+    mine, stock = both()
     layer = mine.layers[0]
     appended(mine, *fresh(2, 1, 0), 0)
     memory = [StorageWeakRef(each.untyped_storage()) for each in (layer.keys, layer.values)]
     if drop == "reset":
         mine.reset()
+        stock.reset()
+        if stock.layers[0].keys.numel():
+            pytest.skip("Transformers 5.17 keeps its tensors, filled with zeros")
     else:  # as a stock model does after undo()
         mine.update(*fresh(2, 1, 1), 0)
     gc.collect()

@@ -174,6 +174,7 @@ ITS_OWN = {
 """Scores of their own, a table of classes without our name, and one that would call nothing and say nothing."""
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch 2.11
 @pytest.mark.parametrize("name", ITS_OWN)
 def test_a_model_with_attention_of_its_own_is_refused_when_it_is_made(name: str) -> None:
     sizes, works = ITS_OWN[name]

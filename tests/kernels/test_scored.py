@@ -168,6 +168,7 @@ def test_calls_without_either_are_not_theirs() -> None:
             assert "given" in str(each)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 @pytest.mark.parametrize("name", KERNEL)
 def test_no_key_is_copied_for_its_group(name: str) -> None:
     """Elements that torch copies for one query: less than the keys, which eager attention repeats three times."""
