@@ -224,7 +224,7 @@ def test_memory_is_given_back_with_the_tokens(drop: str) -> None:
     if drop == "reset":
         mine.reset()
         stock.reset()
-        if stock.layers[0].keys.numel():
+        if (kept := stock.layers[0].keys) is not None and kept.numel():
             pytest.skip("Transformers 5.17 keeps its tensors, filled with zeros")
     else:  # as a stock model does after undo()
         mine.update(*fresh(2, 1, 1), 0)

@@ -137,6 +137,7 @@ def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: A
         assert torch.equal(stock(**call)[0], wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 @named(EVERY, QUICK)
 def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> None:
     """A call without padding: how often torch copies, by its profiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -9,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import register_constant
 
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
@@ -32,33 +32,30 @@ OWN = "eager"
 """The setting that is exchanged in models that torch's function does not serve: they have no other."""
 
 
-class Setting(str):
-    """The name that is set while a model's attention is LayerZero's, written down as the setting that it stands for.
+class Restored:
+    """A configuration's own setting, which lies on a model while its attention is LayerZero's.
 
-    ``torch.save`` of an optimized model writes the stock one, for places where nobody has registered the name.
+    What ``torch.save`` writes of it is an assignment, so that whoever reads the model has the stock setting, in places
+    where nobody has registered our name. (A string of a class of its own, written down as another one, is what Dynamo
+    of torch 2.10 and 2.11 cannot read where models compare it.)
     """
 
-    __slots__ = ("before",)
-    before: str
+    __slots__ = ("before", "config")
 
-    def __new__(cls, name: str, before: str) -> Self:
-        made = super().__new__(cls, name)
-        made.before = before
-        return made
+    def __init__(self, config: Any, before: str) -> None:
+        self.config, self.before = config, before
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.before,)
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, str, str]]:
+        return setattr, (self.config, _SETTING, self.before)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Restored:
         """A copy of a model is optimized, too."""
-        return self
-
-    def __copy__(self) -> Self:
-        return self
+        return Restored(copy.deepcopy(self.config, memo), self.before)
 
 
-# compiled code of torch 2.11 reads no other subclass of str (2.13 does)
-register_constant(Setting)
+_SETTING = "_attn_implementation_internal"
+_KEPT = "_layerzero_settings"
+"""The attribute of a model that holds them."""
 
 
 class AttentionSwap:
@@ -88,15 +85,24 @@ class AttentionSwap:
 
     def on(self, name: str = NAME) -> None:
         """Let LayerZero compute it, wherever the model's own choice was torch's function."""
-        for config, before in self._before:
-            exchanged = name == NAME != before
-            config._attn_implementation_internal = Setting(name, before) if exchanged else name
+        for config, _ in self._before:
+            config._attn_implementation_internal = name
+        self._keep()
 
     def off(self) -> None:
         """Give every configuration what it had, except where somebody chose another one meanwhile."""
         for config, before in self._before:
             if config._attn_implementation in {NAME, COMPARED}:
                 config._attn_implementation_internal = before
+        self._keep()
+
+    def _keep(self) -> None:
+        """Let the model say what its settings were, where they are exchanged, for whoever saves it."""
+        exchanged = [pair for pair in self._before if pair[0]._attn_implementation == NAME != pair[1]]
+        if exchanged:
+            vars(self.model)[_KEPT] = [Restored(config, before) for config, before in exchanged]
+        else:
+            vars(self.model).pop(_KEPT, None)
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -108,6 +114,7 @@ class AttentionSwap:
         finally:
             for config, setting in settings:
                 config._attn_implementation_internal = setting
+            self._keep()
 
 
 TESTED = 5
