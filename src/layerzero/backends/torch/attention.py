@@ -28,7 +28,7 @@ from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, Squa
 TORCH = Backend(
     name="torch",
     summary="PyTorch's own attention and normalisation kernels",
-    tested=("2.11.0", "2.13.0", "2.14.0", "2.15.0"),
+    tested=("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0"),
     requires=("torch>=2.10",),
     platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
     homepage="https://pytorch.org",
