@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -205,6 +206,17 @@ def test_gradients_of_inputs_pass_frozen_weights() -> None:
         model(inputs_embeds=inputs)[0].square().sum().backward()
         grads.append(inputs.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-3, atol=1e-3 * grads[0].abs().max().item())
+
+
+def test_a_setting_that_somebody_chose_meanwhile_is_saved() -> None:
+    model = made("llama")
+    report = lz.optimize(model)
+    model.set_attn_implementation("eager")
+    twin = pickle.loads(pickle.dumps(model))  # ours
+    assert twin.config._attn_implementation == "eager"
+    report.undo()
+    assert model.config._attn_implementation == "eager"
+    assert "_layerzero_settings" not in vars(model)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "save", "state"])

@@ -46,7 +46,8 @@ class Restored:
         self.config, self.before = config, before
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, str, str]]:
-        return setattr, (self.config, _SETTING, self.before)
+        now: str = self.config._attn_implementation  # somebody may have chosen another one meanwhile
+        return setattr, (self.config, _SETTING, self.before if now == NAME else now)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Restored:
         """A copy of a model is optimized, too."""
