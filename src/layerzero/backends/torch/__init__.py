@@ -8,6 +8,7 @@ MODULES = (
     "attention",
     "cascade",
     "cuda_attention",
+    "cuda_scored",
     "elementwise",
     "embedding",
     "experts",

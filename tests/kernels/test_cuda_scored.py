@@ -1,0 +1,105 @@
+"""Softcap and sinks beside masks, by the function that a GPU runs; here on a CPU, where its operators are the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layerzero as lz
+from layerzero.backends.torch import cuda_scored
+from layerzero.backends.torch.cuda_scored import scored
+from layerzero.ops.attention.reference import attention_reference
+
+SINKS = torch.tensor([0.3, -2.0, 4.0, 0.0, -0.5, -math.inf])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def tensors(seq_q: int, seq_k: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seq_q + seq_k)
+    shapes = [(2, 6, seq_q, 16), (2, 2, seq_k, 16), (2, 2, seq_k, 8)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Compare with the formula in float64, and give the result."""
+    got, lse = scored(query, key, value, return_lse=True, **more)
+    assert torch.equal(scored(query, key, value, **more), got) or got.isnan().any()
+    wide = {
+        name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for name, each in more.items()
+    }
+    lie = [each.double().transpose(1, 2) for each in (query, key, value)]
+    wanted, wanted_lse = attention_reference(*lie, return_lse=True, **wide)
+    off = TOLERANCE[query.dtype]
+    assert got.dtype is query.dtype
+    torch.testing.assert_close(got.double(), wanted.transpose(1, 2), atol=off, rtol=off)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=off, rtol=off)
+    return got
+
+
+@pytest.fixture(params=[1, 2**26])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores in memory at once: a query at a time, and all of them."""
+    monkeypatch.setattr(cuda_scored, "SCORES", request.param)
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 20), (7, 7), (5, 20), (20, 17)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("more", [{"softcap": 3.0}, {"sinks": SINKS}, {"softcap": 3.0, "sinks": SINKS}], ids=str)
+def test_lengths_and_causality(dtype: torch.dtype, seq_q: int, seq_k: int, causal: bool, more: dict[str, Any]) -> None:
+    check(*tensors(seq_q, seq_k, dtype), causal=causal, **more)
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("shape", [(9, 20), (1, 20), (2, 1, 9, 20), (2, 1, 1, 20), (2, 6, 9, 20), (20,)], ids=str)
+def test_masks_of_every_width(shape: tuple[int, ...]) -> None:
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mask[mask > 1.0] = -math.inf
+    check(*tensors(9, 20), attn_mask=mask, softcap=5.0)
+    check(*tensors(9, 20), attn_mask=mask, sinks=SINKS)
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_padding_on_the_left_is_not_read() -> None:
+    """As a batch of texts is decoded: whatever lies under the padding."""
+    query, key, value = tensors(1, 20)
+    mask = torch.zeros(2, 1, 1, 20)
+    mask[0, ..., :7] = -math.inf
+    wanted = check(query, key, value, attn_mask=mask, softcap=5.0)
+    key[0, :, :7] = math.nan
+    torch.testing.assert_close(scored(query, key, value, attn_mask=mask, softcap=5.0), wanted)
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_a_query_that_sees_no_key_gives_zeros() -> None:
+    mask = torch.zeros(2, 1, 9, 20)
+    mask[1, :, 3] = -math.inf
+    got = check(*tensors(9, 20), attn_mask=mask, softcap=5.0)
+    assert not got[1, :, 3].any()
+    got = check(*tensors(9, 20), attn_mask=mask, sinks=SINKS)
+    assert not got[1, :, 3].any()
+
+
+@given(scale=st.floats(-2.0, 2.0), softcap=st.floats(1e-3, 1e3), seed=st.integers(0, 9))
+def test_any_factor_and_cap(scale: float, softcap: float, seed: int) -> None:
+    check(*tensors(3, 5 + seed), scale=scale, softcap=softcap)
+
+
+def test_it_is_asked_about_on_a_gpu_only_for_what_others_refuse() -> None:
+    query = torch.empty(2, 9, 6, 64, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(2, 1, 9, 9, dtype=torch.bool, device="meta")
+    reports = [
+        lz.explain("attention", query, query, query, layout="BSHD", causal=False, device="H100", **more)
+        for more in ({"softcap": 50.0, "attn_mask": mask}, {"attn_mask": mask}, {"softcap": 50.0})
+    ]
+    codes = [{each.code for each in report.failures["torch.cuda.scored"]} for report in reports]
+    assert codes[0] == {lz.ReasonCode.NOT_VETTED}
+    assert lz.ReasonCode.CONSTRAINT_FAILED in codes[1]
+    assert codes[2] == {lz.ReasonCode.NOT_VETTED}
