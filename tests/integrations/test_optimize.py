@@ -16,6 +16,8 @@ import layerzero as lz
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
+from layerzero.integrations.optimize.attending import AttentionSwap  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
 ]
@@ -216,7 +218,28 @@ def test_a_setting_that_somebody_chose_meanwhile_is_saved() -> None:
     assert twin.config._attn_implementation == "eager"
     report.undo()
     assert model.config._attn_implementation == "eager"
-    assert "_layerzero_settings" not in vars(model)
+    assert not any("_layerzero_setting" in vars(each) for each in model.modules())
+
+
+def test_parts_of_an_optimized_model_are_saved_with_the_stock_setting() -> None:
+    model = made("llama")
+    report = lz.optimize(model)
+    for part in (model, model.model, model.model.layers[0].self_attn, copy.deepcopy(model.model)):
+        twin = pickle.loads(pickle.dumps(part))  # ours
+        assert twin.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "layerzero"
+    report.undo()
+
+
+def test_a_second_exchange_keeps_what_the_first_wrote_down() -> None:
+    model = made("llama")
+    first = AttentionSwap(model)
+    first.on()
+    report = lz.optimize(model)
+    assert pickle.loads(pickle.dumps(model)).config._attn_implementation == "sdpa"  # ours
+    report.undo()
+    assert pickle.loads(pickle.dumps(model)).config._attn_implementation == "sdpa"  # ours
+    first.off()
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "save", "state"])

@@ -92,7 +92,7 @@ def test_any_factor_and_cap(scale: float, softcap: float, seed: int) -> None:
     check(*tensors(3, 5 + seed), scale=scale, softcap=softcap)
 
 
-def test_it_is_asked_about_on_a_gpu_only_for_what_others_refuse() -> None:
+def test_on_a_gpu_it_is_there_for_softcap_and_sinks_alone() -> None:
     query = torch.empty(2, 9, 6, 64, dtype=torch.bfloat16, device="meta")
     mask = torch.empty(2, 1, 9, 9, dtype=torch.bool, device="meta")
     reports = [

@@ -19,7 +19,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of
-from layerzero.tuning.predicting.nearly import NEARLY, decided, waited_us
+from layerzero.tuning.predicting.nearly import NEARLY, NEARLY_MEASURED, decided, waited_us
 from layerzero.tuning.predicting.prediction import HOST_MARGIN
 from layerzero.tuning.predicting.prior import Priors
 from layerzero.tuning.predicting.winner import record_times
@@ -88,16 +88,21 @@ def test_a_size_that_nobody_measured_goes_to_a_kernel_without_a_plan_for_it(devi
     assert order(times(100.0, 108.0, estimated), ["planned", "other"]) == ["planned", "other"]
 
 
-@given(st.lists(st.tuples(TIMES, st.floats(0.1, 1.0), st.booleans(), st.booleans()), min_size=1, max_size=8))
+FROM = st.sampled_from([Provenance.PREDICTED, Provenance.PRIOR, Provenance.IMPORTED, Provenance.MEASURED])
+
+
+@given(st.lists(st.tuples(TIMES, st.floats(0.1, 1.0), st.booleans(), st.booleans(), FROM), min_size=1, max_size=8))
 def test_nobody_gets_better_than_the_best_nor_worse_than_who_is_further_behind(drawn):
     found = {
-        str(number): known(time_us, None if untold else share * time_us, Provenance.PREDICTED)
-        for number, (time_us, share, untold, _) in enumerate(drawn)
+        str(number): known(time_us, None if untold else share * time_us, provenance)
+        for number, (time_us, share, untold, _, provenance) in enumerate(drawn)
     }
     times = decided(found, [str(number) for number, each in enumerate(drawn) if each[3]])
     best_us = min(map(waited_us, found.values()))
+    near = [each for each in found.values() if waited_us(each) <= NEARLY_MEASURED * best_us]
+    bound = NEARLY_MEASURED if {each.provenance for each in near} == {Provenance.MEASURED} else NEARLY
     for name, each in times.items():
-        if waited_us(found[name]) > NEARLY * best_us:
+        if waited_us(found[name]) > bound * best_us:
             assert each == found[name]
         else:
             assert each == found[name] or best_us * (1 - 1e-9) <= each.time_us <= NEARLY * best_us * (1 + 1e-9)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packaging.version import Version
 from typer.testing import CliRunner
 
 import layerzero as lz
@@ -439,7 +440,7 @@ def layerzero(*arguments):
     return CliRunner().invoke(main, list(arguments))
 
 
-proven = pytest.mark.skipif(torch.__version__ < "2.13", reason="what this torch compiles is untried")
+proven = pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="what this torch compiles is untried")
 
 
 @proven

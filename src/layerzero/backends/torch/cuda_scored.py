@@ -1,4 +1,4 @@
-"""Attention with a softcap or with sinks on a GPU, where no library has a kernel: beside a mask, or on an older device.
+"""Attention with a softcap or with sinks on a GPU by torch's operators: beside a mask, and where no library is.
 
 What a batch with padding asks for of Gemma 2 and GPT-OSS: kernels of FlashAttention and FlashInfer take their softcap
 or their sinks, and no mask beside it. Scores are formed in float32 (one of 30 in bfloat16 is off by up to 0.06) by a
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FOLDED, TORCH
-from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP
+from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap
 from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -61,21 +61,24 @@ def scored(
     lse = query.new_empty((batch, heads, seq_q), dtype=torch.float32)
     for rows in _pieces(seq_q, batch * heads * seq_k):
         count = rows.stop - rows.start
+        seen = max(seq_k - seq_q + rows.stop, 1) if causal else seq_k  # aligned bottom-right
         piece = query[:, :, rows].reshape(batch * kv_heads, -1, size)
-        scores = _product(piece, keys).view(batch, heads, count, seq_k)
+        scores = _product(piece, keys[:, :, :seen]).view(batch, heads, count, seen)
         scores = scores.mul_(factor) if softcap is None else scores.mul_(factor / softcap).tanh_().mul_(softcap)
         bias = None if attn_mask is None else attn_mask if _is_for_all(attn_mask) else attn_mask[..., rows, :]
         if causal:
-            ahead = torch.arange(seq_k, device=query.device) - (seq_k - seq_q)  # aligned bottom-right
-            hidden = ahead > torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(-1)
+            places = torch.arange(rows.start, rows.stop, device=query.device) + (seq_k - seq_q)
+            hidden = torch.arange(seen, device=query.device) > places.unsqueeze(-1)
             scores.masked_fill_(hidden, -math.inf)
+            bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., :seen]
         if bias is not None:  # a sum would not hide a score of NaN
             scores.add_(bias).masked_fill_(bias == -math.inf, -math.inf)
         if sinks is not None or return_lse:
             lse[:, :, rows] = torch.logsumexp(scores, -1)
         weights = torch._safe_softmax(scores, -1) if causal or bias is not None else torch.softmax(scores, -1)
-        found = torch.bmm(weights.to(value.dtype).view(batch * kv_heads, -1, seq_k), values)
+        found = torch.bmm(weights.to(value.dtype).view(batch * kv_heads, -1, seen), values[:, :seen])
         output[:, :, rows] = found.view(batch, heads, count, value_dim)
+        del scores, weights, found  # before the next piece makes its own
     if sinks is not None:
         return with_sinks(output, lse, sinks, return_lse=return_lse)
     return (output, lse) if return_lse else output
@@ -109,17 +112,12 @@ def _needs_more(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", "given, or sinks", None)
 
 
-def _fitting_cap(facts: Facts) -> Reason | None:
-    cap: Any = facts["softcap"]
-    if cap is None or LEAST_CAP <= cap <= MOST_CAP:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", f"{LEAST_CAP:g} to {MOST_CAP:g}", cap)
-
-
 def _workspace(facts: Facts) -> int:
-    """Scores, what softmax makes of them, and that in 16 bits."""
-    of_one = facts.size("batch") * facts.size("heads") * facts.size("seq_k")
-    return 10 * min(facts.size("seq_q") * of_one, max(SCORES, of_one))
+    """Scores, what softmax makes of them, and that in 16 bits; keys and values, where they do not lie so."""
+    batch, seq_k = facts.size("batch"), facts.size("seq_k")
+    of_one = batch * facts.size("heads") * seq_k
+    scores = min(facts.size("seq_q") * of_one, max(SCORES, of_one))
+    return 10 * scores + 4 * batch * seq_k * facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
 
 
 KERNELS = (
@@ -135,7 +133,7 @@ KERNELS = (
             limit.platform("cuda"),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.Custom("softcap or sinks", _needs_more),
-            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", _fitting_cap),
+            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
             limit.one_of("attn_mask", "none", "float", foldable=True),
         ),
         graph_safe=True,

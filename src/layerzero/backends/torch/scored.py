@@ -140,7 +140,8 @@ def _needs(name: str) -> Callable[[Facts], Reason | None]:
     return check
 
 
-def _reciprocal(facts: Facts) -> Reason | None:
+def fitting_cap(facts: Facts) -> Reason | None:
+    """Whether the reciprocal of a softcap leaves queries in range."""
     cap: Any = facts["softcap"]
     if cap is None or LEAST_CAP <= cap <= MOST_CAP:
         return None
@@ -194,7 +195,7 @@ KERNELS = (
             limit.platform("cpu"),
             _FLOATS,
             limit.Custom("softcap", _needs("softcap")),
-            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", _reciprocal),
+            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
             _MASK,
         ),
         deterministic=True,

@@ -33,10 +33,11 @@ OWN = "eager"
 
 
 class Restored:
-    """A configuration's own setting, which lies on a model while its attention is LayerZero's.
+    """A configuration's own setting, which lies on every module of that configuration while attention is LayerZero's.
 
-    What ``torch.save`` writes of it is an assignment, so that whoever reads the model has the stock setting, in places
-    where nobody has registered our name. (A string of a class of its own, written down as another one, is what Dynamo
+    What ``torch.save`` writes of it is an assignment, so that whoever reads the model, or a part of it, has the stock
+    setting, in places where nobody has registered our name; of the record itself ``None`` is left. A configuration
+    that is written alone keeps our name. (A string of a class of its own, written down as another one, is what Dynamo
     of torch 2.10 and 2.11 cannot read where models compare it.)
     """
 
@@ -55,8 +56,8 @@ class Restored:
 
 
 _SETTING = "_attn_implementation_internal"
-_KEPT = "_layerzero_settings"
-"""The attribute of a model that holds them."""
+_KEPT = "_layerzero_setting"
+"""The attribute of a module that holds it."""
 
 
 class AttentionSwap:
@@ -98,12 +99,17 @@ class AttentionSwap:
         self._keep()
 
     def _keep(self) -> None:
-        """Let the model say what its settings were, where they are exchanged, for whoever saves it."""
-        exchanged = [pair for pair in self._before if pair[0]._attn_implementation == NAME != pair[1]]
-        if exchanged:
-            vars(self.model)[_KEPT] = [Restored(config, before) for config, before in exchanged]
-        else:
-            vars(self.model).pop(_KEPT, None)
+        """Let modules say what their settings were, where they are exchanged, for whoever saves them.
+
+        What the caller had set to our name himself, or another exchange, is not spoken of.
+        """
+        mine = {id(config): (config, before) for config, before in self._before if before != NAME}
+        for module in self.model.modules():
+            config, before = mine.get(id(vars(module).get("config")), (None, ""))
+            if config is not None and config._attn_implementation == NAME:
+                vars(module)[_KEPT] = Restored(config, before)
+            elif config is not None:
+                vars(module).pop(_KEPT, None)
 
     @contextmanager
     def stock(self) -> Iterator[None]:

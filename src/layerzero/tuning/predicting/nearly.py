@@ -21,7 +21,7 @@ NEARLY = 1.1
 """Times the best: who is nearer is waited for about as long."""
 
 NEARLY_MEASURED = 1.2
-"""The same between times that were measured here: what a busy host adds to one burst and not to the next.
+"""The same where all that are so near were measured here: what a busy host adds to one burst and not to the next.
 
 The device's time repeats itself, the host's does not. An H200 and an H100 were tuned to a kernel that takes the device
 28 us for one of 19, which callers wait for just as long (37 and 39 us; 2026-11-24). By what was measured there of 743
@@ -42,11 +42,6 @@ def waited_us(each: Evidence) -> float:
     return each.time_us if each.device_us is None else max(each.device_us, each.time_us / HOST_MARGIN)
 
 
-def _bound(one: Evidence, other: Evidence) -> float:
-    """Times the shorter, within which callers wait for both about as long."""
-    return NEARLY if {one.provenance, other.provenance} & _ESTIMATED else NEARLY_MEASURED
-
-
 def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> dict[str, Evidence]:
     """The same times, but among those that are waited for about as long as the best the least costly is the best.
 
@@ -59,9 +54,10 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     if not planning and all(each.device_us is None for each in found.values()):  # as on a CPU, in every choice
         return dict(found)
     waits = {name: waited_us(each) for name, each in found.items()}
-    best = min(waits, key=waits.__getitem__, default="")
-    best_us = waits.get(best, 0.0)
-    near = {name: each for name, each in found.items() if waits[name] <= _bound(each, found[best]) * best_us}
+    best_us = min(waits.values(), default=0.0)
+    near = {name: each for name, each in found.items() if waits[name] <= NEARLY_MEASURED * best_us}
+    if any(each.provenance is not Provenance.MEASURED for each in near.values()):
+        near = {name: each for name, each in near.items() if waits[name] <= NEARLY * best_us}
     plans = {name for name, each in near.items() if name in planning and each.provenance in _ESTIMATED}
     free = {name: each for name, each in near.items() if name not in plans} or near
     told = all(each.device_us is not None for each in free.values())
