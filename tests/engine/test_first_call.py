@@ -103,7 +103,7 @@ def test_a_call_that_ends_at_the_reference_is_judged_once(asked, monkeypatch):
     assert completed == []
 
 
-UNLASTING = {lz.ReasonCode.JIT_DISABLED, lz.ReasonCode.VERSION_UNSUPPORTED}
+UNLASTING = {lz.ReasonCode.JIT_DISABLED, lz.ReasonCode.VERSION_UNSUPPORTED, lz.ReasonCode.NOT_VETTED}
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")

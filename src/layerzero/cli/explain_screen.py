@@ -41,7 +41,7 @@ def folded(report: Report) -> Iterator[RenderableType]:
         yield Text(f"and {len(legal) - MOST_ROWS} with lower scores", style="dim")
     if report.chosen is not None:
         yield Text.assemble(("why: ", "bold"), _why(report.chosen))
-    others, hardware = elsewhere(report)
+    others, hardware = elsewhere(report, hint=False)
     yield from _refused(others)
     yield from hardware
     yield Text("--all lists each with its reasons, its terms, and what to install", style="dim")
@@ -64,11 +64,18 @@ def _why(chosen: Candidate) -> str:
     return "; ".join(parts)
 
 
+_MENDED = frozenset({ReasonCode.NOT_VETTED, ReasonCode.JIT_DISABLED})
+
+
 def _refused(candidates: Sequence[Candidate]) -> Iterator[Text]:
-    """A line for each reason that comes first, with the kernels that it keeps from the call."""
+    """A line for each reason that comes first, with the kernels that it keeps from the call.
+
+    What vetting or a build would mend comes last of a kernel's reasons: with another one, neither helps.
+    """
     of: dict[ReasonCode, list[str]] = defaultdict(list)
     for each in candidates:
-        of[each.reasons[0].code].append(each.kernel.id)
+        codes = [reason.code for reason in each.reasons]
+        of[next((code for code in codes if code not in _MENDED), codes[0])].append(each.kernel.id)
     for code, names in of.items():
         more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
         means = f" ({_MEANS[code]})" if code in _MEANS else ""

@@ -71,12 +71,14 @@ def asked(report: Report) -> Iterator[Text]:
     yield Text(_call(report.facts), style="dim")
 
 
-def elsewhere(report: Report) -> tuple[list[Candidate], list[Text]]:
-    """The refused kernels that are made for this device, and a line that counts the others."""
+def elsewhere(report: Report, *, hint: bool = True) -> tuple[list[Candidate], list[Text]]:
+    """The refused kernels that are made for this device, and a line that counts the others; with where they are listed,
+    unless a line of its own says that.
+    """
     refused = {id(each): _made_for(each) for each in report.candidates if not each.legal}
     count = Counter(made_for for made_for in refused.values() if made_for)
     here = [each for each in report.candidates if refused.get(id(each)) == ""]
-    return here, [counted("not for this device", count)] if count else []
+    return here, [counted("not for this device", count, hint=hint)] if count else []
 
 
 def notes_of(report: Report) -> Iterator[Text]:
@@ -199,10 +201,10 @@ def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[Ren
         yield counted("not for this machine", elsewhere)
 
 
-def counted(what: str, hardware: Counter[str]) -> Text:
+def counted(what: str, hardware: Counter[str], *, hint: bool = True) -> Text:
     """One line for all that is made for other hardware."""
     each = ", ".join(f"{count} for {name}" for name, count in hardware.most_common())
-    return Text(f"{what}: {each}; --all lists them", style="dim")
+    return Text(f"{what}: {each}{'; --all lists them' if hint else ''}", style="dim")
 
 
 def hardware(platforms: Iterable[str]) -> str:
