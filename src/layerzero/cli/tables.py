@@ -72,8 +72,9 @@ def asked(report: Report) -> Iterator[Text]:
 
 
 def elsewhere(report: Report, *, hint: bool = True) -> tuple[list[Candidate], list[Text]]:
-    """The refused kernels that are made for this device, and a line that counts the others; with where they are listed,
-    unless a line of its own says that.
+    """The refused kernels that are made for this device, and a line that counts the others.
+
+    ``hint``: whether it says where they are listed.
     """
     refused = {id(each): _made_for(each) for each in report.candidates if not each.legal}
     count = Counter(made_for for made_for in refused.values() if made_for)
