@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FOLDED, TORCH
-from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap
+from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap, mask_of
 from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -65,7 +65,7 @@ def scored(
         piece = query[:, :, rows].reshape(batch * kv_heads, -1, size)
         scores = _product(piece, keys[:, :, :seen]).view(batch, heads, count, seen)
         scores = scores.mul_(factor) if softcap is None else scores.mul_(factor / softcap).tanh_().mul_(softcap)
-        bias = None if attn_mask is None else attn_mask if _is_for_all(attn_mask) else attn_mask[..., rows, :]
+        bias = None if attn_mask is None else mask_of(attn_mask, rows)
         if causal:
             places = torch.arange(rows.start, rows.stop, device=query.device) + (seq_k - seq_q)
             hidden = torch.arange(seen, device=query.device) > places.unsqueeze(-1)
@@ -98,11 +98,6 @@ def _product(rows: Tensor, keys: Tensor) -> Tensor:
     if rows.is_cuda:
         return torch.bmm(rows, keys, out_dtype=torch.float32)
     return torch.bmm(rows.float(), keys.float())
-
-
-def _is_for_all(mask: Tensor) -> bool:
-    """Whether a mask is the same for every query."""
-    return mask.ndim < 2 or mask.shape[-2] == 1
 
 
 def _needs_more(facts: Facts) -> Reason | None:

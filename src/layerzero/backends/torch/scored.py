@@ -104,10 +104,14 @@ def _load_softcap(facts: Facts) -> Callable[..., Any]:
     return softcapped
 
 
+def mask_of(mask: Tensor, rows: slice) -> Tensor:
+    """The part of a mask that is about some queries: all of it, where it is the same for every one."""
+    return mask if mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+
+
 def _add(scores: Tensor, mask: Tensor, first: int, last: int) -> Tensor | None:
     """Add a float mask to the scores (B, H, rows, S_k) of some queries, in place; which of them see no key, if any."""
-    if mask.ndim > 1 and mask.shape[-2] != 1:
-        mask = mask[..., first:last, :]
+    mask = mask_of(mask, slice(first, last))
     hidden = mask == -math.inf
     if not hidden.any():
         scores.add_(mask)
