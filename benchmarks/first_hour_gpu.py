@@ -65,13 +65,17 @@ def calls_of(options: argparse.Namespace) -> list[Job]:
     return [job for jobs in drawn for _, job in jobs]
 
 
-def chosen(jobs: Sequence[Job]) -> list[str | None]:
-    """Call each once, and say which kernel it got."""
+def chosen(jobs: Sequence[Job], took: list[float] | None = None) -> list[str | None]:
+    """Call each once, and say which kernel it got; what each call took is added to ``took``, s."""
     found = []
     for job in jobs:
         call = job.make(DEVICE)
         with torch.no_grad():
+            began = time.monotonic()
             CALLS[call.function].fast(**call.arguments)
+            if took is not None:
+                torch.cuda.synchronize()
+                took.append(time.monotonic() - began)
             found.append(lz.explain(call.function, **call.arguments).kernel_id)
         del call
     torch.cuda.synchronize()
@@ -99,7 +103,8 @@ def of_state(state: str, options: argparse.Namespace) -> dict[str, Any]:
     """Which kernels calls get in a process of this state."""
     jobs = calls_of(options)
     began = time.monotonic()
-    found: dict[str, Any] = {"chosen": chosen(jobs)}
+    took: list[float] = []
+    found: dict[str, Any] = {"chosen": chosen(jobs, took), "took_s": took}
     found["seconds"], found["since_start_s"] = time.monotonic() - began, time.time() - STARTED
     if state == "first":
         found["host"] = host_times(lambda: BUILDS.idle.is_set() or time.monotonic() - began > options.wait_s)
@@ -331,6 +336,8 @@ def show(found: dict[str, Any]) -> None:
     same = sum(one == other for one, other in zip(first["later"], again["chosen"], strict=True))
     took = f"in {again['seconds']:.1f} s, {again['since_start_s']:.1f} s with imports"
     print(f"restarted: {same} of {len(again['chosen'])} as before {took}; built again: {again['built']}")
+    slow = sorted(zip(again["took_s"], again["chosen"], strict=True), key=lambda pair: -pair[0])[:6]
+    print("slowest of them:", ", ".join(f"{kernel} {seconds:.1f} s" for seconds, kernel in slow))
     print(f"{found['device']}, torch {found['torch']}")
     heads = "state, calls, over best, worst, over torch, worst, with launching over direct, calls, growing over torch"
     print("| " + heads.replace(", ", " | ") + " |")

@@ -56,32 +56,42 @@ def scored(
     kv_heads, seq_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
     keys = key.reshape(batch * kv_heads, seq_k, size).transpose(1, 2)
     values = value.reshape(batch * kv_heads, seq_k, value_dim)
-    factor = size**-0.5 if scale is None else scale
-    output = query.new_empty((batch, seq_q, heads, value_dim)).transpose(1, 2)
-    lse = query.new_empty((batch, heads, seq_q), dtype=torch.float32)
+    factor = (size**-0.5 if scale is None else scale) / (softcap or 1.0)
+    outputs, sums = [], []
     for rows in _pieces(seq_q, batch * heads * seq_k):
         count = rows.stop - rows.start
         seen = max(seq_k - seq_q + rows.stop, 1) if causal else seq_k  # aligned bottom-right
         piece = query[:, :, rows].reshape(batch * kv_heads, -1, size)
-        scores = _product(piece, keys[:, :, :seen]).view(batch, heads, count, seen)
-        scores = scores.mul_(factor) if softcap is None else scores.mul_(factor / softcap).tanh_().mul_(softcap)
+        scores = _product(piece, keys[:, :, :seen], factor).view(batch, heads, count, seen)
         bias = None if attn_mask is None else mask_of(attn_mask, rows)
+        if causal and bias is not None and bias.shape[-1] > 1:
+            bias = bias[..., :seen]
+        if softcap is not None:
+            scores.tanh_()
+            scores = scores.mul_(softcap) if bias is None else torch.add(bias, scores, alpha=softcap, out=scores)
+        elif bias is not None:
+            scores.add_(bias)
+        hidden = None if bias is None else bias == -math.inf
         if causal:
             places = torch.arange(rows.start, rows.stop, device=query.device) + (seq_k - seq_q)
-            hidden = torch.arange(seen, device=query.device) > places.unsqueeze(-1)
+            later = torch.arange(seen, device=query.device) > places.unsqueeze(-1)
+            hidden = later if hidden is None else hidden | later
+        if hidden is not None:  # a sum does not hide a score of NaN
             scores.masked_fill_(hidden, -math.inf)
-            bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., :seen]
-        if bias is not None:  # a sum would not hide a score of NaN
-            scores.add_(bias).masked_fill_(bias == -math.inf, -math.inf)
-        if sinks is not None or return_lse:
-            lse[:, :, rows] = torch.logsumexp(scores, -1)
-        weights = torch._safe_softmax(scores, -1) if causal or bias is not None else torch.softmax(scores, -1)
+        weights = torch.softmax(scores, -1)
+        empty = None if hidden is None else hidden.all(-1, keepdim=True)
+        if sinks is not None or return_lse:  # a third of what logsumexp reads and writes
+            lse = scores.amax(-1) - weights.amax(-1).log_()
+            sums.append(lse if empty is None else lse.masked_fill_(empty.squeeze(-1), -math.inf))
         found = torch.bmm(weights.to(value.dtype).view(batch * kv_heads, -1, seen), values[:, :seen])
-        output[:, :, rows] = found.view(batch, heads, count, value_dim)
+        found = found.view(batch, heads, count, value_dim)
+        outputs.append(found if empty is None else found.masked_fill_(empty, 0.0))
         del scores, weights, found  # before the next piece makes its own
-    if sinks is not None:
-        return with_sinks(output, lse, sinks, return_lse=return_lse)
-    return (output, lse) if return_lse else output
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    if not sums:
+        return output
+    lse = sums[0] if len(sums) == 1 else torch.cat(sums, 2)
+    return with_sinks(output, lse, sinks, return_lse=return_lse) if sinks is not None else (output, lse)
 
 
 def _pieces(seq_q: int, of_one: int) -> Iterator[slice]:
@@ -91,13 +101,12 @@ def _pieces(seq_q: int, of_one: int) -> Iterator[slice]:
         yield slice(first, min(first + step, seq_q))
 
 
-def _product(rows: Tensor, keys: Tensor) -> Tensor:
-    """Products (B, M, D) x (B, D, N) in float32: of 16-bit tensors, cuBLAS adds up and gives them so without copies."""
-    if rows.dtype == torch.float32:
-        return torch.bmm(rows, keys)
-    if rows.is_cuda:
-        return torch.bmm(rows, keys, out_dtype=torch.float32)
-    return torch.bmm(rows.float(), keys.float())
+def _product(rows: Tensor, keys: Tensor, factor: float) -> Tensor:
+    """Products (B, M, D) x (B, D, N), times a factor, in float32: of 16-bit tensors cuBLAS gives them so, and once."""
+    if rows.is_cuda and rows.dtype != torch.float32:
+        nothing = rows.new_empty((1, 1, 1), dtype=torch.float32).expand(rows.shape[0], rows.shape[1], keys.shape[2])
+        return torch.baddbmm(nothing, rows, keys, out_dtype=torch.float32, beta=0.0, alpha=factor)
+    return torch.bmm(rows.float(), keys.float()).mul_(factor)
 
 
 def _needs_more(facts: Facts) -> Reason | None:

@@ -20,14 +20,14 @@ from layerzero.tuning.predicting.prediction import HOST_MARGIN
 NEARLY = 1.1
 """Times the best: who is nearer is waited for about as long."""
 
-NEARLY_MEASURED = 1.2
-"""The same where all that are so near were measured here: what a busy host adds to one burst and not to the next.
+NEARLY_MEASURED = 1.5
+"""The same where all that are so near were measured here: of those the product of both decides.
 
 The device's time repeats itself, the host's does not. An H200 and an H100 were tuned to a kernel that takes the device
-28 us for one of 19, which callers wait for just as long (37 and 39 us; 2026-11-24). By what was measured there of 743
-calls, the least of the device's time within 1.2 is 1.016 and 1.007 of the least of all, and callers wait 1.003 of the
-shortest; within 1.1 that is 1.019, 1.010 and 1.002, within 1.5 1.011, 1.004 and 1.012. Of predictions it is not so:
-they may be off by as much on the device.
+28 and 31 us for one of 19 and 20; callers waited 37 us for 39 on one and, with a host half as quick, 44 for 60 on the
+other (2026-11-24). By what was measured of 826 calls for the tables that ship, the least product within 1.5 takes 1.012
+(H100) and 1.008 (H200) of the least device time of all, and callers wait 1.005 and 1.002 of the shortest; the device
+alone within 1.1 takes 1.019, 1.010 and 1.001, within 1.2 1.015, 1.007 and 1.004, within 1.5 1.010, 1.005 and 1.011.
 """
 
 DEVICE_NOISE = 0.02
@@ -46,7 +46,8 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     """The same times, but among those that are waited for about as long as the best the least costly is the best.
 
     That is who makes no plan for a size that was not measured here, and of these who takes the device least, where all
-    of them tell it. The others follow by what they cost more, at most by :data:`NEARLY`.
+    of them tell it; measured ones, which may be further apart, go by the product of device and wait. The others follow
+    by what they cost more, at most by :data:`NEARLY`.
 
     Args:
         planning: ids of kernels that plan anew for every size.
@@ -56,7 +57,8 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     waits = {name: waited_us(each) for name, each in found.items()}
     best_us = min(waits.values(), default=0.0)
     near = {name: each for name, each in found.items() if waits[name] <= NEARLY_MEASURED * best_us}
-    if any(each.provenance is not Provenance.MEASURED for each in near.values()):
+    measured = all(each.provenance is Provenance.MEASURED for each in near.values())
+    if not measured:
         near = {name: each for name, each in near.items() if waits[name] <= NEARLY * best_us}
     plans = {name for name, each in near.items() if name in planning and each.provenance in _ESTIMATED}
     free = {name: each for name, each in near.items() if name not in plans} or near
@@ -64,6 +66,8 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     if len(near) < 2 or (not told and len(free) == len(near)):
         return dict(found)
     cost = {name: (each.device_us if told else None) or waits[name] for name, each in free.items()}
+    if measured:
+        cost = {name: math.sqrt(us * waits[name]) for name, us in cost.items()}
     least = min(cost.values())
     decisive = {}
     for name, each in near.items():
