@@ -99,7 +99,6 @@ def test_on_a_gpu_it_is_there_for_softcap_and_sinks_alone() -> None:
         lz.explain("attention", query, query, query, layout="BSHD", causal=False, device="H100", **more)
         for more in ({"softcap": 50.0, "attn_mask": mask}, {"attn_mask": mask}, {"softcap": 50.0})
     ]
-    codes = [{each.code for each in report.failures["torch.cuda.scored"]} for report in reports]
-    assert codes[0] == {lz.ReasonCode.NOT_VETTED}
-    assert lz.ReasonCode.CONSTRAINT_FAILED in codes[1]
-    assert codes[2] == {lz.ReasonCode.NOT_VETTED}
+    assert reports[0].kernel_id == "torch.cuda.scored"
+    codes = [{each.code for each in report.failures.get("torch.cuda.scored", ())} for report in reports]
+    assert codes == [set(), {lz.ReasonCode.CONSTRAINT_FAILED}, set()]

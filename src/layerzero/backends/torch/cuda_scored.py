@@ -23,7 +23,7 @@ from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap, ma
 from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 
@@ -143,7 +143,6 @@ KERNELS = (
         graph_safe=True,
         device_guard=True,
         workspace_bytes=_workspace,
-        trust=Trust.UNTRIED,
         priority=35,
     ),
 )
