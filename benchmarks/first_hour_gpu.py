@@ -37,6 +37,7 @@ from entries import own_entry  # noqa: E402
 from judged import LLAMA, judged_jobs  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from layerzero.core.plan import Candidate  # noqa: E402
 from layerzero.engine.functions import CALLS  # noqa: E402
 from layerzero.engine.jit import BUILT  # noqa: E402
 from layerzero.ops.attention.sweep import decode_case  # noqa: E402
@@ -65,8 +66,13 @@ def calls_of(options: argparse.Namespace) -> list[Job]:
     return [job for jobs in drawn for _, job in jobs]
 
 
-def chosen(jobs: Sequence[Job], took: list[float] | None = None) -> list[str | None]:
-    """Call each once, and say which kernel it got; what each call took is added to ``took``, s."""
+def chosen(
+    jobs: Sequence[Job], took: list[float] | None = None, why: list[list[dict[str, Any]]] | None = None
+) -> list[str | None]:
+    """Call each once, and say which kernel it got.
+
+    What each call took is added to ``took``, s, and what is known of its best kernels to ``why``.
+    """
     found = []
     for job in jobs:
         call = job.make(DEVICE)
@@ -76,10 +82,20 @@ def chosen(jobs: Sequence[Job], took: list[float] | None = None) -> list[str | N
             if took is not None:
                 torch.cuda.synchronize()
                 took.append(time.monotonic() - began)
-            found.append(lz.explain(call.function, **call.arguments).kernel_id)
+            report = lz.explain(call.function, **call.arguments)
+        found.append(report.kernel_id)
+        if why is not None:
+            why.append([known(each) for each in report.candidates if each.legal][:6])
         del call
     torch.cuda.synchronize()
     return found
+
+
+def known(candidate: Candidate) -> dict[str, Any]:
+    """What a choice knows of a kernel."""
+    terms = {term.name: round(term.points, 2) for term in candidate.terms}
+    return {"kernel": candidate.kernel.id, "us": candidate.time_us, "from": candidate.provenance, "terms": terms,
+            "confidence": candidate.confidence, "noise": candidate.noise}  # fmt: skip
 
 
 def host_times(over: Callable[[], bool]) -> dict[str, float]:
@@ -104,7 +120,8 @@ def of_state(state: str, options: argparse.Namespace) -> dict[str, Any]:
     jobs = calls_of(options)
     began = time.monotonic()
     took: list[float] = []
-    found: dict[str, Any] = {"chosen": chosen(jobs, took), "took_s": took}
+    why: list[list[dict[str, Any]]] = []
+    found: dict[str, Any] = {"chosen": chosen(jobs, took, why), "took_s": took, "why": why}
     found["seconds"], found["since_start_s"] = time.monotonic() - began, time.time() - STARTED
     if state == "first":
         found["host"] = host_times(lambda: BUILDS.idle.is_set() or time.monotonic() - began > options.wait_s)
@@ -310,7 +327,7 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     tuned = {"budget_s": options.tune_s, "seconds": seconds, "measured": len(said.get("measured", ())),
              "left": said.get("left"), "skipped": said.get("skipped"), "not_built": said.get("not_built"),
-             "winners_changed": said.get("winners_changed")}  # fmt: skip
+             "winners_changed": said.get("winners_changed"), "calls": said.get("measured")}  # fmt: skip
     rows = {state: row_of(states[state], judged) for state in STATES}
     for seed in options.seed if len(options.seed) > 1 else ():
         mine = [each for each in judged if options.seed[each["number"] // options.calls] == seed]
@@ -327,7 +344,7 @@ def show(found: dict[str, Any]) -> None:
         said = ", ".join(f"{name} {us:.1f}" for us, name in numbers[:6])
         mine = " | ".join(str(states[state]["chosen"][each["number"]]) for state in STATES)
         print(f"{each['call']}: {mine}: {said}; {'; '.join(each['out'])[:300]}")
-    print("tuning:", {name: value for name, value in found["tuning"].items() if name != "skipped"})
+    print("tuning:", {name: value for name, value in found["tuning"].items() if name not in ("skipped", "calls")})
     print("tuning skipped:", json.dumps(found["tuning"]["skipped"])[:2000])
     first, again = states["first"], states["restarted"]
     print(f"built in the background ({first['idle_s']:.0f} s, done: {first['done']}):", first["built"], first["failed"])

@@ -19,17 +19,24 @@ def call(name, dtype, seq_q):
     key, value = (torch.randn(3, 2, 300, 128, device="cuda").to(dtype) for _ in range(2))
     mask = torch.zeros(3, 1, 1, 300, device="cuda", dtype=dtype)
     mask[0, ..., :100], mask[1, ..., :] = -math.inf, -math.inf
-    more = {"softcap": 50.0} if name == "softcap" else {"sinks": torch.randn(8, device="cuda")}
+    more = {}
+    if "softcap" in name:
+        more["softcap"] = 50.0
+    if "sinks" in name:
+        more["sinks"] = torch.randn(8, device="cuda")
+    if "bool" in name:
+        mask = mask == 0
     return (query, key, value), {"attn_mask": mask, **more}
 
 
-@pytest.mark.parametrize("name", ["softcap", "sinks"])
+@pytest.mark.parametrize("name", ["softcap", "sinks", "softcap, bool", "sinks, bool", "softcap and sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("seq_q", [1, 70])
 def test_it_gives_what_the_formula_gives(name, dtype, seq_q):
     tensors, more = call(name, dtype, seq_q)
     got, lse = scored(*tensors, return_lse=True, **more)
-    wide = {key: each.double() if isinstance(each, torch.Tensor) else each for key, each in more.items()}
+    floats = {key for key, each in more.items() if isinstance(each, torch.Tensor) and each.is_floating_point()}
+    wide = {key: each.double() if key in floats else each for key, each in more.items()}
     lie = [each.double().transpose(1, 2) for each in tensors]
     wanted, wanted_lse = attention_reference(*lie, return_lse=True, **wide)
     off = 1e-4 if dtype is torch.float32 else 1e-2

@@ -62,8 +62,10 @@ def test_lengths_and_causality(dtype: torch.dtype, seq_q: int, seq_k: int, causa
 def test_masks_of_every_width(shape: tuple[int, ...]) -> None:
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mask[mask > 1.0] = -math.inf
-    check(*tensors(9, 20), attn_mask=mask, softcap=5.0)
-    check(*tensors(9, 20), attn_mask=mask, sinks=SINKS)
+    for each in (mask, mask > -math.inf):
+        check(*tensors(9, 20), attn_mask=each, softcap=5.0)
+        check(*tensors(9, 20), attn_mask=each, sinks=SINKS)
+        check(*tensors(9, 20), attn_mask=each, sinks=SINKS, causal=True)
 
 
 @pytest.mark.usefixtures("_pieces")

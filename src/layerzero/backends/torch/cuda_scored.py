@@ -3,8 +3,7 @@
 What a batch with padding asks for of Gemma 2 and GPT-OSS: kernels of FlashAttention and FlashInfer take their softcap
 or their sinks, and no mask beside it. Scores are formed in float32 (one of 30 in bfloat16 is off by up to 0.06) by a
 product of 16-bit tensors, the group's queries as rows of one product with their key head, and changed in place; nothing
-is repeated or widened, and nothing is read on the host. Sinks are one more logit in the denominator:
-``sigmoid(log-sum-exp - sink)`` of the result (:mod:`layerzero.backends.torch.sinks`).
+is repeated or widened, and nothing is read on the host. Sinks are one more column of the scores.
 Not run on a GPU yet (tests run it on a CPU): untried until ``layerzero vet`` has proved it.
 Library: torch >= 2.10, BSD-3-Clause.
 """
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from layerzero.backends.torch.attention import FOLDED, TORCH
 from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap, mask_of
-from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -29,6 +28,9 @@ from layerzero.ops.attention import declare as attention
 
 SCORES = 2**26
 """In memory at once: 256 MiB in float32."""
+
+TAIL = 8
+"""Columns behind the scores of a row for the sink, so that rows of a multiple of 8 stay aligned to 16 bytes."""
 
 
 def _load(_: Facts) -> Callable[..., Any]:
@@ -49,49 +51,64 @@ def scored(
 ) -> Any:
     """Attend by operators of torch.
 
-    Shapes: query (B, H, S_q, D), key (B, K, S_k, D), value (B, K, S_k, D_v), H a multiple of K, a float mask that is
-    broadcastable to (B, H, S_q, S_k), sinks (H,) → (B, H, S_q, D_v); log-sum-exp (B, H, S_q), float32
+    Shapes: query (B, H, S_q, D), key (B, K, S_k, D), value (B, K, S_k, D_v), H a multiple of K, a mask of floats
+    or bools that is broadcastable to (B, H, S_q, S_k), sinks (H,) → (B, H, S_q, D_v); log-sum-exp (B, H, S_q), float32
     """
     batch, heads, seq_q, size = query.shape
     kv_heads, seq_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
     keys = key.reshape(batch * kv_heads, seq_k, size).transpose(1, 2)
     values = value.reshape(batch * kv_heads, seq_k, value_dim)
     factor = (size**-0.5 if scale is None else scale) / (softcap or 1.0)
+    tail = None if sinks is None else pad(sinks.float().view(-1, 1, 1), (0, TAIL - 1), value=-math.inf)
     outputs, sums = [], []
     for rows in _pieces(seq_q, batch * heads * seq_k):
         count = rows.stop - rows.start
         seen = max(seq_k - seq_q + rows.stop, 1) if causal else seq_k  # aligned bottom-right
-        piece = query[:, :, rows].reshape(batch * kv_heads, -1, size)
-        scores = _product(piece, keys[:, :, :seen], factor).view(batch, heads, count, seen)
-        bias = None if attn_mask is None else mask_of(attn_mask, rows)
-        if causal and bias is not None and bias.shape[-1] > 1:
-            bias = bias[..., :seen]
+        scores = query.new_empty((batch, heads, count, seen if tail is None else seen + TAIL), dtype=torch.float32)
+        flat = scores.view(batch * kv_heads, -1, scores.shape[-1])[..., :seen]
+        _product(query[:, :, rows].reshape(batch * kv_heads, -1, size), keys[:, :, :seen], factor, flat)
+        bias, hidden = _masks(attn_mask, rows, seen, seq_k - seq_q if causal else None, query.device)
+        if (
+            tail is not None
+        ):  # what is beside the scores keeps them whole: a part of each row would be read twice as slow
+            bias = bias if bias is None or bias.shape[-1] == 1 else pad(bias, (0, TAIL))
+            hidden = hidden if hidden is None or hidden.shape[-1] == 1 else pad(hidden, (0, TAIL))
         if softcap is not None:
             scores.tanh_()
             scores = scores.mul_(softcap) if bias is None else torch.add(bias, scores, alpha=softcap, out=scores)
         elif bias is not None:
             scores.add_(bias)
-        hidden = None if bias is None else bias == -math.inf
-        if causal:
-            places = torch.arange(rows.start, rows.stop, device=query.device) + (seq_k - seq_q)
-            later = torch.arange(seen, device=query.device) > places.unsqueeze(-1)
-            hidden = later if hidden is None else hidden | later
         if hidden is not None:  # a sum does not hide a score of NaN
             scores.masked_fill_(hidden, -math.inf)
+        if tail is not None:
+            scores[..., seen:] = tail
         weights = torch.softmax(scores, -1)
-        empty = None if hidden is None else hidden.all(-1, keepdim=True)
-        if sinks is not None or return_lse:  # a third of what logsumexp reads and writes
-            lse = scores.amax(-1) - weights.amax(-1).log_()
-            sums.append(lse if empty is None else lse.masked_fill_(empty.squeeze(-1), -math.inf))
-        found = torch.bmm(weights.to(value.dtype).view(batch * kv_heads, -1, seen), values[:, :seen])
-        found = found.view(batch, heads, count, value_dim)
+        empty = None if hidden is None else hidden[..., :seen].all(-1, keepdim=True)
+        if return_lse:  # a third of what logsumexp reads and writes
+            most = scores.amax(-1)
+            sums.append((most - weights.amax(-1).log_()).masked_fill_(most == -math.inf, -math.inf))
+        shares = weights.to(value.dtype).view(batch * kv_heads, -1, scores.shape[-1])[..., :seen]
+        found = torch.bmm(shares, values[:, :seen]).view(batch, heads, count, value_dim)
         outputs.append(found if empty is None else found.masked_fill_(empty, 0.0))
-        del scores, weights, found  # before the next piece makes its own
+        del scores, flat, weights, shares, found  # before the next piece makes its own
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    if not sums:
-        return output
-    lse = sums[0] if len(sums) == 1 else torch.cat(sums, 2)
-    return with_sinks(output, lse, sinks, return_lse=return_lse) if sinks is not None else (output, lse)
+    return (output, sums[0] if len(sums) == 1 else torch.cat(sums, 2)) if return_lse else output
+
+
+def _masks(
+    mask: Tensor | None, rows: slice, seen: int, past: int | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to the scores of some queries, and which of them are hidden; ``past`` where the future is."""
+    bias = hidden = None
+    if mask is not None:
+        part = mask_of(mask, rows)
+        part = part if part.shape[-1] == 1 else part[..., :seen]
+        bias, hidden = (None, ~part) if part.dtype == torch.bool else (part, part == -math.inf)
+    if past is not None:
+        places = torch.arange(rows.start, rows.stop, device=device) + past
+        later = torch.arange(seen, device=device) > places.unsqueeze(-1)
+        hidden = later if hidden is None else hidden | later
+    return bias, hidden
 
 
 def _pieces(seq_q: int, of_one: int) -> Iterator[slice]:
@@ -101,12 +118,12 @@ def _pieces(seq_q: int, of_one: int) -> Iterator[slice]:
         yield slice(first, min(first + step, seq_q))
 
 
-def _product(rows: Tensor, keys: Tensor, factor: float) -> Tensor:
+def _product(rows: Tensor, keys: Tensor, factor: float, out: Tensor) -> None:
     """Products (B, M, D) x (B, D, N), times a factor, in float32: of 16-bit tensors cuBLAS gives them so, and once."""
     if rows.is_cuda and rows.dtype != torch.float32:
-        nothing = rows.new_empty((1, 1, 1), dtype=torch.float32).expand(rows.shape[0], rows.shape[1], keys.shape[2])
-        return torch.baddbmm(nothing, rows, keys, out_dtype=torch.float32, beta=0.0, alpha=factor)
-    return torch.bmm(rows.float(), keys.float()).mul_(factor)
+        torch.baddbmm(out, rows, keys, out_dtype=torch.float32, beta=0.0, alpha=factor, out=out)
+    else:
+        torch.mul(torch.bmm(rows.float(), keys.float()), factor, out=out)
 
 
 def _needs_more(facts: Facts) -> Reason | None:
@@ -138,7 +155,7 @@ KERNELS = (
             limit.dtype("float32", "float16", "bfloat16"),
             limit.Custom("softcap or sinks", _needs_more),
             limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
         ),
         graph_safe=True,
         device_guard=True,
