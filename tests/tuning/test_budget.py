@@ -15,6 +15,7 @@ from layerzero.core.kernel import Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import Outcome
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
@@ -293,6 +294,40 @@ def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compil
     (contest,) = found.contests
     assert {"mine.compiled", "torch.rms_norm"} <= {each.id for each in contest.times}
     assert loaded == [64], "it was loaded here when it was built"
+
+
+def test_who_comes_later_is_timed_beside_all_that_may_be_the_best_one(compiled, monkeypatch):
+    """While the host takes twice as long: the fastest alone beside it would lose to its rival of a calmer moment."""
+    lz.register_kernel("norm.rms", "mine.quick")(
+        lambda input, weight, *, eps: rms_norm(input, weight.shape, weight, eps)
+    )
+    device_and_host = {"torch.rms_norm": (28.0, 32.0), "mine.quick": (18.0, 30.0), "mine.compiled": (15.6, 31.0)}
+    together = []
+
+    def build_apart(pairs, told, stop, *, modules):
+        for kernel, facts in pairs:
+            compiled[0].append(facts.size("hidden"))
+            told(kernel, facts, Outcome())
+
+    def contest(call, *, only=(), leave_out=(), **_):
+        report = lz.explain(call.function, **call.arguments)
+        names = [name for name in only or device_and_host if name not in leave_out]
+        together.append(sorted(names))
+        entries = []
+        for name in names:
+            device_us, host_us = device_and_host[name]
+            host_us *= len(together)
+            parts = {"device_us": device_us, "host_us": host_us, "noise": 0.01}
+            time = Measurement(max(device_us, host_us), host_us, 0.0, 20, **parts)
+            entries.append(contests.Entry(REGISTRY.kernel(name), Status.TIMED, time))
+        entries.sort(key=lambda each: each.measurement.median_us)
+        return contests.Contest("a call", report, tuple(entries))
+
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(running, "contest", contest)
+    found = run(norms(64), Deadline(100.0, Clock()), isolate=True)
+    assert together == [["mine.quick", "torch.rms_norm"], ["mine.compiled", "mine.quick", "torch.rms_norm"]]
+    assert found.choices[0].kernel_id == "mine.compiled"
 
 
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):

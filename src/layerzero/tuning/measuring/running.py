@@ -204,7 +204,8 @@ class _Run(InTurn):
             return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s / min(MOST_SHARE, len(self.jobs) - number + 1):
             return "" if before is not None else NO_TIME
-        only = [] if before is None or before.best is None else [before.best.kernel.id, *(kernel.id for kernel in new)]
+        beside = () if before is None else before.contenders
+        only = [each.id for each in (*(entry.kernel for entry in beside), *new)] if beside else []
         self.before.setdefault(number, explain(self.asked(report.facts)).kernel_id)
         began = time.monotonic()
         try:
