@@ -89,6 +89,21 @@ def test_a_query_that_sees_no_key_gives_zeros() -> None:
     assert not got[1, :, 3].any()
 
 
+def test_a_sink_that_is_no_number_or_has_no_bound_gives_what_a_softmax_over_it_does() -> None:
+    sinks = torch.tensor([math.nan, math.inf, 0.0, -math.inf, 1.0, 2.0])
+    got = scored(*tensors(3, 20), sinks=sinks)
+    assert got[:, :2].isnan().all()
+    assert got[:, 2:].isfinite().all()
+
+
+def test_a_sink_of_nothing_takes_nothing_from_keys_that_a_mask_hides_by_the_least_number_of_its_type() -> None:
+    """As Transformers' eager masks do where all of a row is hidden."""
+    mask = torch.full((2, 1, 3, 20), torch.finfo(torch.bfloat16).min)
+    sinks = torch.full((6,), -math.inf)
+    got = scored(*tensors(3, 20), attn_mask=mask, sinks=sinks)
+    torch.testing.assert_close(got, scored(*tensors(3, 20), attn_mask=mask, softcap=1e4), atol=1e-3, rtol=1e-3)
+
+
 @given(scale=st.floats(-2.0, 2.0), softcap=st.floats(1e-3, 1e3), seed=st.integers(0, 9))
 def test_any_factor_and_cap(scale: float, softcap: float, seed: int) -> None:
     check(*tensors(3, 5 + seed), scale=scale, softcap=softcap)
