@@ -330,6 +330,46 @@ def test_who_comes_later_is_timed_beside_all_that_may_be_the_best_one(compiled, 
     assert found.choices[0].kernel_id == "mine.quick"
 
 
+def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(compiled, monkeypatch):
+    """A later batch of calls takes what is left of the time."""
+    order = []
+
+    class Child:
+        """Builds for the first call while the second one is measured."""
+
+        open = False
+
+        def __init__(self, run):
+            self.asked = 0
+
+        def ask(self, jobs):
+            pass
+
+        def built_one(self):
+            self.asked += 1
+            if self.asked == 2:
+                compiled[0].append(64)
+            return self.asked == 2
+
+        def caught_up(self, *, wait_for):
+            return False
+
+        def end(self):
+            pass
+
+    measured = running.contest
+
+    def contest(call, **more):
+        found = measured(call, **more)
+        order.append((found.facts.size("hidden"), "mine.compiled" in {each.id for each in found.times}))
+        return found
+
+    monkeypatch.setattr(running, "Beside", Child)
+    monkeypatch.setattr(running, "contest", contest)
+    run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
+    assert order == [(64, False), (128, False), (64, True), (256, False)]
+
+
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):
     def build_apart(pairs, told, stop, *, modules):
         for pair in pairs:

@@ -47,7 +47,7 @@ class Beside:
         self._pool = ThreadPoolExecutor(1, "layerzero-tuning") if self.beside else None
         self._futures: list[Future[bool]] = []
         self._left: list[Callable[[Callable[[], bool]], bool]] = []
-        self._over = False
+        self._over = self._built_one = False
 
     def ask(self, jobs: Sequence[Job]) -> None:
         """Have done what these calls wait for."""
@@ -70,6 +70,13 @@ class Beside:
         if outcome.log:
             self.run.not_built[kernel.id] = outcome.log.strip().splitlines()[-1]
             ENGINE.ledger.record_failure(kernel, facts, outcome.log)
+        else:
+            self._built_one = True
+
+    def built_one(self) -> bool:
+        """Whether something was built beside the measuring since this was asked."""
+        one, self._built_one = self._built_one, False
+        return one
 
     def caught_up(self, *, wait_for: bool) -> bool:
         """Whether something came out of them since; on a CPU they work now, for a part of what time is left."""

@@ -73,6 +73,8 @@ class _Run(InTurn):
     known: int = 0
     spared: set[tuple[int, str]] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+    """Calls with a kernel that was not built when they were looked at."""
 
     @property
     def usable(self) -> float:
@@ -190,6 +192,7 @@ class _Run(InTurn):
         report = self.report(job)
         unbuilt, spared = {kernel.id for kernel in self.unbuilt(report)}, self.spared_in(report)
         ready = [kernel for kernel in self.parties(report) if kernel.id not in unbuilt]
+        self.waiting = self.waiting | {number} if unbuilt else self.waiting - {number}
         before = self.contests.get(number)
         new = self.unknown(ready, report)
         if before is not None:
@@ -298,7 +301,7 @@ def run_jobs(
     deadline: Deadline | None = None,
 ) -> Tuned:
     """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
-    deadline, tell = deadline or Deadline(budget_s), progress or _silent
+    deadline, tell = deadline or Deadline(budget_s), progress or (lambda _: None)
     if graph:
         jobs = [dataclasses.replace(job, for_graph=True) for job in jobs]
     run = _Run(
@@ -320,13 +323,17 @@ def run_jobs(
         left = None if deadline.left_s == float("inf") else max(deadline.left_s, 0.0)
         tell(Step(job, number, len(jobs), run.contests.get(number) if done else None, skipped, left))
 
+    def look_again(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if deadline.passed():
+                return
+            job = looked_at[number]
+            if why := run.measure(number, job):
+                run.skipped.setdefault(job.name, why) if why != "known" else None
+
     def revisit(*, wait_for: bool = False) -> None:
         if beside.caught_up(wait_for=wait_for):
-            for number, job in looked_at.items():
-                if deadline.passed():
-                    return
-                if why := run.measure(number, job):
-                    run.skipped.setdefault(job.name, why) if why != "known" else None
+            look_again(list(looked_at))
 
     try:
         for batch in _batches(jobs):
@@ -351,6 +358,8 @@ def run_jobs(
                 step(number, job, why)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+                if beside.built_one():  # who waits for it comes before calls that nobody looked at: batches grow
+                    look_again(sorted(run.waiting & looked_at.keys()))
             revisit()
         while not deadline.passed():
             left = run.not_reached
@@ -386,7 +395,3 @@ def _tuned(run: _Run, left: int) -> Tuned:
         seconds=run.deadline.spent_s,
         compile_s=first_us / 1e6,
     )
-
-
-def _silent(_: Step) -> None:
-    return None
