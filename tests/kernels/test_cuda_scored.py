@@ -91,17 +91,42 @@ def test_a_query_that_sees_no_key_gives_zeros() -> None:
 
 def test_a_sink_that_is_no_number_or_has_no_bound_gives_what_a_softmax_over_it_does() -> None:
     sinks = torch.tensor([math.nan, math.inf, 0.0, -math.inf, 1.0, 2.0])
-    got = scored(*tensors(3, 20), sinks=sinks)
+    got, lse = scored(*tensors(3, 20), sinks=sinks, return_lse=True)
     assert got[:, :2].isnan().all()
     assert got[:, 2:].isfinite().all()
+    assert lse[:, 0].isnan().all()
+    assert (lse[:, 1] == math.inf).all()
+    assert lse[:, 2:].isfinite().all()
 
 
-def test_a_sink_of_nothing_takes_nothing_from_keys_that_a_mask_hides_by_the_least_number_of_its_type() -> None:
-    """As Transformers' eager masks do where all of a row is hidden."""
-    mask = torch.full((2, 1, 3, 20), torch.finfo(torch.bfloat16).min)
-    sinks = torch.full((6,), -math.inf)
-    got = scored(*tensors(3, 20), attn_mask=mask, sinks=sinks)
-    torch.testing.assert_close(got, scored(*tensors(3, 20), attn_mask=mask, softcap=1e4), atol=1e-3, rtol=1e-3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_rows_that_a_mask_hides_by_the_least_number_of_its_type(dtype: torch.dtype, name: str) -> None:
+    """As Transformers' eager masks do; a sink of -inf takes nothing from them."""
+    mask = torch.full((2, 1, 3, 20), torch.finfo(dtype).min)
+    more: dict[str, Any] = {"softcap": 1.0} if name == "softcap" else {"sinks": torch.full((6,), -math.inf)}
+    query, key, value = tensors(3, 20)
+    got = scored(query, key * 0, value, attn_mask=mask, **more)
+    torch.testing.assert_close(got, value.mean(2, keepdim=True).repeat_interleave(3, 1).expand_as(got))
+
+
+def test_no_queries_and_a_mask_of_one_number() -> None:
+    query, key, value = tensors(3, 20)
+    got, lse = scored(query[:, :, :0], key, value, softcap=3.0, return_lse=True)
+    assert got.shape == (2, 6, 0, 8)
+    assert lse.shape == (2, 6, 0)
+    check(query, key, value, attn_mask=torch.tensor(0.5), softcap=3.0)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(64, 1), (64, 40)])
+def test_what_is_in_memory_at_once_is_told(monkeypatch: pytest.MonkeyPatch, seq_q: int, seq_k: int) -> None:
+    """Scores of as many queries as fit, with the columns beside them."""
+    monkeypatch.setattr(cuda_scored, "SCORES", 2**10)
+    pieces = cuda_scored._pieces(seq_q, 12 * (seq_k + cuda_scored.TAIL))
+    most = max(each.stop - each.start for each in pieces) * 12 * (seq_k + cuda_scored.TAIL)
+    assert most <= 2**10
+    assert [each.start for each in pieces[1:]] == [each.stop for each in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].stop) == (0, seq_q)
 
 
 @given(scale=st.floats(-2.0, 2.0), softcap=st.floats(1e-3, 1e3), seed=st.integers(0, 9))

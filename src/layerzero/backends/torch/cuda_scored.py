@@ -7,15 +7,16 @@ is repeated or widened, and nothing is read on the host. Sinks are one more colu
 
 Beside what models' own eager attention takes the device of an H200 (bfloat16, masks of bools; torch 2.11, 2026-11-24):
 45 us of 217 for a token of 8 sequences of 1024 keys with Gemma 2's heads and softcap, 569 of 715 for 8 prompts of 512,
-937 of 1073 for one of 2048; with GPT-OSS's heads and sinks 36 of 244 and 1444 of 2764. Fewer scores at once are slower:
-2^24 take 1281 where 2^26 take 1136 (masks of floats). The host launches about as many kernels as it does for those.
+937 of 1073 for one of 2048; with GPT-OSS's heads and sinks 36 of 244 and 1444 of 2764, four launches for the sinks
+more than now, which no GPU has run. Fewer scores at once are slower: 2^24 take 1281 us where 2^26 take 1136 (a mask of
+floats).
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +35,6 @@ SCORES = 2**26
 
 TAIL = 8
 """Columns behind the scores of a row for the sink, so that rows of a multiple of 8 stay aligned to 16 bytes."""
-
-LEAST = torch.finfo(torch.float32).min
-"""What a sink of -inf counts as: all of a query that sees no key, whose result is zeros then, and nothing of others."""
 
 
 def _load(_: Facts) -> Callable[..., Any]:
@@ -65,15 +63,19 @@ def scored(
     keys = key.reshape(batch * kv_heads, seq_k, size).transpose(1, 2)
     values = value.reshape(batch * kv_heads, seq_k, value_dim)
     factor = (size**-0.5 if scale is None else scale) / (softcap or 1.0)
-    outputs, sums = [], []
-    for rows in _pieces(seq_q, batch * heads * seq_k):
+    tail = 0 if sinks is None else TAIL
+    pieces = _pieces(seq_q, batch * heads * (seq_k + tail))
+    if len(pieces) > 1:
+        output = query.new_empty((batch, seq_q, heads, value_dim)).transpose(1, 2)
+        lse = query.new_empty((batch, heads, seq_q), dtype=torch.float32)
+    for rows in pieces:
         count = rows.stop - rows.start
         seen = max(seq_k - seq_q + rows.stop, 1) if causal else seq_k  # aligned bottom-right
-        width = seen if sinks is None else seen + TAIL
-        every = query.new_empty((batch, heads, count, width), dtype=torch.float32)
-        scores = every[..., :seen]
+        width = seen + tail
+        logits = query.new_empty((batch, heads, count, width), dtype=torch.float32)
+        scores = logits[..., :seen]
         piece = query[:, :, rows].reshape(batch * kv_heads, -1, size)
-        _product(piece, keys[:, :, :seen], factor, every.view(batch * kv_heads, -1, width)[..., :seen])
+        _product(piece, keys[:, :, :seen], factor, logits.view(batch * kv_heads, -1, width)[..., :seen])
         bias, hidden = _masks(attn_mask, rows, seen, seq_k - seq_q if causal else None, query.device)
         if softcap is not None:
             scores.tanh_()
@@ -83,21 +85,24 @@ def scored(
         if hidden is not None:  # a sum does not hide a score of NaN
             scores.masked_fill_(hidden, -math.inf)
         if sinks is not None:
-            every[..., seen:] = -math.inf
-            every[..., seen].copy_(sinks.view(-1, 1)).clamp_(min=LEAST)
-        weights = torch.softmax(every, -1)
+            logits[..., seen:] = -math.inf
+            logits[..., seen] = sinks.view(-1, 1)
+        weights = torch.softmax(logits, -1)
         if return_lse:  # a third of what logsumexp reads and writes
-            most = every.amax(-1)
-            nothing = most == (-math.inf if sinks is None else LEAST)
-            sums.append((most - weights.amax(-1).log_()).masked_fill_(nothing, -math.inf))
+            largest = logits.amax(-1)
+            sums = torch.where(largest.isinf(), largest, largest - weights.amax(-1).log_())
         shares = weights.to(value.dtype).view(batch * kv_heads, -1, width)[..., :seen]
         found = torch.bmm(shares, values[:, :seen]).view(batch, heads, count, value_dim)
-        if hidden is not None and sinks is None:  # a sink takes all of a query that sees no key
+        if hidden is not None:
             found.masked_fill_(hidden.all(-1, keepdim=True), 0.0)
-        outputs.append(found)
-        del every, scores, weights, shares, found  # before the next piece makes its own
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return (output, sums[0] if len(sums) == 1 else torch.cat(sums, 2)) if return_lse else output
+        if len(pieces) > 1:
+            output[:, :, rows] = found
+            if return_lse:
+                lse[:, :, rows] = sums
+            del logits, scores, weights, shares, found  # before the next piece makes its own
+    if len(pieces) == 1:
+        return (found, sums) if return_lse else found
+    return (output, lse) if return_lse else output
 
 
 def _masks(
@@ -107,7 +112,7 @@ def _masks(
     bias = hidden = None
     if mask is not None:
         part = mask_of(mask, rows)
-        part = part if part.shape[-1] == 1 else part[..., :seen]
+        part = part if part.ndim == 0 or part.shape[-1] == 1 else part[..., :seen]
         bias, hidden = (None, ~part) if part.dtype == torch.bool else (part, part == -math.inf)
     if past is not None:
         places = torch.arange(rows.start, rows.stop, device=device) + past
@@ -116,11 +121,10 @@ def _masks(
     return bias, hidden
 
 
-def _pieces(seq_q: int, of_one: int) -> Iterator[slice]:
-    """Ranges of queries whose scores are in memory at once; ``of_one`` are those of one query."""
+def _pieces(seq_q: int, of_one: int) -> list[slice]:
+    """Ranges of queries whose scores are in memory at once, at least one; ``of_one`` are those of one query."""
     step = max(1, SCORES // max(1, of_one))
-    for first in range(0, seq_q, step):
-        yield slice(first, min(first + step, seq_q))
+    return [slice(first, min(first + step, seq_q)) for first in range(0, max(seq_q, 1), step)]
 
 
 def _product(rows: Tensor, keys: Tensor, factor: float, out: Tensor) -> None:
@@ -139,11 +143,14 @@ def _needs_more(facts: Facts) -> Reason | None:
 
 
 def _workspace(facts: Facts) -> int:
-    """Scores, what softmax makes of them, and that in 16 bits; keys and values, where they do not lie so."""
-    batch, seq_k = facts.size("batch"), facts.size("seq_k")
+    """Scores, what softmax makes of them, that in 16 bits, and which are hidden; keys and values that lie otherwise.
+
+    And the queries and the result of a piece, beside those of all.
+    """
+    batch, seq_k, widths = facts.size("batch"), facts.size("seq_k"), facts.size("head_dim") + facts.size("value_dim")
     of_one = batch * facts.size("heads") * (seq_k + TAIL)
     scores = min(facts.size("seq_q") * of_one, max(SCORES, of_one))
-    return 10 * scores + 4 * batch * seq_k * facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
+    return 11 * scores + 4 * widths * (scores // (seq_k + TAIL) + batch * seq_k * facts.size("kv_heads"))
 
 
 KERNELS = (

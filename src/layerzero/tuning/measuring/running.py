@@ -207,8 +207,8 @@ class _Run(InTurn):
             return "" if before is not None else why
         if self.pace.seconds(report.facts) > self.deadline.left_s / min(MOST_SHARE, len(self.jobs) - number + 1):
             return "" if before is not None else NO_TIME
-        beside = () if before is None else before.contenders
-        only = [each.id for each in (*(entry.kernel for entry in beside), *new)] if beside else []
+        rivals = () if before is None else before.contenders
+        only = [each.id for each in (*(entry.kernel for entry in rivals), *new)] if rivals else []
         self.before.setdefault(number, explain(self.asked(report.facts)).kernel_id)
         began = time.monotonic()
         try:
@@ -270,8 +270,10 @@ def _share(left_s: float, count: int) -> float:
 
 
 def _joined(before: Contest, found: Contest) -> Contest:
-    """A contest with what came to its call later."""
-    entries = {each.kernel.id: each for each in (*before.entries, *found.entries)}
+    """A contest with what came to its call later; who was timed before, and is not now, keeps its time."""
+    timed = {each.kernel.id for each in before.entries if each.measurement is not None}
+    later = [each for each in found.entries if each.measurement is not None or each.kernel.id not in timed]
+    entries = {each.kernel.id: each for each in (*before.entries, *later)}
     ordered = sorted(
         entries.values(), key=lambda each: each.measurement.median_us if each.measurement else float("inf")
     )
