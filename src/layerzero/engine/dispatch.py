@@ -329,8 +329,8 @@ class Dispatcher:
         policy = current_policy()
         routed = self.function.route(dict(arguments), policy.layout)
         self._check_layout(routed, policy)
-        call_state = state.call_state(self.tensors(arguments), policy, self.function.state)
-        return reference_in_transform(routed, policy, self.engine.registry, call_state)
+        read = functools.partial(state.call_state, self.tensors(arguments), policy, self.function.state)
+        return reference_in_transform(routed, policy, self.engine.registry, read)
 
     def _check_layout(self, routed: Routed, policy: Policy) -> None:
         if not routed.assumed_layout:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation, Routed
@@ -49,4 +51,6 @@ def moved(tensor: Any, schema: TensorSchema, source: str | None, target: str | N
     """A tensor or result seen in another layout, where it has one; nothing is copied."""
     if tensor is None or not schema.has_layout or source is None or target is None or source == target:
         return tensor
-    return tensor.permute(permutation(source, target, tensor.ndim))
+    # Dynamo warns of caches, and traces what is below them
+    axes = permutation.__wrapped__ if torch.compiler.is_dynamo_compiling() else permutation
+    return tensor.permute(axes(source, target, tensor.ndim))

@@ -6,7 +6,7 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -27,14 +27,22 @@ _HINT = (
 )
 
 
-def reference_in_transform(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> Any:
+def reference_in_transform(
+    routed: Routed, policy: Policy, registry: Registry, read_state: Callable[[], CallState]
+) -> Any:
     """Run the reference of a call whose tensors hide what they are made of.
+
+    What Dynamo traces here is what the compiler differentiates: a call that writes into a tensor of a graph, which no
+    operator of ours may do. It reads no state of the call, which nobody asks for unless policy says something.
 
     Raises: NoKernelFoundError where policy does not allow it; InvalidCallError where torch cannot write into a tensor
         that the operation changes.
     """
+    if torch.compiler.is_dynamo_compiling() and _is_free(policy):
+        with _without_autocast(routed):
+            return reference_call(routed)
     with _untraced():
-        _check_policy(routed, policy, registry, state)
+        _check_policy(routed, policy, registry, read_state())
     mutated = routed.operation.schema.mutated
     with _without_autocast(routed):
         try:
@@ -65,9 +73,14 @@ def _without_autocast(routed: Routed) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
+def _is_free(policy: Policy) -> bool:
+    """Whether nothing is said that could refuse the reference."""
+    return bool(policy.fallback_enabled and not (policy.deny or policy.rules or policy.locks))
+
+
 def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> None:
     """Raise NoKernelFoundError where policy refuses the reference, or a lock names another kernel."""
-    if policy.fallback_enabled and not (policy.deny or policy.rules or policy.locks):
+    if _is_free(policy):
         return
     name = routed.operation.name
     facts = FactsBuilder(routed.operation).of_valid(routed.arguments, layout=routed.layout, state=state)
