@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from torch.nn.functional import rms_norm
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import charts
+from layerzero.cli import charts, sizes
+from layerzero.cli import tune as tune_command
 from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
@@ -249,3 +251,23 @@ def test_a_ceiling_multiplies_no_more_than_it_needs(slowness, size, monkeypatch)
     monkeypatch.setitem(ceilings._MATRIX, "cpu", 1024)
     assert ceilings._measured.__wrapped__("cpu", "float32", 1).tflop_s == 2 * size**3 / 1e6
     assert sizes == [size]
+
+
+@pytest.mark.parametrize(("worked_s", "left_s"), [(0.0, 90.0), (8.0, 82.0), (300.0, 45.0)])
+def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, left_s):
+    """Importing takes seconds on a slow host; a process that did other things before measures all the same."""
+    monkeypatch.setattr(sizes.time, "process_time", lambda: worked_s)
+    assert sizes.left_of(90.0) == left_s
+    began = sizes.deadline_of(90.0)
+    assert began.until - began.began == left_s
+    assert sizes.deadline_of(math.inf).left_s == math.inf
+    given = []
+
+    def tune(*_, budget_s, **__):
+        given.append(budget_s)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(tune_command, "run", tune)
+    for more in ("--budget-s 90", ""):
+        assert CliRunner().invoke(main, shlex.split(f"tune rms_norm --shapes 8x64 {more}")).exit_code
+    assert given == [left_s, None]

@@ -15,7 +15,7 @@ from layerzero.cli.modules import import_modules
 from layerzero.cli.not_measured import not_measured
 from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
-from layerzero.cli.sizes import shapes_of, with_threads
+from layerzero.cli.sizes import left_of, shapes_of, with_threads
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
@@ -65,7 +65,7 @@ def answer(
             model=model,
             layout=layout,
             samples=samples,
-            budget_s=budget_s,
+            budget_s=None if budget_s is None else left_of(budget_s),
             again=again,
             graph=graph,
             isolate=isolate,
