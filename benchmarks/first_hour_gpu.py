@@ -11,6 +11,9 @@ the libraries' own functions, side by side. So states are compared by the same t
   function;
 - *launching*: the public function in bursts, over the quickest direct call of a library's own function in bursts.
 
+Beside the table, the file keeps what each state knew of its kernels when it chose (``why``), what each first call took
+(``took_s``) and what tuning measured of each call (``contests``).
+
 The process that waits for its builds calls on meanwhile, and says what those calls took on the host; the one that comes
 after it says what they take without builds, and whether it chooses what the other chose at last.
 """
@@ -85,13 +88,13 @@ def chosen(
             report = lz.explain(call.function, **call.arguments)
         found.append(report.kernel_id)
         if why is not None:
-            why.append([known(each) for each in report.candidates if each.legal][:6])
+            why.append([known_of(each) for each in report.candidates if each.legal][:6])
         del call
     torch.cuda.synchronize()
     return found
 
 
-def known(candidate: Candidate) -> dict[str, Any]:
+def known_of(candidate: Candidate) -> dict[str, Any]:
     """What a choice knows of a kernel."""
     terms = {term.name: round(term.points, 2) for term in candidate.terms}
     return {"kernel": candidate.kernel.id, "us": candidate.time_us, "from": candidate.provenance, "terms": terms,
@@ -327,7 +330,7 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     tuned = {"budget_s": options.tune_s, "seconds": seconds, "measured": len(said.get("measured", ())),
              "left": said.get("left"), "skipped": said.get("skipped"), "not_built": said.get("not_built"),
-             "winners_changed": said.get("winners_changed"), "calls": said.get("measured")}  # fmt: skip
+             "winners_changed": said.get("winners_changed"), "contests": said.get("measured")}  # fmt: skip
     rows = {state: row_of(states[state], judged) for state in STATES}
     for seed in options.seed if len(options.seed) > 1 else ():
         mine = [each for each in judged if options.seed[each["number"] // options.calls] == seed]
@@ -344,7 +347,7 @@ def show(found: dict[str, Any]) -> None:
         said = ", ".join(f"{name} {us:.1f}" for us, name in numbers[:6])
         mine = " | ".join(str(states[state]["chosen"][each["number"]]) for state in STATES)
         print(f"{each['call']}: {mine}: {said}; {'; '.join(each['out'])[:300]}")
-    print("tuning:", {name: value for name, value in found["tuning"].items() if name not in ("skipped", "calls")})
+    print("tuning:", {name: value for name, value in found["tuning"].items() if name not in ("skipped", "contests")})
     print("tuning skipped:", json.dumps(found["tuning"]["skipped"])[:2000])
     first, again = states["first"], states["restarted"]
     print(f"built in the background ({first['idle_s']:.0f} s, done: {first['done']}):", first["built"], first["failed"])
