@@ -88,6 +88,11 @@ def pytest_configure(config):
         settings.load_profile("quick")
 
 
+def pytest_collection_finish():
+    """Forget what test modules chose while they were read, as a table of packed weights: the first test began with it."""
+    ENGINE.bump()
+
+
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
     NUMBERS.seed(0)  # which test ran before in this worker decides nothing

@@ -195,7 +195,7 @@ def test_a_document_goes_to_another_process_and_back(tmp_path):
     lz.rms_norm(x, w)
     lz.layer_norm(x, (8,), w)
     document = lz.freeze()
-    assert len(document.choices) == 4
+    assert len(document.choices) == 4, "\n".join(document.choices)
     document.write(tmp_path / "frozen.json")
     lz.thaw()
     again = lz.freeze(tmp_path / "frozen.json")
