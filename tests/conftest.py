@@ -89,7 +89,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Forget what test modules chose while they were read, as a table of packed weights: the first test began with it."""
+    """Forget what test modules chose while they were read, as one that quantizes: the first test began with it."""
     ENGINE.bump()
 
 

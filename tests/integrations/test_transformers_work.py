@@ -160,7 +160,7 @@ def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> Non
 def test_a_decoded_token_costs_no_more_calls_on_the_host_than_stocks() -> None:
     """Of Python's functions and of C's that Python sees: 1080 in place of 1083 when this was written.
 
-    Stock makes 29 fewer with Transformers 5.17, seven a layer.
+    Stock makes 29 fewer with Transformers 5.17, seven a layer, and one since 5.24, which looks for no batch's cache.
     """
     config = transformers.LlamaConfig(**architectures.GQA | {"num_hidden_layers": 4})
     counts = []
@@ -171,5 +171,6 @@ def test_a_decoded_token_costs_no_more_calls_on_the_host_than_stocks() -> None:
             cache = transformers.DynamicCache(config=model.config)
             model(torch.randint(2, 99, (1, 20)), past_key_values=cache)
             counts.append(len(events(lambda: model(token, past_key_values=cache))))
-    fewer = 29 if Version(transformers.__version__) < Version("5.23") else 0
+    release = Version(transformers.__version__).release
+    fewer = 29 if release < (5, 23) else int(release >= (5, 24))
     assert counts[1] <= counts[0] + fewer, counts

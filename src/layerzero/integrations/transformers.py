@@ -41,7 +41,8 @@ HARMLESS = frozenset({
     *("logits_to_keep", "output_attentions"),
     # applied to queries and keys before, or told by the mask as well
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
-    *("past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k", "max_seqlen"),
+    *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
+    *("max_length_q", "max_length_k", "max_seqlen"),
     # what queries, keys and values were made of
     *("input_ids", "inputs_embeds", "input_features", "pixel_values", "pixel_values_videos", "image_grid_thw"),
     *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
@@ -180,7 +181,7 @@ def attention_forward(
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
-    if "cache" in kwargs and kwargs["cache"] is not None:
+    if "read_index" in kwargs and kwargs["read_index"] is not None:  # a batch's; a model hands on its own cache, too
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     if indices is not None:

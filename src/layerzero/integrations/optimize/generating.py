@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.optimize.cache_argument import name_of
 from layerzero.integrations.optimize.drawing import DRAWING, Drawing
 from layerzero.ops.sampling.declare import LEAST, MOST_SEED
 from layerzero.ops.sampling.formulas import TEMPERATURES
@@ -57,7 +58,7 @@ def generate_step(
     before = cache.get_seq_length()
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
+            logits = model(input_ids=tokens, use_cache=True, **{name_of(model): cache}, **more).logits
     finally:
         DRAWING.reset(token)
     if drawing.ids is None:
@@ -67,7 +68,7 @@ def generate_step(
     return drawing.ids.view(-1, 1)
 
 
-OWN = ("input_ids", "past_key_values", "use_cache", "return_dict")
+OWN = ("input_ids", "past_key_values", "cache", "use_cache", "return_dict")
 """Arguments of the model that a step gives itself."""
 
 

@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 import layerzero as lz
 from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
 from layerzero.integrations.optimize.blocks import Block, compute
+from layerzero.integrations.optimize.cache_argument import NAMES, cache_in
 from layerzero.integrations.optimize.growing import appended
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.launches import runs_a_library
@@ -26,7 +27,7 @@ from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, at
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
 
-_READ = frozenset({"attention_mask", "past_key_values", "position_embeddings"})
+_READ = frozenset({"attention_mask", "position_embeddings"}) | NAMES
 
 _NORMED = "_layerzero_normed"
 """On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
@@ -223,7 +224,7 @@ class Heads(Packs):
         cos, sin = named["position_embeddings"]
         query, key, value = self.project(rows, table_for(cos, sin, *rows.shape[:2]))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        cache, mask = named.get("past_key_values"), named.get("attention_mask")
+        cache, mask = cache_in(named), named.get("attention_mask")
         if cache is not None:
             key, value = appended(cache, key, value, module.layer_idx)
         if mask is None and rows.shape[1] == 1 and self._is_alone(rows, key):

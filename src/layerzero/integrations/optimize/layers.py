@@ -22,6 +22,7 @@ from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.blocks import Block, block
+from layerzero.integrations.optimize.cache_argument import name_in, name_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.layer import Heads, Layer, Normed, forward
@@ -158,7 +159,8 @@ def _calls_of(
         with quiet(model), seeing(exchange) as seen:
             for mask in (torch.ones_like(ids), hidden):
                 given = model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
-                model(input_ids=ids[:, PROMPT:], attention_mask=mask, past_key_values=given.past_key_values)
+                name = name_of(model)
+                model(input_ids=ids[:, PROMPT:], attention_mask=mask, **{name: getattr(given, name)})
     finally:
         for each in hooks:
             each.remove()
@@ -333,5 +335,5 @@ def _run(function: Any, module: Module, hidden: list[Tensor], calls: list[Call])
     with quiet(module):
         for number, (rows, (_, named)) in enumerate(zip(hidden, calls, strict=True)):
             cache = _cache(module) if number % 2 == 0 else cache
-            outputs.append(function(rows.clone(), **{**named, "past_key_values": cache}))
+            outputs.append(function(rows.clone(), **{**named, name_in(named): cache}))
     return outputs

@@ -28,6 +28,7 @@ from layerzero.core.errors import (
     NoKernelFoundError,
 )
 from layerzero.integrations.optimize.attending import NAME
+from layerzero.integrations.optimize.cache_argument import NAMES, cache_in, name_of
 from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not, windows_of
 from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
@@ -41,7 +42,7 @@ ON_HOST = frozenset({"cpu"})
 MOST = 4
 """Numbers of sequences for which memory is kept."""
 
-_READ = frozenset({"input_ids", "past_key_values", "attention_mask", "position_ids"})
+_READ = frozenset({"input_ids", "attention_mask", "position_ids"}) | NAMES
 _TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
 
 
@@ -138,7 +139,7 @@ class Steps(State):
         config = self._model.config
         if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
             return "its configuration asks for hidden states or attention weights"
-        cache, mask = named["past_key_values"], named.get("attention_mask")
+        cache, mask = cache_in(named), named.get("attention_mask")
         if self._has(cache) is None:
             why = why_not(cache)
             if not why and windows_of(cache) != self._kinds:
@@ -169,7 +170,7 @@ class Steps(State):
         captured gets no steps any more; a device without memory, or whatever else happened, counts for this step.
         """
         with self._turns.turn(ids.device):
-            why = self.refused or self._why_not(named) or self._other_batch(ids, named["past_key_values"])
+            why = self.refused or self._why_not(named) or self._other_batch(ids, cache_in(named))
             if not why:
                 try:
                     return self._run(ids, named)
@@ -201,7 +202,7 @@ class Steps(State):
             warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=4)
 
     def _run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
-        cache = named["past_key_values"]
+        cache = cache_in(named)
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
             held = self._held(cache)
             held.stream = stream_of(ids.device)
@@ -215,7 +216,7 @@ class Steps(State):
             memory.place(held.length)
             output = self._on_host(held) if ids.device.type in ON_HOST else self._on_device(held)
             held.length += 1
-        return type(output)(logits=output.logits, past_key_values=cache)
+        return type(output)(logits=output.logits, **{name_of(self._model): cache})
 
     def _held(self, cache: Any) -> Held:
         found = self._has(cache)
@@ -246,8 +247,8 @@ class Steps(State):
             return stock_forward(self._model)(
                 input_ids=memory.ids,
                 position_ids=memory.positions,
-                past_key_values=step_cache(memory, held, places),
                 use_cache=True,
+                **{name_of(self._model): step_cache(memory, held, places)},
             )
         finally:
             ONE_TOKEN.reset(token)
@@ -369,5 +370,5 @@ def _is_step(ids: Any, named: Mapping[str, Any]) -> bool:
     """Whether a call brings one token for each sequence, and a cache that has some."""
     if type(ids) is not Tensor or ids.ndim != 2 or ids.shape[1] != 1:
         return False
-    cache = named.get("past_key_values")
+    cache = cache_in(named)
     return cache is not None and bool(getattr(cache, "layers", None)) and int(cache.get_seq_length()) > 0
