@@ -272,7 +272,7 @@ def test_a_batch_without_a_mask_is_refused() -> None:
     query = torch.randn(1, 4, 3, 8)
     module = next(each for each in ours.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj"))
     with pytest.raises(lz.InvalidCallError, match=r"wanted continuous batching with a mask.*got none; set 'sdpa'"):
-        integration.attention_forward(module, query, query, query, None, cache=object())
+        integration.attention_forward(module, query, query, query, None, cache=object(), write_index=[torch.arange(3)])
 
 
 def test_meta_tensors_give_shapes() -> None:

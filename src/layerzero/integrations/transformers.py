@@ -21,7 +21,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.transformers_batching import keys_of, serve_batches
+from layerzero.integrations.transformers_batching import is_of_a_batch, keys_of, serve_batches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
 from layerzero.integrations.transformers_loading import check_at_load, settings_of
 
@@ -181,7 +181,7 @@ def attention_forward(
     Returns: the output, and None for the attention weights.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
-    if "read_index" in kwargs and kwargs["read_index"] is not None:  # a batch's; a model hands on its own cache, too
+    if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     _check_served(kwargs, attention_mask)
     if indices is not None:

@@ -21,6 +21,12 @@ BATCHED = frozenset({"cache", "read_index", "write_index", "block_table", "logit
 """Arguments of a batch: where keys and values are written and read, and which logits are wanted."""
 
 
+def is_of_a_batch(named: dict[str, Any]) -> bool:
+    """Whether a call is one of a batch; models hand on caches of their own to their attention, too (5.24)."""
+    places = ("read_index", "write_index", "block_table")
+    return named["cache"] is not None and any(named.get(each) is not None for each in places)
+
+
 def keys_of(
     module: Any, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
