@@ -16,7 +16,7 @@ TRANSFORMERS = Backend(
     import_name="transformers",
     distribution="transformers",
     versions=">=5",
-    tested=("5.23.0",),
+    tested=("5.23.0", "5.24.0"),
     install="pip install transformers",
     homepage="https://github.com/huggingface/transformers",
 )
