@@ -35,7 +35,7 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
-from layerzero.tuning.measuring.clocks import HOST_DRIFT, Clock, Run, clock_of
+from layerzero.tuning.measuring.clocks import Clock, Run, Sample, clock_of
 from layerzero.tuning.measuring.deadline import TimeOverError
 from layerzero.tuning.measuring.device_time import Graphs
 from layerzero.tuning.measuring.floor import copied_bytes, least_us
@@ -154,16 +154,14 @@ class Contest:
         """
         timed = [(each, each.measurement) for each in self.entries if each.measurement is not None]
         least = min((time.median_us for _, time in timed), default=0.0)
-        return tuple([
-            entry for entry, time in timed if entry.status is Status.TIMED and _at_least_us(time) <= CONTENDS * least
-        ])  # fmt: skip
-
-
-def _at_least_us(time: Measurement) -> float:
-    """What a call takes while the host is as quick as it may be."""
-    if time.device_us is None:
-        return time.median_us
-    return max(time.device_us, (time.host_us or 0.0) / HOST_DRIFT)
+        return tuple(
+            [
+                entry
+                for entry, time in timed
+                if entry.status is Status.TIMED
+                and Sample(time.median_us, time.device_us, time.host_us).at_least_us <= CONTENDS * least
+            ]
+        )
 
 
 @contextmanager
