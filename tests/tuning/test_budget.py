@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -340,7 +341,7 @@ def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(
     class Child:
         """Builds for the first call while the second one is measured."""
 
-        open = False
+        open = beside = False
 
         def __init__(self, run):
             self.asked = 0
@@ -371,6 +372,43 @@ def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(
     monkeypatch.setattr(running, "contest", contest)
     run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
     assert order == [(64, False), (128, False), (64, True), (256, False)]
+
+
+def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, monkeypatch, tmp_path):
+    """Of all calls that are asked for first, before the calls of a batch have what nobody knows built."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+    known = REGISTRY.kernel("mine.compiled")
+    lz.unregister_kernel(known.id)
+    kernels = {name: dataclasses.replace(known, id=f"mine.{name}") for name in ("unknown", "winner", "near")}
+    lz.register_backend(list(kernels.values()))
+    stock = REGISTRY.kernel("torch.rms_norm")
+    for rows in (2, 4, 16, 32):
+        for hidden in (64, 128, 256):
+            times = {stock: 90.0, kernels["near"]: 60.0, kernels["winner"]: 50.0}
+            facts = lz.facts("rms_norm", torch.empty(rows, hidden), torch.empty(hidden))
+            found = {each: Measurement(us * rows, 1.0, 0.0, 20, noise=0.01) for each, us in times.items()}
+            record_times(facts, found)
+    asked = []
+
+    def build_apart(pairs, told, stop, *, modules):
+        asked.append([(kernel.id.partition(".")[2], facts.size("hidden")) for kernel, facts in pairs])
+
+    class OnGpu(beside.Beside):
+        def __init__(self, run):
+            super().__init__(run)
+            self.beside = True
+
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(running, "AT_ONCE", 1)
+    monkeypatch.setattr(running, "Beside", OnGpu)
+    monkeypatch.setattr(running._Run, "measure", lambda *_: "known")
+    run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
+    assert asked == [
+        [("winner", 64), ("winner", 128), ("winner", 256)],
+        [("winner", 64), ("near", 64), ("unknown", 64)],
+        [("winner", 128), ("winner", 256), ("near", 128), ("near", 256), ("unknown", 128), ("unknown", 256)],
+    ]
 
 
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):

@@ -6,6 +6,7 @@ as any first run is, so that one that kills the process is a suspect afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -162,6 +163,16 @@ class Contest:
                 and Sample(time.median_us, time.device_us, time.host_us).at_least_us <= CONTENDS * least
             ]
         )
+
+    def joined(self, found: Contest) -> Contest:
+        """With what came to the call later; who was timed before, and is not now, keeps its time."""
+        timed = {each.kernel.id for each in self.entries if each.measurement is not None}
+        later = [each for each in found.entries if each.measurement is not None or each.kernel.id not in timed]
+        entries = {each.kernel.id: each for each in (*self.entries, *later)}
+        ordered = sorted(
+            entries.values(), key=lambda each: each.measurement.median_us if each.measurement else math.inf
+        )
+        return dataclasses.replace(self, entries=tuple(ordered))
 
 
 @contextmanager

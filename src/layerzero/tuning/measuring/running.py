@@ -9,6 +9,7 @@ there is a deadline: children are killed when it passes.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs
+from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs, behind
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest
 from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
@@ -153,13 +154,17 @@ class _Run(InTurn):
         ]
 
     def to_build(self, jobs: Iterable[Job]) -> Pairs:
-        """What children can build for these calls, and has no time yet."""
-        if not self.isolate:
-            return []
-        reports = map(self.report, jobs)
+        """What children can build for these calls, and has no time yet: what would be chosen, then what may be near."""
+        return [pair for _, pair in sorted(self._to_build(jobs), key=operator.itemgetter(0))]
+
+    def winners(self, jobs: Iterable[Job]) -> Pairs:
+        """Those of them that these calls would choose if they were built, as far as anybody knows."""
+        return [pair for times, pair in self._to_build(jobs) if times <= 1.0]
+
+    def _to_build(self, jobs: Iterable[Job]) -> list[tuple[float, tuple[Kernel, Facts]]]:
         return [
-            (kernel, report.facts)
-            for report in reports
+            (behind(kernel, report), (kernel, report.facts))
+            for report in map(self.report, jobs if self.isolate else ())
             for kernel in self.unknown(self.unbuilt(report), report)
             if kernel.builds_apart and kernel.id not in self.not_built
         ]
@@ -222,7 +227,7 @@ class _Run(InTurn):
         self.spared |= {(number, name) for name in spared}
         if found.times and record_times(found.facts, found.times):
             self.changed.add(number)
-        self.contests[number] = found if before is None else _joined(before, found)
+        self.contests[number] = found if before is None else before.joined(found)
         return ""
 
     def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str], count: int) -> Contest:
@@ -267,17 +272,6 @@ class _Run(InTurn):
 def _share(left_s: float, count: int) -> float:
     """Seconds for each of so many kernels, timed up to three times, that leave half of the time."""
     return max(left_s, 0.0) / 2 / 3 / max(count, 1)
-
-
-def _joined(before: Contest, found: Contest) -> Contest:
-    """A contest with what came to its call later; who was timed before, and is not now, keeps its time."""
-    timed = {each.kernel.id for each in before.entries if each.measurement is not None}
-    later = [each for each in found.entries if each.measurement is not None or each.kernel.id not in timed]
-    entries = {each.kernel.id: each for each in (*before.entries, *later)}
-    ordered = sorted(
-        entries.values(), key=lambda each: each.measurement.median_us if each.measurement else float("inf")
-    )
-    return dataclasses.replace(before, entries=tuple(ordered))
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[tuple[int, Job]]]:
@@ -338,6 +332,8 @@ def run_jobs(
             look_again(list(looked_at))
 
     try:
+        if beside.beside:
+            beside.build(run.winners([each for each in jobs[: AT_ONCE * GROWTH] if not too_large(each.facts(device))]))
         for batch in _batches(jobs):
             if deadline.passed():
                 break
