@@ -77,6 +77,8 @@ ACTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "garbage": print_garbage,
     "reads": lambda: sys.stdin.read(),
+    "meets a writer": lambda: os.close(os.open(os.environ["APART_MEETING"], os.O_RDONLY)),
+    "meets a reader": lambda: os.close(os.open(os.environ["APART_MEETING"], os.O_WRONLY)),
     "hold": lambda: hold(with_a_child),
     "hold the lock": lambda: hold(lambda _: ctypes.PyDLL(None).pause()),
 }

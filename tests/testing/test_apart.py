@@ -128,6 +128,33 @@ def test_lanes_work_at_the_same_time_in_children_of_their_own():
     assert len(set(pids)) == 2
 
 
+@pytest.mark.slow
+def test_who_is_done_with_a_lane_goes_on_in_the_next_while_others_are_at_work(tmp_path, monkeypatch):
+    """One child waits for what only the third lane brings; the other has done the second before."""
+    monkeypatch.setenv("APART_MEETING", str(tmp_path / "pipe"))
+    os.mkfifo(tmp_path / "pipe")
+    lanes = [task("meets a writer", lane="one"), task("answer", lane="two"), task("meets a reader", lane="three")]
+    asked = Asker(*lanes).run(at_once=2)
+    pids = {name: value["pid"] for name, value in asked.found}
+    assert pids["answer"] == pids["meets a reader"] != pids["meets a writer"]
+
+
+def test_where_no_child_gets_to_its_first_job_not_every_lane_tries(monkeypatch):
+    monkeypatch.setenv("APART_AT_IMPORT", "exit")
+    began = []
+    real = apart._Child
+
+    def child(*given):
+        began.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(apart, "_Child", child)
+    asked = Asker(*[task("answer", lane=str(number)) for number in range(9)]).run(at_once=2)
+    assert len(asked.ended["answer"]) == 9
+    assert not any(end.started for end in asked.ended["answer"])
+    assert len(began) <= DEATHS + 1, "two are at it at the same time"
+
+
 @pytest.mark.parametrize(("at_import", "text"), [
     ("exit", "it ended the process with exit code 3: no such library"),
     ("hang", "no sign of life for 0 s"),

@@ -55,7 +55,7 @@ class Task:
         job: what the child gets: a msgspec struct.
         owner: who is given up after ``DEATHS`` children: a kernel's id.
         seconds: how long a step may be silent.
-        lane: tasks of one lane go to one child, which gets those of no other.
+        lane: tasks of one lane are done one after the other, by one child unless it ends.
         about: the asker's own.
         harmful: whether children are likely to end in it, which does not count against the owner.
     """
@@ -135,7 +135,8 @@ def run_apart(
         found: told what a step found, in plain values.
         ended: told of a task that has no answer; what it returns is left to do of it.
         begins: told of the task of each step that begins.
-        at_once: children that work at the same time, each in a lane of its own.
+        at_once: children that work at the same time, each in a lane of its own; one that is done with its lane goes on
+            in the first that nobody works in.
         modules: what the jobs import by name.
         environment: further variables of the children.
         stop: asked all the while; once it says so, children are killed, and what has no answer ends as stopped.
@@ -162,7 +163,8 @@ class _Child(Process):
 
     def __init__(self, worker: str, environment: Mapping[str, str], lane: str) -> None:
         super().__init__(worker, environment)
-        self.lane, self.at, self.limit, self.ready, self.useful = lane, "", START_S, False, False
+        self.lane, self.at, self.limit = lane, "", START_S
+        self.ready = self.useful = self.over = False
         self.since = self.began = time.monotonic()
         self.waits = starving.Waits()
         self.task: Task | None = None
@@ -179,10 +181,11 @@ class _Runner:
     begins: Callable[[Task], None]
     children: list[_Child] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
+    unready: int = 0
 
     def free_lane(self) -> str | None:
         """The first lane with something to do that no child works in."""
-        taken = {child.lane for child in self.children}
+        taken = {child.lane for child in self.children if not child.over}
         return next((task.lane for task in self.tasks if task.lane not in taken), None)
 
     def stop(self) -> None:
@@ -236,17 +239,18 @@ class _Runner:
             self.found(task, message.value)
 
     def _give(self, child: _Child) -> None:
-        """Give a child the next task of its lane; without one, let it end."""
-        taken = {each.lane for each in self.children if each is not child}
-        for task in self.tasks:
-            if task.lane == child.lane or (not child.lane and task.lane not in taken):
-                self.tasks.remove(task)
-                child.task, child.lane, child.step, child.at = task, task.lane, None, ""
-                child.limit = max(task.seconds, START_S)
-                child.send(task.job)
-                return
-        child.task, child.limit = None, _END_S
-        child.jobs.close()
+        """Give a child the next task of its lane, or else of one that nobody works in; without one, let it end."""
+        taken = {each.lane for each in self.children if each is not child and not each.over}
+        own = [task for task in self.tasks if task.lane == child.lane]
+        task = next(iter(own), None) or next((each for each in self.tasks if each.lane not in taken), None)
+        if task is None:
+            child.task, child.limit, child.over = None, _END_S, True
+            child.jobs.close()
+            return
+        self.tasks.remove(task)
+        child.task, child.lane, child.step, child.at = task, task.lane, None, ""
+        child.limit = max(task.seconds, START_S)
+        child.send(task.job)
 
     def _gone(self, child: _Child, kind: Kind, how: str, words: str = "") -> None:
         """Blame the step that a child ended in, and see to what is left."""
@@ -255,7 +259,8 @@ class _Runner:
         task, begun = child.task, child.step is not None
         end = End(kind, how, words, child.step, child.at, time.monotonic() - child.began, child.ready)
         if not child.ready:  # the next one would get no further
-            self._give_up([each for each in self.tasks if each.lane == child.lane], end)
+            self.unready += 1
+            self._give_up([each for each in self.tasks if each.lane == child.lane or self.unready >= DEATHS], end)
         elif task is None and how != "exit code 0":
             log.info("of a child process that had found what it was asked: %s", end.reason)
         elif task is not None:

@@ -60,7 +60,7 @@ def _build(
             Build(kernel.id, CallRecipe.of(facts), named),
             kernel.id,
             BUILD_S,
-            lane=f"child {lanes[build_of(kernel, facts)] % at_once}",
+            lane=f"lane {lanes[build_of(kernel, facts)]}",
             about=(kernel, facts),
         )
         for kernel, facts in pairs
@@ -86,10 +86,12 @@ def _build(
 
 
 def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
-    """Which child builds what: kernels of one library that depend on the same go to the same one.
+    """What is built after what: kernels of one library that depend on the same, by one child.
 
     They share what is compiled: FlashInfer's decoding by tensor cores, its tokens over pages and its ragged prompts are
-    one module of 65 s, which a second child would wait for, or write at the same moment.
+    one module of 65 s, which a second child would wait for, or write at the same moment. All else goes to whichever
+    child is free: of two children that shared the builds out before they began, one had not come to half of its
+    FlashAttention 4 after 90 s, behind a module of 46, and the other was done (tuning an H200, 2026-11-24).
     """
     found: dict[BuildIdentity, int] = {}
     shared: dict[Hashable, int] = {}
