@@ -6,10 +6,10 @@ product of 16-bit tensors, the group's queries as rows of one product with their
 is repeated or widened, and nothing is read on the host. Sinks are one more column of the scores.
 
 Beside what models' own eager attention takes the device of an H200 (bfloat16, masks of bools; torch 2.11, 2026-11-24):
-45 us of 217 for a token of 8 sequences of 1024 keys with Gemma 2's heads and softcap, 569 of 715 for 8 prompts of 512,
-937 of 1073 for one of 2048; with GPT-OSS's heads and sinks 36 of 244 and 1444 of 2764. Fewer scores
-at once are slower: 2^24 take 1281 us where 2^26 take 1136 (a mask of floats). Sinks take four launches fewer since, and
-pieces go into one result: no GPU has run that.
+45 us of 218 for a token of 8 sequences of 1024 keys with Gemma 2's heads and softcap, 570 of 713 for 8 prompts of 512,
+938 of 1073 for one of 2048; with GPT-OSS's heads and sinks 31 of 244 and 1701 of 2759 (36 and 1444
+with four launches more, of which a step of the model waits for its host). Fewer scores at once are slower: 2^24 take
+1295 us where 2^26 take 1136 (a mask of floats).
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
