@@ -318,7 +318,8 @@ def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
     assert sorted(heard, key=lambda each: (each[0], each[1] is not None)) == expected
     lines = [line.split() for line in (apart / "log").read_text().splitlines()]
     by = {name: pid for pid, what, name in lines if what == "builds"}
-    assert by["32.so"] == by["128.so"] != by["64.so"]
+    assert by["32.so"] != by["64.so"]
+    assert by["128.so"] in (by["32.so"], by["64.so"]), "whichever is free"
 
 
 def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import apart_worker
 import pytest
@@ -153,6 +154,31 @@ def test_where_no_child_gets_to_its_first_job_not_every_lane_tries(monkeypatch):
     assert len(asked.ended["answer"]) == 9
     assert not any(end.started for end in asked.ended["answer"])
     assert len(began) <= DEATHS + 1, "two are at it at the same time"
+
+
+def test_where_one_works_others_that_get_to_no_job_take_nothing_away():
+    """As where its compiler has the memory that they would need to start."""
+    left = [task("answer", lane=str(number)) for number in range(9)]
+    runner = apart._Runner(deque(left), None, lambda *told: ended.append(told), None)
+    ended = []
+
+    def child(lane, *, ready):
+        more = {"task": None, "step": None, "at": "", "began": 0.0, "over": False, "useful": ready}
+        return SimpleNamespace(lane=lane, ready=ready, end=lambda: None, **more)
+
+    working = child("at work", ready=True)
+    runner.children.append(working)
+    for number in range(DEATHS):
+        assert runner.may_begin(2)
+        runner.children.append(child(str(number), ready=False))
+        runner._gone(runner.children[-1], "killed", "SIGKILL")
+    assert (list(runner.tasks), ended) == (left, [])
+    assert not runner.may_begin(2), "the one that works does it all"
+    runner._gone(working, "killed", "SIGKILL")
+    assert runner.may_begin(2), "somebody has to"
+    runner.children.append(child("3", ready=False))
+    runner._gone(runner.children[-1], "killed", "SIGKILL")
+    assert (len(runner.tasks), len(ended)) == (0, 9)
 
 
 @pytest.mark.parametrize(("at_import", "text"), [

@@ -346,8 +346,8 @@ def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(
         def __init__(self, run):
             self.asked = 0
 
-        def ask(self, jobs):
-            pass
+        def ask(self, jobs, first):
+            assert not first, "beside the measuring alone"
 
         def built_one(self):
             self.asked += 1
@@ -392,7 +392,8 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
     asked = []
 
     def build_apart(pairs, told, stop, *, modules):
-        asked.append([(kernel.id.partition(".")[2], facts.size("hidden")) for kernel, facts in pairs])
+        named = ((kernel.id.partition(".")[2], facts.size("hidden")) for kernel, facts in pairs)
+        asked.append(list(dict.fromkeys(named)))  # each is built once
 
     class OnGpu(beside.Beside):
         def __init__(self, run):
@@ -405,10 +406,29 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
     monkeypatch.setattr(running._Run, "measure", lambda *_: "known")
     run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
     assert asked == [
-        [("winner", 64), ("winner", 128), ("winner", 256)],
-        [("winner", 64), ("near", 64), ("unknown", 64)],
+        [("winner", 64), ("winner", 128), ("winner", 256), ("near", 64), ("unknown", 64)],
         [("winner", 128), ("winner", 256), ("near", 128), ("near", 256), ("unknown", 128), ("unknown", 256)],
     ]
+
+
+def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, monkeypatch):
+    """Which was asked for before that was known."""
+    tried = []
+
+    def build_apart(pairs, told, stop, *, modules):
+        tried.append(len(pairs))
+        for kernel, facts in pairs:
+            told(kernel, facts, Outcome("no compiler"))
+
+    monkeypatch.setattr(beside, "build_apart", build_apart)
+    asking = beside.Beside(SimpleNamespace(
+        device=torch.device("cpu"), deadline=Deadline(100.0, Clock()), modules=(), vetted=[], not_built={},
+        to_vet=lambda jobs: [], to_build=lambda jobs: [(REGISTRY.kernel("mine.compiled"), norm_facts(8, jobs[0]))],
+    ))  # fmt: skip
+    asking.ask([64])
+    asking.ask([128])
+    asking.caught_up(wait_for=True)
+    assert tried == [1, 0]
 
 
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):

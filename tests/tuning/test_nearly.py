@@ -68,27 +68,43 @@ def test_a_host_adds_more_to_a_measured_burst_than_a_prediction_may_be_off_by():
 
 
 FROM = st.sampled_from([Provenance.PREDICTED, Provenance.PRIOR, Provenance.IMPORTED, Provenance.MEASURED])
-TOLD = st.lists(st.tuples(TIMES, st.floats(0.1, 1.0), FROM), min_size=2, max_size=6)
+TOLD = st.lists(st.tuples(st.floats(10.0, 40.0), st.floats(0.1, 1.0), FROM), min_size=2, max_size=6)
 
 
 def told(drawn):
     return {str(number): known(time_us, share * time_us, about) for number, (time_us, share, about) in enumerate(drawn)}
 
 
+def is_measured(each):
+    return each.provenance is Provenance.MEASURED
+
+
 def any_measured(found):
-    return any(each.provenance is Provenance.MEASURED for each in found.values())
+    return any(map(is_measured, found.values()))
 
 
 @given(TOLD)
-def test_where_anything_was_measured_nobody_is_before_one_that_is_better_by_both(drawn):
+def test_no_measured_kernel_is_behind_one_that_it_beats_by_both(drawn):
     found = told(drawn)
-    best = found[order(found)[0]]
-    better = [
-        each
-        for each in found.values()
-        if waited_us(each) < waited_us(best) * (1 - 1e-9) and each.device_us < best.device_us * (1 - 1e-9)
-    ]
-    assert not any_measured(found) or not better
+    times, best_us = decided(found), min(map(waited_us, found.values()))
+    for name, each in found.items():
+        for other, beaten in found.items():
+            near = waited_us(beaten) <= best_us * (NEARLY_MEASURED if is_measured(beaten) else NEARLY)
+            if not (is_measured(each) and near):
+                continue
+            if waited_us(each) < waited_us(beaten) * (1 - 1e-9) and each.device_us < beaten.device_us * (1 - 1e-9):
+                assert times[name].time_us <= times[other].time_us * (1 + 1e-9)
+
+
+def test_a_prediction_that_costs_more_is_not_before_what_was_measured():
+    found = {
+        "a": known(25.0 * HOST_MARGIN, 10.0),
+        "measured": known(25.5 * HOST_MARGIN, 20.0),
+        "predicted": known(27.0 * HOST_MARGIN, 26.9, Provenance.PREDICTED),
+    }
+    assert order(found) == ["a", "measured", "predicted"]
+    plans = {**found, "predicted": known(25.0 * HOST_MARGIN, 9.0, Provenance.PREDICTED)}
+    assert order(plans, ["predicted"]) == ["a", "measured", "predicted"]
 
 
 @given(TOLD, st.floats(0.5, 0.99))
@@ -138,12 +154,13 @@ def test_nobody_gets_better_than_the_best_nor_worse_than_who_is_further_behind(d
     times = decided(found, [str(number) for number, each in enumerate(drawn) if each[3]])
     best_us = min(map(waited_us, found.values()))
     for name, each in times.items():
-        bound = NEARLY_MEASURED if each.provenance is Provenance.MEASURED else NEARLY
+        bound = NEARLY_MEASURED if is_measured(each) else NEARLY
+        most = NEARLY_MEASURED if any_measured(found) else NEARLY
         if waited_us(found[name]) > bound * best_us:
             assert each == found[name]
         else:
             further = [each.time_us for other, each in times.items() if times[other] is found[other]]
-            assert each == found[name] or best_us * (1 - 1e-9) <= each.time_us <= bound * best_us * (1 + 1e-9)
+            assert each == found[name] or best_us * (1 - 1e-9) <= each.time_us <= most * best_us * (1 + 1e-9)
             assert each == found[name] or all(each.time_us <= us * (1 + 1e-9) for us in further)
 
 
@@ -181,7 +198,7 @@ def test_choices_go_by_the_device_where_both_wait_for_the_host(norms):
 
 
 def test_a_host_that_was_disturbed_hides_no_device_that_takes_much_longer(norms):
-    """Times of an H100 whose host built something else: 28 heads on 4, 7552 keys, one query."""
+    """Times of an H100 whose host built something else (28 heads on 4, 7552 keys): 1, 1.21 and 1.50 by what decides."""
     backend = lz.Backend("plug", "a library", origin="entry_point")
     one, two = (replace(norms["other"], id=f"plug.{name}", backend=backend) for name in ("one", "two"))
     lz.register_backend([one, two])

@@ -27,7 +27,8 @@ class Evidence(msgspec.Struct, frozen=True):
 
     Attributes:
         time_us: what a call is expected to take; kernels are compared by it. Of those that are waited for about as
-            long, it says by up to a tenth what else they cost (:mod:`layerzero.tuning.predicting.nearly`).
+            long, it says by up to a tenth, or a half where any was measured, what else they cost
+            (:mod:`layerzero.tuning.predicting.nearly`).
         provenance: where it comes from.
         confidence: 0 to 1, how much it may decide.
         noise: relative spread between repeated measurements; differences below it do not count.

@@ -34,7 +34,10 @@ BUILD_S = 600.0
 """How long a step may be silent that compiles."""
 
 DEATHS = 3
-"""After so many children that ended in steps of one owner, its other tasks are given up: each costs a new process."""
+"""After so many children that ended in steps of one owner, its other tasks are given up: each costs a new process.
+
+After so many that got to no job at all, no further one is begun while one works, and all is given up where none does.
+"""
 
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
@@ -55,7 +58,7 @@ class Task:
         job: what the child gets: a msgspec struct.
         owner: who is given up after ``DEATHS`` children: a kernel's id.
         seconds: how long a step may be silent.
-        lane: tasks of one lane are done one after the other, by one child unless it ends.
+        lane: tasks of one lane are done one after the other, never by two children at once.
         about: the asker's own.
         harmful: whether children are likely to end in it, which does not count against the owner.
     """
@@ -136,7 +139,7 @@ def run_apart(
         ended: told of a task that has no answer; what it returns is left to do of it.
         begins: told of the task of each step that begins.
         at_once: children that work at the same time, each in a lane of its own; one that is done with its lane goes on
-            in the first that nobody works in.
+            in the first that no other has, at work or about to start.
         modules: what the jobs import by name.
         environment: further variables of the children.
         stop: asked all the while; once it says so, children are killed, and what has no answer ends as stopped.
@@ -150,7 +153,7 @@ def run_apart(
             if stop():
                 runner.stop()
                 return
-            while len(runner.children) < at_once and (lane := runner.free_lane()) is not None:
+            while runner.may_begin(at_once) and (lane := runner.free_lane()) is not None:
                 runner.children.append(_Child(worker, given, lane))
             runner.turn()
     finally:
@@ -182,6 +185,10 @@ class _Runner:
     children: list[_Child] = field(default_factory=list)
     deaths: Counter[str] = field(default_factory=Counter)
     unready: int = 0
+
+    def may_begin(self, at_once: int) -> bool:
+        """Whether another child may work, and is likely to get to a job."""
+        return len(self.children) < at_once and (self.unready < DEATHS or not self.children)
 
     def free_lane(self) -> str | None:
         """The first lane with something to do that no child works in."""
@@ -221,6 +228,7 @@ class _Runner:
     def _take(self, child: _Child, message: Message) -> None:
         task = child.task
         if message.kind == "wants":
+            self.unready = self.unready if child.ready else 0
             child.ready = True
             self._give(child)
         elif message.kind == "refused":
@@ -260,7 +268,8 @@ class _Runner:
         end = End(kind, how, words, child.step, child.at, time.monotonic() - child.began, child.ready)
         if not child.ready:  # the next one would get no further
             self.unready += 1
-            self._give_up([each for each in self.tasks if each.lane == child.lane or self.unready >= DEATHS], end)
+            if not any(each.ready and not each.over for each in self.children):
+                self._give_up([each for each in self.tasks if each.lane == child.lane or self.unready >= DEATHS], end)
         elif task is None and how != "exit code 0":
             log.info("of a child process that had found what it was asked: %s", end.reason)
         elif task is not None:

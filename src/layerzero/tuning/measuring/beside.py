@@ -22,13 +22,14 @@ from layerzero.tuning.proving.vetting import Vetted, vet_calls
 BETWEEN = 0.5
 """The share of what time is left that children may take where the measuring waits for them."""
 
-Pairs = list[tuple[Kernel, Facts]]
+Pairs = Sequence[tuple[Kernel, Facts]]
 
 
-def behind(kernel: Kernel, report: Report) -> float:
-    """Its predicted time over that of the kernel that would be chosen, which is 1; infinite where nobody predicts it.
+def times_the_chosen(kernel: Kernel, report: Report) -> float:
+    """Its predicted time over that of the kernel that would be chosen, in tenths; infinite where nobody predicts it.
 
-    In tenths, so that calls keep their order where no more than the doubts of a prediction is between them.
+    Only the chosen one has 1: who is as good by the prediction comes right after it. Tenths let calls keep their order
+    where no more than the doubts of a prediction is between them.
     """
     if kernel.id == report.kernel_id:
         return 1.0
@@ -63,26 +64,22 @@ class Beside:
         self._left: list[Callable[[Callable[[], bool]], bool]] = []
         self._over = self._built_one = False
 
-    def ask(self, jobs: Sequence[Job]) -> None:
-        """Have done what these calls wait for."""
-        self._ask(self.run.to_vet(jobs), self.run.to_build(jobs))
-
-    def build(self, pairs: Pairs) -> None:
-        """Have built what calls would choose, before anything is asked that might be quicker still.
+    def ask(self, jobs: Sequence[Job], first: Pairs = ()) -> None:
+        """Have done what these calls wait for: what is vetted, then what is built, and of that ``first`` before others.
 
         An H100 that was tuned for 300 s built FlashInfer's modules for its first 16 calls, two at a time for a minute
-        each, while six of 27 calls waited for FlashAttention 4, which takes 2 to 20 s (2026-11-24).
+        each, while six of 27 calls waited for FlashAttention 4, which takes 2 to 20 s and which they would choose
+        (2026-11-24).
         """
-        self._ask([], pairs)
-
-    def _ask(self, vet: Pairs, build: Pairs) -> None:
+        vet, build = self.run.to_vet(jobs), [*first, *self.run.to_build(jobs)]
         if not vet and not build:
             return
 
         def work(stop: Callable[[], bool]) -> bool:
             if vet:
                 self.run.vetted += vet_calls(vet, modules=self.run.modules, go_on=True, stop=stop)
-            build_apart(build, self._built, stop, modules=self.run.modules)
+            open_ones = [pair for pair in build if pair[0].id not in self.run.not_built]  # it may have failed meanwhile
+            build_apart(open_ones, self._built, stop, modules=self.run.modules)
             return True
 
         if self._pool is None:

@@ -45,6 +45,13 @@ class InTurn:
         with window():
             return explain(job.facts(self.device))
 
+    def serving(self, report: Report) -> Report:
+        """The same where what is measured serves: in a replay, for graphs."""
+        if not self.graph:
+            return report
+        with window():
+            return explain(report.facts.on(report.facts.device, capturing=True))
+
     def parties(self, report: Report) -> list[Kernel]:
         """The kernels that would be measured if all were built."""
         return [each.kernel for each in taking_part(report, self.leave_out, self.only, graph=self.graph)]

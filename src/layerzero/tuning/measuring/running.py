@@ -30,7 +30,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs, behind
+from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs, times_the_chosen
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest
 from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
@@ -154,16 +154,17 @@ class _Run(InTurn):
         ]
 
     def to_build(self, jobs: Iterable[Job]) -> Pairs:
-        """What children can build for these calls, and has no time yet: what would be chosen, then what may be near."""
+        """What children can build for these calls, and has no time yet: what would be chosen, then what is near it."""
         return [pair for _, pair in sorted(self._to_build(jobs), key=operator.itemgetter(0))]
 
     def winners(self, jobs: Iterable[Job]) -> Pairs:
         """Those of them that these calls would choose if they were built, as far as anybody knows."""
+        jobs = [each for each in jobs if not too_large(each.facts(self.device))]
         return [pair for times, pair in self._to_build(jobs) if times <= 1.0]
 
     def _to_build(self, jobs: Iterable[Job]) -> list[tuple[float, tuple[Kernel, Facts]]]:
         return [
-            (behind(kernel, report), (kernel, report.facts))
+            (times_the_chosen(kernel, self.serving(report)), (kernel, report.facts))
             for report in map(self.report, jobs if self.isolate else ())
             for kernel in self.unknown(self.unbuilt(report), report)
             if kernel.builds_apart and kernel.id not in self.not_built
@@ -332,14 +333,14 @@ def run_jobs(
             look_again(list(looked_at))
 
     try:
-        if beside.beside:
-            beside.build(run.winners([each for each in jobs[: AT_ONCE * GROWTH] if not too_large(each.facts(device))]))
+        first = run.winners(jobs[: AT_ONCE * GROWTH]) if beside.beside else ()
         for batch in _batches(jobs):
             if deadline.passed():
                 break
             run.too_large |= {number: why for number, job in batch if (why := too_large(job.facts(device)))}
             here = [job for number, job in batch if number not in run.too_large]
-            beside.ask(here)
+            beside.ask(here, first)
+            first = ()
             run.rehearse(here)
             for number, job in batch:
                 if deadline.passed():

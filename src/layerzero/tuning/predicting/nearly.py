@@ -29,7 +29,7 @@ other (2026-11-24). By what was measured of 1,014 calls for the tables that ship
 1.010 (H100) and 1.008 (H200) of the least device time of all, and callers wait 1.004 and 1.002 of the shortest; the
 device alone takes 1.016 and 1.010 within 1.1, and within 1.5 1.008 and 1.005 for waits of 1.011 and 1.010.
 
-So much more is the most that one may cost, too. Where that was :data:`NEARLY`, bursts on an H100's host in the middle
+By so much at most one follows the best, too. Where that was :data:`NEARLY`, bursts on an H100's host in the middle
 of builds, off by a quarter and a third, made a tie of 18 and 30 us of the device, and torch's own came first
 (2026-11-24).
 """
@@ -51,8 +51,9 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
 
     That is who makes no plan for a size that was not measured here, and of these who takes the device least, where all
     of them tell it; in a call of which anything was measured here, the least product of wait and device's time, so
-    that there nobody is before one that is better by both. The others follow by what they cost more, at most by their
-    bound and not behind who is not near, who keeps its time, in which the host counts :data:`HOST_MARGIN` times.
+    that there no measured kernel is behind one that it beats by both. The others follow by what they cost more, at most
+    by the bound, and never after one that is not near; that one keeps its time, in which the host counts
+    :data:`HOST_MARGIN` times.
 
     Args:
         planning: ids of kernels that plan anew for every size.
@@ -74,10 +75,11 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     if measured:
         cost = {name: math.sqrt(us * waits[name]) for name, us in cost.items()}
     least = min(cost.values())
+    most = NEARLY_MEASURED if measured else NEARLY
     further_us = min([each.time_us for name, each in found.items() if name not in near], default=math.inf)
     decisive = {}
     for name, each in near.items():
-        costs_us = min(best_us * min(cost.get(name, math.inf) / least, _bound(each)), further_us)
+        costs_us = min(best_us * min(cost.get(name, math.inf) / least, most), further_us)
         noise = min(each.noise, DEVICE_NOISE) if told else each.noise
         if told and each.provenance is Provenance.MEASURED:  # half of what decides is the wait
             noise = (noise + each.noise) / 2

@@ -88,11 +88,12 @@ def weighed(
         if other is None or rank(time) > rank(other):
             best[time.kernel] = time
     apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
+    margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
     for run in _runs([time for time in best.values() if time.host_us is not None and time.waits]):
         paces |= dict.fromkeys([time.kernel for time in run], _pace(run, hosts or {}))
     return {
-        kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), apart=apart)
+        kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
         for kernel, time in best.items()
     }
 
@@ -145,13 +146,11 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
     return statistics.median_low(factors) if len(factors) > 1 else 1.0
 
 
-def _evidence(time: Time, *, alike: bool, pace: float, apart: bool) -> Evidence:
-    # where all tell the device's part, the host's, which is what such a time scatters with, decides half (nearly.py)
-    spread = _spread(time) / 2 if apart and time.waits else _spread(time)
-    confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (spread / SPREAD_AT_HALF) ** 2)
+def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidence:
+    confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
     confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
     provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
-    expected_us = _expected_us(time, pace, HOST_MARGIN if apart else 1.0)
+    expected_us = _expected_us(time, pace, margin)
     return Evidence(expected_us, provenance, confidence, time.noise, time.median_us, time.device_us)
 
 
