@@ -153,8 +153,8 @@ def run_apart(
             if stop():
                 runner.stop()
                 return
-            while runner.may_begin(at_once) and (lane := runner.free_lane()) is not None:
-                runner.children.append(_Child(worker, given, lane))
+            while runner.may_begin(at_once) and (task := runner.free()) is not None:
+                runner.children.append(_Child(worker, given, task.lane))
             runner.turn()
     finally:
         for child in runner.children:
@@ -190,10 +190,10 @@ class _Runner:
         """Whether another child may work, and is likely to get to a job."""
         return len(self.children) < at_once and (self.unready < DEATHS or not self.children)
 
-    def free_lane(self) -> str | None:
-        """The first lane with something to do that no child works in."""
+    def free(self) -> Task | None:
+        """The first task in a lane that no child works in."""
         taken = {child.lane for child in self.children if not child.over}
-        return next((task.lane for task in self.tasks if task.lane not in taken), None)
+        return next((task for task in self.tasks if task.lane not in taken), None)
 
     def stop(self) -> None:
         """End every child; nobody is to blame."""
@@ -228,8 +228,8 @@ class _Runner:
     def _take(self, child: _Child, message: Message) -> None:
         task = child.task
         if message.kind == "wants":
-            self.unready = self.unready if child.ready else 0
-            child.ready = True
+            if not child.ready:
+                child.ready, self.unready = True, 0
             self._give(child)
         elif message.kind == "refused":
             raise ValueError(message.text)
@@ -248,9 +248,8 @@ class _Runner:
 
     def _give(self, child: _Child) -> None:
         """Give a child the next task of its lane, or else of one that nobody works in; without one, let it end."""
-        taken = {each.lane for each in self.children if each is not child and not each.over}
-        own = [task for task in self.tasks if task.lane == child.lane]
-        task = next(iter(own), None) or next((each for each in self.tasks if each.lane not in taken), None)
+        own = (task for task in self.tasks if task.lane == child.lane)
+        task = next(own, None) or self.free()
         if task is None:
             child.task, child.limit, child.over = None, _END_S, True
             child.jobs.close()

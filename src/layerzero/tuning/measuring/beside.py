@@ -67,9 +67,8 @@ class Beside:
     def ask(self, jobs: Sequence[Job], first: Pairs = ()) -> None:
         """Have done what these calls wait for: what is vetted, then what is built, and of that ``first`` before others.
 
-        An H100 that was tuned for 300 s built FlashInfer's modules for its first 16 calls, two at a time for a minute
-        each, while six of 27 calls waited for FlashAttention 4, which takes 2 to 20 s and which they would choose
-        (2026-11-24).
+        An H100 that was tuned for 300 s built FlashInfer's modules, a minute each, and for six of its 27 calls no
+        FlashAttention 4, which takes 2 to 20 s and which five of them would have chosen (2026-11-24).
         """
         vet, build = self.run.to_vet(jobs), [*first, *self.run.to_build(jobs)]
         if not vet and not build:

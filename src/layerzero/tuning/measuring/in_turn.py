@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from layerzero.asking.answers import explain
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
@@ -45,12 +46,16 @@ class InTurn:
         with window():
             return explain(job.facts(self.device))
 
+    def asked(self, facts: Facts) -> Facts:
+        """A call as it is when what is measured serves it."""
+        return facts.on(facts.device, capturing=self.graph)
+
     def serving(self, report: Report) -> Report:
         """The same where what is measured serves: in a replay, for graphs."""
         if not self.graph:
             return report
         with window():
-            return explain(report.facts.on(report.facts.device, capturing=True))
+            return explain(self.asked(report.facts))
 
     def parties(self, report: Report) -> list[Kernel]:
         """The kernels that would be measured if all were built."""

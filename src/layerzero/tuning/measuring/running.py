@@ -164,8 +164,9 @@ class _Run(InTurn):
 
     def _to_build(self, jobs: Iterable[Job]) -> list[tuple[float, tuple[Kernel, Facts]]]:
         return [
-            (times_the_chosen(kernel, self.serving(report)), (kernel, report.facts))
+            (times_the_chosen(kernel, serving), (kernel, report.facts))
             for report in map(self.report, jobs if self.isolate else ())
+            for serving in (self.serving(report),)
             for kernel in self.unknown(self.unbuilt(report), report)
             if kernel.builds_apart and kernel.id not in self.not_built
         ]
@@ -255,10 +256,6 @@ class _Run(InTurn):
         if any(each.kernel_id != each.before for each in found):
             ENGINE.new_winner()
         return found
-
-    def asked(self, facts: Facts) -> Facts:
-        """A call as it is when what is measured serves it."""
-        return facts.on(facts.device, capturing=self.graph)
 
     def _choice(self, found: Contest, before: str | None) -> Choice:
         facts = self.asked(found.facts)
