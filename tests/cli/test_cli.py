@@ -21,6 +21,7 @@ from layerzero.cli.app import main
 from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import fuzz
@@ -382,6 +383,16 @@ def test_doctor_fails_on_issues_only_if_strict():
     lz.configure(enabled=False)
     assert run("doctor").exit_code == 0
     assert "issue: LayerZero is disabled" in run("doctor").output
+
+
+def test_doctor_tells_a_misspelt_lock_of_the_environment_and_which_refuses_it(monkeypatch):
+    monkeypatch.setenv("LAYERZERO_LOCK", "rms_norm=torch.rmsnorm")
+    CONFIGURATION.reset()
+    told = "environment: LAYERZERO_LOCK: rms_norm: wanted a kernel of rms_norm, got 'torch.rmsnorm'"
+    assert [issue for issue in answer("doctor")["issues"] if issue.startswith(told)]
+    refused = run("which rms_norm --shape 4x8")
+    assert refused.exit_code == 2
+    assert told in refused.output
     assert run("doctor --strict").exit_code == 1
     assert answer("doctor --strict", code=1)["issues"]
 
@@ -443,13 +454,16 @@ def test_config_keys_lists_every_key():
     [
         ("strict_moode: true", "did you mean 'strict_mode'?"),
         ("strict_mode: 7", "wanted true or false, got 7"),
-        ("locks: {attentoin: torch}", "no operation matches 'attentoin'"),
-        ("locks: {norm.rms: torch.rms}", "locks: norm.rms: wanted one of "),
+        ("locks: {attentoin: torch}", "locks: attentoin: unknown operation 'attentoin'; did you mean 'attention'"),
+        (
+            "locks: {norm.rms: torch.rms}",
+            "locks: norm.rms: wanted a kernel of norm.rms, got 'torch.rms', which names none here; did you mean",
+        ),
         (
             "deny: [tocrh]",
-            "deny: wanted a library or kernel, got 'tocrh', which names none here; did you mean 'torch'?",
+            "deny: wanted a library, kernel or glob, got 'tocrh', which names none here; did you mean 'torch'?",
         ),
-        ("rules: [{match: {sm: '>=90'}, avoid: flash_atn}]", "rules[0].avoid: wanted a library or kernel"),
+        ("rules: [{match: {sm: '>=90'}, avoid: flash_atn}]", "rules[0].avoid: wanted a library, kernel or glob"),
         ("rules: [{match: {sn: 90}, avoid: torch}]", "unknown fact 'sn'"),
         ("[", "not valid YAML"),
     ],

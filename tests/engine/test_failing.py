@@ -17,6 +17,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import Recent
 from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Health
+from layerzero.engine.registry import REGISTRY
 
 
 @pytest.fixture
@@ -325,6 +326,56 @@ def test_a_breaker_backs_off_tries_again_and_closes():
         assert health.breakers()[kernel.id, "norm.rms"].failures == 1
     finally:
         health.reset()
+
+
+def passing(failures):
+    """A kernel whose first calls raise, and the answers that it gave."""
+    told = []
+
+    def sometimes(input, weight, *, eps=1e-6):
+        told.append(len(told) >= failures)
+        if not told[-1]:
+            raise RuntimeError("passing")
+        return right(input, weight)
+
+    register(sometimes)
+    return told
+
+
+@pytest.mark.parametrize("settings", [
+    {"locks": {"rms_norm": "user.planted"}},
+    {"allow": ["user"], "fallback_enabled": False},
+    {"allow": ["user"], "deny": ["reference"]},
+])  # fmt: skip
+def test_a_passing_error_is_no_outage_where_nothing_else_may_run(norm, settings):
+    told = passing(failures=3)
+    with lz.scope(**settings):
+        for _ in range(3):
+            with pytest.raises(lz.KernelExecutionError, match=r"user\.planted failed in norm\.rms") as caught:
+                lz.rms_norm(*norm)
+            assert str(caught.value.__cause__) == "passing"
+        epoch = ENGINE.epoch
+        for _ in range(2):
+            torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+        assert lz.explain("rms_norm", *norm).kernel_id == "user.planted"
+    assert told == [False] * 3 + [True] * 2
+    assert ENGINE.epoch == epoch, "what rests already is no news for other calls"
+    assert ENGINE.health.breakers()["user.planted", "norm.rms"].failures == 3
+    assert lz.which("rms_norm", *norm)["kernel_id"] != "user.planted", "it rests where another one may run"
+
+
+def test_only_its_rest_is_passed_over_where_nothing_else_may_run(norm):
+    limits = (lz.limits.dim("hidden", max=40),)
+    register(breaks(RuntimeError("planted")), limits=limits)
+    with lz.scope(locks={"rms_norm": "user.planted"}):
+        with pytest.raises(lz.KernelExecutionError):
+            lz.rms_norm(*norm)
+        with pytest.raises(lz.NoKernelFoundError, match="hidden"):
+            lz.rms_norm(torch.randn(2, 64), torch.randn(64))
+        ENGINE.health.reset()
+        ENGINE.health.failed(REGISTRY.kernel("user.planted"), "norm.rms", RuntimeError("sticky"), forever=True)
+        with pytest.raises(lz.NoKernelFoundError, match="sticky"):
+            lz.rms_norm(*norm)
 
 
 def test_a_timer_starts_a_new_epoch_when_a_rest_is_over(norm, monkeypatch):

@@ -225,7 +225,7 @@ def test_a_locked_kernel_that_fails_says_why(caplog):
         raise RuntimeError("the reason")
 
     register(broken)
-    with lz.scope(locks={"rms_norm": "user.planted"}), pytest.raises(lz.NoKernelFoundError) as caught:
+    with lz.scope(locks={"rms_norm": "user.planted"}), pytest.raises(lz.KernelExecutionError) as caught:
         lz.rms_norm(X, W)
     assert str(caught.value.__cause__) == "the reason"
     assert "user.planted failed in norm.rms: RuntimeError: the reason" in caplog.text
@@ -243,11 +243,6 @@ def test_the_latest_lock_wins_and_reaches_only_where_its_kernel_is_declared():
     lz.configure(locks={"attention": "torch.sdpa.math", "attention.*": "user.standard"})
     with lz.scope(locks={"attention": "torch.sdpa.math"}):
         assert lz.which("attention", QUERY, QUERY, QUERY, layout="BSHD")["kernel_id"] == "torch.sdpa.math"
-    with (
-        lz.scope(locks={"attention": "nobodys.kernel"}),
-        pytest.raises(lz.NoKernelFoundError, match=r"nobodys\.kernel"),
-    ):
-        lz.attention(QUERY, QUERY, QUERY, layout="BSHD")
 
 
 @pytest.mark.parametrize(("match", "holds"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -95,6 +96,48 @@ def test_files_and_variables_are_looked_at_by_the_first_choice(tmp_path, monkeyp
     with pytest.raises(lz.PolicyError, match=r"environment: LAYERZERO_AVOID: .* did you mean 'zentorch'"):
         lz.explain("rms_norm", *call)
     assert any("'zentroch', which names none" in issue for issue in lz.doctor().issues)
+
+
+TYPO = r"wanted a kernel of rms_norm, got 'torch.rmsnorm', which names none here; did you mean 'torch\.rms_norm'\? "
+FOREIGN = r"wanted a kernel of rms_norm, got 'torch.sdpa.math', which serves attention\..* `layerzero kernels rms_norm`"
+
+
+@pytest.mark.parametrize(("kernel", "text"), [("torch.rmsnorm", TYPO), ("torch.sdpa.math", FOREIGN)])
+@pytest.mark.parametrize("where", ["lock", "configure", "scope", "file", "environment", "environment of one"])
+def test_a_lock_on_no_kernel_of_its_operation_is_refused_wherever_it_stands(kernel, text, where, tmp_path, monkeypatch):
+    said = {"file": f"{tmp_path}/a.yaml: locks: rms_norm: ", "lock": "lock: locks: rms_norm: "}
+    said |= {"environment": "environment: LAYERZERO_LOCK: rms_norm: "}
+    said |= {"environment of one": "environment: LAYERZERO_LOCK_RMS_NORM: rms_norm: "}
+    with pytest.raises(lz.PolicyError, match=f"^{said.get(where, f'{where}: locks: rms_norm: ')}{text}"):
+        if where == "lock":
+            lz.lock("rms_norm", kernel)
+        elif where == "configure":
+            lz.configure(locks={"rms_norm": kernel})
+        elif where == "scope":
+            lz.scope(locks={"rms_norm": {"kernel": kernel, "otherwise": "select"}})
+        elif where == "file":
+            (tmp_path / "a.yaml").write_text(f"locks: {{rms_norm: {kernel}}}")
+            lz.load_config(tmp_path / "a.yaml")
+        elif where == "environment":
+            monkeypatch.setenv("LAYERZERO_LOCK", f"layer_norm=torch.layer_norm,rms_norm={kernel}")
+            CONFIGURATION.reset()
+        else:
+            monkeypatch.setenv("LAYERZERO_LOCK_RMS_NORM", kernel)
+            CONFIGURATION.reset()
+        if where in ("file", "environment", "environment of one"):
+            assert any(re.search(text, issue) for issue in lz.doctor().issues)
+        lz.rms_norm(torch.randn(4, 8), torch.randn(8))  # what nobody refused before, the first call does
+    CONFIGURATION.reset()
+
+
+def test_a_lock_on_a_library_that_is_not_installed_or_on_one_of_many_operations_is_none_of_these():
+    for operation, kernel in (
+        ("attention", "flash_attn.v3"),
+        ("attention.*", "flashinfer.paged_decode"),
+        ("rms_norm", "apex*"),
+        ("rms_norm", "reference"),
+    ):
+        lz.lock(operation, kernel)
 
 
 def test_what_only_a_plugin_can_be_called_is_a_warning(monkeypatch):

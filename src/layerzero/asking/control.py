@@ -13,13 +13,11 @@ import torch
 
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.named import Named, name_of
-from layerzero.core.errors import PolicyError
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
 from layerzero.engine.of_functions import kernel_of_function
-from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import checked
 from layerzero.ops import function_of
@@ -46,7 +44,7 @@ def _check_descriptors(settings: Mapping[str, Any], origin: str) -> None:
 
 
 def _check_names(settings: Mapping[str, Any], origin: str) -> None:
-    """Raise for a preference or denial that names nothing, if all else is right with the settings."""
+    """Raise for a name that names nothing, if all else is right with the settings."""
     values = checked(settings, origin)
     if values:
         config.CONFIGURATION.effective(values)
@@ -78,19 +76,9 @@ def lock(operation: Named, kernel: str, otherwise: str = "error") -> None:
     if not isinstance(given, str):
         got = f"got {given!r}; lz.list_kernels({operation!r}) lists them"
         raise TypeError(f"lock: wanted a kernel's id, an alias, a library or a glob, {got}")
-    kernels = REGISTRY.kernels(operation) if _covers_something(operation) else []
-    if kernels and not any(names_kernel(kernel, each) for each in kernels):
-        known = ", ".join(each.id for each in kernels)
-        raise PolicyError(f"lock: {operation} has no kernel {kernel!r}; it has {known}")
+    REGISTRY.ready()
+    _check_names({"locks": {operation: {"kernel": kernel, "otherwise": otherwise}}}, "lock")
     config.CONFIGURATION.lock(operation, kernel, otherwise)
-
-
-def _covers_something(operation: str) -> bool:
-    """Whether the pattern names an operation; if not, the configuration says what it could have meant."""
-    try:
-        return bool(REGISTRY.kernels(operation))
-    except KeyError:
-        return False
 
 
 def unlock(operation: Named) -> None:
@@ -130,7 +118,6 @@ def deterministic() -> AbstractContextManager[None]:
 def register_operation(operation: Operation) -> None:
     """Add an operation; its reference becomes its last candidate. Raises: RegistrationError if the name is taken."""
     REGISTRY.register_operation(operation)
-    config.CONFIGURATION.known_operations.append(operation.name)
 
 
 def unregister_operation(name: str) -> None:
@@ -144,8 +131,6 @@ def unregister_operation(name: str) -> None:
 
     function = function_of(name)
     REGISTRY.unregister_operation(name)
-    known = config.CONFIGURATION.known_operations
-    known[:] = [each for each in known if each != name]
     if function is not None:
         unregister_function(function)
         vars(sys.modules["layerzero"]).pop(function.name, None)  # where the first use has put it

@@ -24,7 +24,9 @@ def problems(file: Path) -> list[str]:
         policy = Configuration({}).effective(values)
     except PolicyError as error:
         return list(error.problems)
-    return [f"{file}: {problem}" for problem in (*_unknown_names(policy), *_wrong_descriptors(policy))]
+    REGISTRY.ready()
+    wrong = (f"{file}: {problem}" for problem in _wrong_descriptors(policy))
+    return [*REGISTRY.names.problems(policy, str(file)), *wrong]
 
 
 def _wrong_descriptors(policy: Policy) -> Iterator[str]:
@@ -49,18 +51,3 @@ def _names_something(pattern: str) -> bool:
 def _unknown(pattern: str) -> str:
     known = {name for kernel in REGISTRY.kernels() for name in (kernel.id, kernel.source)}
     return f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, sorted(known))}"
-
-
-def _unknown_names(policy: Policy) -> Iterator[str]:
-    patterns = [(key, name) for key in ("prefer_sources", "avoid_sources", "allow", "deny") for name in policy[key]]
-    for index, rule in enumerate(policy.rules):
-        for action in ("prefer", "avoid", "deny"):
-            patterns += [(f"rules[{index}].{action}", name) for name in getattr(rule, action)]
-    for key, name in patterns:
-        if not _names_something(name):
-            yield f"{key}: {_unknown(name)}"
-    for lock in policy.locks:
-        kernels = REGISTRY.kernels(lock.operation)
-        if not any(names_kernel(lock.kernel, kernel) for kernel in kernels):
-            known_ids = ", ".join(kernel.id for kernel in kernels)
-            yield f"locks: {lock.operation}: wanted one of {known_ids}, got {lock.kernel!r}"

@@ -15,13 +15,10 @@ from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
-from layerzero.ops import OPERATIONS, PLAIN_OPERATIONS
 
 _PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
-VARIABLES = {key: f"{_PREFIX}{name}" for name, key in _LISTS.items()}
-"""The variable of each list of libraries and kernels, for messages."""
 _PATHS = {"DESCRIPTORS": "descriptors"}
 _ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE"})
 """Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans."""
@@ -44,7 +41,6 @@ class Configuration:
         self._interned: dict[Policy, Policy] = {}
         self._listeners: list[Callable[[], None]] = []
         self._base: Policy | None = None
-        self.known_operations: list[str] = [*OPERATIONS, *PLAIN_OPERATIONS]
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after every change of the process-wide settings."""
@@ -78,7 +74,7 @@ class Configuration:
     def effective(self, *scopes: Mapping[str, Any]) -> Policy:
         """Merge all layers and the given scopes into one interned policy."""
         merged = {name: value for name, (value, _) in self.effective_with_origin(*scopes).items()}
-        policy = parse_policy(merged, self.known_operations)
+        policy = parse_policy(merged)
         with self._lock:
             if len(self._interned) >= _MAX_POLICIES and policy not in self._interned:
                 self._interned.clear()  # scopes with ever new settings: equal policies are made again, nothing breaks
@@ -99,6 +95,18 @@ class Configuration:
                 else:
                     merged[name] = (value, origin)
         return merged
+
+    def said_by(self, key: str, name: str, *scopes: Mapping[str, Any]) -> str:
+        """What gave a setting the name that it has in it, for messages: a file and its key, a variable, a call."""
+        for origin, values in reversed([*self.layers(), *(("scope", dict(scope)) for scope in scopes)]):
+            if key not in values or (key != "rules" and name not in values[key]):
+                continue
+            if origin != "environment":
+                return f"{origin}: {key}"
+            variables = [each for each in self._environment if each.startswith(_PREFIX)]
+            settings = ((each, environment_settings({each: self._environment[each]})) for each in variables)
+            return f"environment: {next((each for each, has in settings if name in has.get(key, ())), key)}"
+        return key
 
     def configure(self, **values: Any) -> None:
         """Set process-wide values; None resets a key that has no None of its own."""

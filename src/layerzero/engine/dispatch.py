@@ -293,7 +293,9 @@ class Dispatcher:
             failed.append(plan.kernel)
             try:
                 another = self.choose(arguments, policy, failed=tried)
-            except (NoKernelFoundError, CudaGraphUnsafeError) as nothing_left:
+            except NoKernelFoundError:
+                raise failing.alone(plan, error) from error
+            except CudaGraphUnsafeError as nothing_left:
                 failing.log_failure(plan, error)
                 raise nothing_left from error
             failing.tell_fallback(plan, another, error)

@@ -271,6 +271,14 @@ def log_failure(plan: Plan, error: BaseException) -> None:
     log.warning("%s failed in %s: %s: %s", plan.kernel.id, plan.report.operation, type(error).__name__, error)
 
 
+def alone(plan: Plan, error: BaseException) -> KernelExecutionError:
+    """The error of a call whose kernel raised and whose other kernels may not run; the next call asks it again."""
+    log_failure(plan, error)
+    locked = plan.report.locked
+    why = f"the {locked} allows nothing else" if locked else "no other kernel is legal; lz.explain lists why"
+    return KernelExecutionError(plan.kernel.id, plan.report.operation, why)
+
+
 def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
     """Say that a kernel failed and another one ran: the first time by a warning, later in the log."""
     key = (plan.kernel.id, plan.report.operation)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from layerzero.core import forking
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.plan import Candidate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.policy import Lock, names_kernel
 
 FIRST_RETRY_S = 10.0
 """How long a kernel rests after its first failure; doubles with each further one."""
@@ -57,10 +62,11 @@ _Place = tuple[str, str, str]
 class Health:
     """The breakers of this process.
 
-    A breaker opens at the first failure. When its time has come the epoch is bumped by a timer, since hits read no
-    clock; the kernel is then a candidate again (half open), and the next failure rests it twice as long. A breaker says
-    nothing about another operation or kind of device. Only a library that repeats errors of the device is disabled as a
-    whole.
+    A breaker opens at the first failure, for calls that another kernel may run. Where none may (a lock, no fallback, a
+    single library), the kernel is called meanwhile, see :meth:`woken`: one passing error is no outage. When its time
+    has come the epoch is bumped by a timer, since hits read no clock; the kernel is then a candidate again (half open),
+    and the next failure rests it twice as long. A breaker says nothing about another operation or kind of device. Only
+    a library that repeats errors of the device is disabled as a whole.
     """
 
     def __init__(self, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,6 +97,29 @@ class Health:
             return [Reason(breaker.code, operation, "a result", breaker.error, breaker.hint)]
         return [Reason(breaker.code, f"{kernel.id} in {operation}", wanted, got, breaker.hint)]
 
+    def nothing_else(self, judged: Iterable[Candidate], lock: Lock | None) -> bool:
+        """Whether kernels rest and none is legal that a lock allows."""
+        if not self._breakers:
+            return False
+        named = list(judged)
+        if lock is not None and lock.otherwise == "error":
+            named = [each for each in named if names_kernel(lock.kernel, each.kernel)] or named
+        return not any(each.legal for each in named)
+
+    def woken(self, judged: list[Candidate], facts: Facts, lock: Lock | None) -> list[Candidate]:
+        """Let kernels run that nothing but their rest refuses, where :meth:`nothing_else` may."""
+        if not self.nothing_else(judged, lock):
+            return judged
+        return [structs.replace(each, reasons=()) if self._only_rests(each, facts) else each for each in judged]
+
+    def _only_rests(self, candidate: Candidate, facts: Facts) -> bool:
+        kernel, operation, device = candidate.kernel, facts.operation.name, facts.device.name
+        found = [self._breakers.get((kernel.id, operation, place)) for place in (device, EVERYWHERE)]
+        if kernel.source in self._disabled or any(each is not None and each.retry_at == float("inf") for each in found):
+            return False
+        rests = [reason.code for reason in self.reasons(kernel, operation, device)]
+        return bool(rests) and [reason.code for reason in candidate.reasons] == rests
+
     def failed(
         self,
         kernel: Kernel,
@@ -108,6 +137,10 @@ class Health:
         with self._lock:
             before = self._breakers.get(key)
             failures = before.failures + 1 if before else 1
+            if before is not None and not forever and self._clock() < before.retry_at:
+                self._breakers[key] = breaker = replace(before, failures=failures, error=text)
+                self._counts.setdefault(counted, Counts()).failures += 1
+                return breaker  # it rests already, and nothing else may run: what may run did not change
             rest_s = float("inf") if forever else min(FIRST_RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S)
             breaker = self._breakers[key] = Breaker(failures, text, self._clock() + rest_s, hint, code)
             self._counts.setdefault(counted, Counts()).failures += 1

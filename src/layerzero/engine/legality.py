@@ -54,7 +54,7 @@ def judge(
         if kernel.jit:
             reasons += built_reasons(kernel, facts, policy, reasons)
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
-    return split.last_resort(judged, facts, policy, lock, limit_findings)
+    return health.woken(split.last_resort(judged, facts, policy, lock, limit_findings), facts, lock)
 
 
 def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:

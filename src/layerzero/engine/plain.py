@@ -100,9 +100,8 @@ class PlainDispatcher:
             failing.check_retry(plan, _plain_error(error), policy, self.engine, arguments, tried[:-1])
             try:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
-            except NoKernelFoundError as nothing_left:
-                failing.log_failure(plan, error)
-                raise nothing_left from error
+            except NoKernelFoundError:
+                raise failing.alone(plan, error) from error
             failing.tell_fallback(plan, another, _plain_error(error))
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             tried.append(another.kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,13 +195,13 @@ def names_kernel(pattern: str, kernel: Kernel) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (kernel.id, *kernel.aliases))
 
 
-def parse_policy(values: Mapping[str, Any], known_operations: Sequence[str]) -> Policy:
-    """Make a policy from effective settings.
+def parse_policy(values: Mapping[str, Any]) -> Policy:
+    """Make a policy from effective settings; whether its names name anything, :mod:`layerzero.engine.naming` tells.
 
-    Raises: PolicyError for locks or rules that name nothing.
+    Raises: PolicyError for locks or rules that could never hold.
     """
-    locks = tuple(_lock(pattern, target, known_operations) for pattern, target in values["locks"].items())
-    rules = tuple(_rule(index, rule, known_operations) for index, rule in enumerate(values["rules"]))
+    locks = tuple(_lock(pattern, target) for pattern, target in values["locks"].items())
+    rules = tuple(_rule(index, rule) for index, rule in enumerate(values["rules"]))
     frozen = tuple(sorted((name, _frozen(values[name])) for name in SETTINGS if name not in ("locks", "rules")))
     return Policy(frozen, locks[::-1], rules)
 
@@ -210,28 +210,22 @@ def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_operation(pattern: str, where: str, known: Sequence[str]) -> None:
-    names = [*known, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
-    if pattern not in names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-        raise PolicyError(f"{where}: no operation matches {pattern!r}{meant(pattern, names)}")
-
-
-def _lock(pattern: str, target: object, known: Sequence[str]) -> Lock:
-    where = f"locks: {pattern}"
-    _check_operation(pattern, where, known)
+def _lock(pattern: str, target: object) -> Lock:
     if isinstance(target, str):
         return Lock(pattern, target)
     if isinstance(target, Mapping) and isinstance(target.get("kernel"), str) and set(target) <= {"kernel", "otherwise"}:
         otherwise = target.get("otherwise", "error")
         if otherwise in ("error", "select"):
             return Lock(pattern, target["kernel"], otherwise)
-    raise PolicyError(f"{where}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}, got {target!r}")
+    raise PolicyError(
+        f"locks: {pattern}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}, got {target!r}"
+    )
 
 
 _RULE_ACTIONS = {"prefer": "prefer", "avoid": "avoid", "avoid_sources": "avoid", "deny": "deny"}
 
 
-def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
+def _rule(index: int, rule: Mapping[str, Any]) -> Rule:
     where = f"rules[{index}]"
     for key in rule:
         if key not in ("match", *_RULE_ACTIONS):
@@ -254,7 +248,6 @@ def _rule(index: int, rule: Mapping[str, Any], known: Sequence[str]) -> Rule:
     for fact, wanted in match.items():
         if FACT_ALIASES.get(fact, fact) == "operation":
             operation = str(wanted)
-            _check_operation(operation, where, known)
             continue
         if fact not in known_facts():
             raise PolicyError(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")

@@ -71,6 +71,11 @@ class Registry:
         return self._known.by_id
 
     @property
+    def loaded(self) -> bool:
+        """Whether the plugins that policy admits were imported, so that names can be looked for among theirs."""
+        return self._loaded
+
+    @property
     def has_own(self) -> bool:
         """Whether the program itself registered a kernel, as far as is known: nothing is loaded for it."""
         return any(kernel.backend.origin in ("code", "decorator") for kernel in self._by_id.values())
@@ -271,14 +276,13 @@ class Registry:
     def lock_for(self, policy: Policy, facts: Facts) -> Lock | None:
         """The lock that decides a call: one on a kernel that only other operations have does not reach this one.
 
-        A lock on a kernel that nobody has stays in force, so that a misspelt one is an error and no silence.
-        Raises: PolicyError where a preference or denial names nothing.
+        Raises: PolicyError where a setting names nothing.
         """
         self.names.check(policy)
         lock = policy.lock_for(facts) if policy.enabled else None
         if lock is None or any(names_kernel(lock.kernel, each) for each in self.candidates(str(facts["operation"]))):
             return lock
-        return None if any(names_kernel(lock.kernel, each) for each in self._by_id.values()) else lock
+        return None
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""

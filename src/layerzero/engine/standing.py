@@ -151,7 +151,10 @@ class Standings:
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
         judged += kept.refused
-        return split.last_resort(judged, facts, policy, lock, legality.limit_findings), None
+        judged = split.last_resort(judged, facts, policy, lock, legality.limit_findings)
+        if health.nothing_else(judged, lock):  # one that rests may run, if all its limits hold
+            judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
+        return judged, None
 
     def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
         here = id(facts.device), id(machine), id(policy), tuple(map(id, kernels))  # what is kept holds them
