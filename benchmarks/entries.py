@@ -1,8 +1,8 @@
 """The libraries' own public functions for a small call, as their users write it: what host time is held against.
 
 Each starts from the same tensors as LayerZero's call: what a library wants otherwise (no batch axis, rows of all
-sequences) is made within its call. ``add_rms_norm`` differs in what it keeps: LayerZero's leaves its input as it was,
-the libraries' functions write the result there.
+sequences) is made within its call. ``add_residual_rms_norm_`` differs in what it keeps: LayerZero's leaves its input as
+it was, the libraries' functions write the result there.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def drawn(seed: int, count: int) -> Iterator[RandomCall]:
             ("rms_norm", {"input": (tokens, hidden), "weight": (hidden,)}),
             ("layer_norm", {"input": (tokens, hidden), "normalized_shape": hidden, "weight": (hidden,),
                             "bias": (hidden,)}),
-            ("add_rms_norm", {"input": (tokens, hidden), "residual": (tokens, hidden), "weight": (hidden,)}),
+            ("add_residual_rms_norm_", {"input": (tokens, hidden), "residual": (tokens, hidden), "weight": (hidden,)}),
             ("linear", {"input": (tokens, hidden), "weight": (middle, hidden)}),
             ("silu", {"input": (tokens, middle)}),
             ("gelu", {"input": (tokens, middle)}),

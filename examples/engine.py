@@ -228,7 +228,7 @@ class Engine:
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.caches[number].keys, self.caches[number].values
-            query = lz.rope_append(query, key, value, self.model.cos, self.model.sin, keys, values, places, slots)
+            query = lz.rope_append_(query, key, value, self.model.cos, self.model.sin, keys, values, places, slots)
             query, read = query.unsqueeze(1) if starts is None else query, (keys, values, step.block_tables)
             return lz.paged_attention(query, *read, step.context_lens, step=step, cu_seqlens_q=starts, **longest)
 

@@ -16,6 +16,7 @@ with _held_off():
     from layerzero.ops import EXPORTS as _EXPORTS
     from layerzero.ops import FUNCTIONS as _FUNCTIONS
     from layerzero.ops import PLAIN_FUNCTIONS as _PLAIN_FUNCTIONS
+    from layerzero.ops import current_name as _current_name
 
     _operators.register_all()  # so that torch.ops.layerzero.* exists, in torch.compile and in exported programs too
 
@@ -113,6 +114,7 @@ __all__ = sorted([*_HOME, *_FUNCTIONS, *_PLAIN_FUNCTIONS, *_MODULES, *_ALIASES, 
 
 
 def __getattr__(name: str) -> Any:
+    name = _current_name(name)  # a former name is not kept in globals, so that every use warns
     if name in _FUNCTIONS:
         with _held_off():
             value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast

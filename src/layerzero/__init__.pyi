@@ -143,14 +143,14 @@ __all__ = [
     "add_bias",
     "add_logit_bias",
     "add_residual_",
-    "add_rms_norm",
+    "add_residual_rms_norm_",
     "add_rms_norm_",
     "agree",
     "alibi_bias",
     "alibi_slopes",
-    "append_kv",
-    "append_paged_kv",
-    "append_quantized_kv",
+    "append_kv_",
+    "append_paged_kv_",
+    "append_quantized_kv_",
     "apply_penalties",
     "attention",
     "avoid",
@@ -162,7 +162,7 @@ __all__ = [
     "chosen_logprobs",
     "configure",
     "confirm_suspects",
-    "copy_kv_blocks",
+    "copy_kv_blocks_",
     "copy_slice_",
     "dequantize",
     "descriptor",
@@ -219,7 +219,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_",
-    "rope_append",
+    "rope_append_",
     "rope_frequencies",
     "rope_one",
     "rope_table",
@@ -242,7 +242,7 @@ __all__ = [
     "sparse_attention",
     "split_qkv",
     "split_qkv_norm_rope",
-    "split_qkv_norm_rope_append",
+    "split_qkv_norm_rope_append_",
     "swiglu_oai",
     "testing",
     "thaw",
@@ -310,7 +310,7 @@ def add_residual_(
         overlaps itself in memory, or that shares memory with what is added.
     """
 
-def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
+def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     """Add the input to the residual in place and return the sum, normalised by its root mean square.
 
     Shapes: input and residual (*, D), the same; weight (D,) → (*, D)
@@ -356,7 +356,7 @@ def alibi_bias(
     Source: arXiv:2108.12409.
     """
 
-def append_kv(
+def append_kv_(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -379,7 +379,7 @@ def append_kv(
     Source: static caches of Transformers 5.
     """
 
-def append_paged_kv(
+def append_paged_kv_(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -402,7 +402,7 @@ def append_paged_kv(
     Source: reshape_and_cache of vLLM, arXiv:2309.06180.
     """
 
-def append_quantized_kv(
+def append_quantized_kv_(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -420,7 +420,7 @@ def append_quantized_kv(
     Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32;
         slot_mapping int64, on the same device.
     Args:
-        slot_mapping: as of ``lz.append_paged_kv``.
+        slot_mapping: as of ``lz.append_paged_kv_``.
         key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
@@ -644,7 +644,7 @@ def chosen_logprobs(
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
     """
 
-def copy_kv_blocks(
+def copy_kv_blocks_(
     key_cache: Tensor,
     value_cache: Tensor,
     from_pages: Tensor,
@@ -1410,7 +1410,7 @@ def rope_(
         in memory, or that shares elements with the other or with the table.
     """
 
-def rope_append(
+def rope_append_(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -1428,7 +1428,7 @@ def rope_append(
 ) -> Tensor:
     """Rotate queries and keys, write keys and values into a cache in place, and return the queries.
 
-    ``lz.rope`` and ``lz.append_paged_kv`` as one call, or a write into a contiguous cache where there are no slots.
+    ``lz.rope`` and ``lz.append_paged_kv_`` as one call, or a write into a contiguous cache where there are no slots.
 
     Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
         (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
@@ -1441,7 +1441,7 @@ def rope_append(
             table has a row for each of L places, and each place of a sequence comes once.
         slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
             once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
-        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv``; None for others.
+        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv_``; None for others.
         interleaved: as of ``lz.rope``.
         layout: of the caches, ``"NHD"`` or ``"HND"``.
     Returns: the rotated query. Rotated keys are in the cache alone.
@@ -1872,7 +1872,7 @@ def split_qkv_norm_rope(
     Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
     """
 
-def split_qkv_norm_rope_append(
+def split_qkv_norm_rope_append_(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -1901,7 +1901,7 @@ def split_qkv_norm_rope_append(
         int64.
     Units: eps in x^2.
     Args:
-        positions, slot_mapping, layout: as of ``lz.rope_append``.
+        positions, slot_mapping, layout: as of ``lz.rope_append_``.
         q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
     Returns: the queries. Keys and values are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one

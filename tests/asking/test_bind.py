@@ -264,10 +264,12 @@ def test_a_step_and_a_bound_are_passed(path):
 
 def test_writing_into_arguments_is_looked_at_on_every_call():
     x, residual, w = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
-    add = lz.bind(lz.add_rms_norm, x.clone(), residual.clone(), w)
-    assert lz.which("add_rms_norm", x, residual, w)
+    add = lz.bind(lz.add_residual_rms_norm_, x.clone(), residual.clone(), w)
+    assert lz.which("add_residual_rms_norm_", x, residual, w)
     for _ in range(2):
-        torch.testing.assert_close(add(x.clone(), residual.clone(), w), lz.add_rms_norm(x.clone(), residual.clone(), w))
+        torch.testing.assert_close(
+            add(x.clone(), residual.clone(), w), lz.add_residual_rms_norm_(x.clone(), residual.clone(), w)
+        )
 
 
 def test_the_example_is_not_kept_and_the_plan_is():
@@ -366,9 +368,9 @@ def test_a_layer_of_a_cache_stands_for_its_tensors():
     name = cache.allocate()
     key, query, layer = torch.randn(3, 2, 16), torch.randn(1, 1, 4, 16), cache.layers[0]
     with cache.writing([name], [2]) as step:
-        lz.append_paged_kv(key[:2], key[:2], layer, slot_mapping=step.slots)
+        lz.append_paged_kv_(key[:2], key[:2], layer, slot_mapping=step.slots)
     with cache.writing([name]) as step:
-        append = lz.bind(lz.append_paged_kv, key[2:], key[2:], layer, slot_mapping=step.slots)
+        append = lz.bind(lz.append_paged_kv_, key[2:], key[2:], layer, slot_mapping=step.slots)
         append(key[2:], key[2:], layer, slot_mapping=step.slots)
         wanted = lz.paged_attention(query, layer, step=step)
         attend = lz.bind(lz.paged_attention, query, layer, step=step)

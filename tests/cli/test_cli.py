@@ -227,7 +227,7 @@ def test_which_prints_the_kernel_and_nothing_else():
         ("rms_norm --shape 512x1024", "norm.rms"),
         ("norm.rms --shape 2,3,1024", "norm.rms"),
         ("layer_norm --shape 4x32x12 --param normalized_shape=32,12 --param bias=none", "norm.layer"),
-        ("add_rms_norm --shape 512x1024 --grad", "norm.add_rms"),
+        ("add_residual_rms_norm_ --shape 512x1024 --grad", "norm.add_rms"),
         ("attention --shape 2x1x8x64 --kv-shape 2x128x8x64", "attention.standard.decode"),
         (
             "attention --shape 2x8x64x32 --layout BHSD --param window=128,0 --param scale=0.5",

@@ -159,7 +159,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/optimize/diffusion.py": dict.fromkeys(("attention", "heads", "out_features"), _REPLACED),
     "integrations/optimize/entrance.py": {
         **dict.fromkeys(("attention", "bias"), _REPLACED),
-        **dict.fromkeys(("add_rms_norm", "heads", "linear", "mlp", "rope_"), _LAYER),
+        **dict.fromkeys(("add_residual_rms_norm_", "heads", "linear", "mlp", "rope_"), _LAYER),
         "step": "a kind of what is replaced: one token of a decoder",
     },
     "integrations/optimize/experts.py": dict.fromkeys(
@@ -170,11 +170,21 @@ ALLOWED: dict[str, dict[str, str]] = {
         _REPLACED,
     ),
     "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens", "top_k"), _DRAWN),
-    "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv", "tokens"), _CACHE),
-    "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv", "pages", "positions", "tokens"), _CACHE),
+    "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv_", "tokens"), _CACHE),
+    "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv_", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(
         (
-            *("add_rms_norm", "add_rms_norm_", "bias", "cos", "eps", "heads", "k_bias", "k_weight", "layer_norm"),
+            *(
+                "add_residual_rms_norm_",
+                "add_rms_norm_",
+                "bias",
+                "cos",
+                "eps",
+                "heads",
+                "k_bias",
+                "k_weight",
+                "layer_norm",
+            ),
             *("linear", "norm"),
             *("packed_k", "packed_q", "packed_v", "plus_one", "positions", "q_bias", "q_weight", "qk_norm_rope"),
             *("qkv_linear", "rms_norm", "rope_", "sin", "split_qkv_norm_rope", "v_bias", "weight"),
@@ -227,7 +237,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "integrations/vllm.py": dict.fromkeys(
         (
-            *("alibi_slopes", "append_paged_kv", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),
+            *("alibi_slopes", "append_paged_kv_", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),
             *(
                 "kv_cache_dtype",
                 "num_heads",

@@ -45,7 +45,7 @@ def layer(**changes):
 
 
 def add_rms(**changes):
-    return "add_rms_norm", {"input": zeros(3, 8), "residual": zeros(3, 8), "weight": zeros(8), **changes}
+    return "add_residual_rms_norm_", {"input": zeros(3, 8), "residual": zeros(3, 8), "weight": zeros(8), **changes}
 
 
 def nested(*shapes, layout=torch.strided):
@@ -363,7 +363,7 @@ def test_norms_of_no_rows(shape):
     x = zeros(shape)
     assert lz.rms_norm(x, zeros(8)).shape == shape
     assert lz.layer_norm(x, 8).shape == shape
-    assert lz.add_rms_norm(x, x.clone(), zeros(8)).shape == shape
+    assert lz.add_residual_rms_norm_(x, x.clone(), zeros(8)).shape == shape
     assert ENGINE.health.breakers() == {}
 
 

@@ -221,7 +221,7 @@ def test_torch_compile_sees_one_operator_and_no_graph_break(call):
     torch.testing.assert_close(leaves[1].grad, again[1].grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_lse", "rms_norm", "layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("name", ["attention", "attention_lse", "rms_norm", "layer_norm", "add_residual_rms_norm_"])
 def test_operators_pass_torchs_own_check(name, call):
     x, w = torch.randn(4, 16), torch.randn(16)
     arguments = {
@@ -229,7 +229,7 @@ def test_operators_pass_torchs_own_check(name, call):
         "attention_lse": (*call, None, True, "BSHD"),
         "rms_norm": (x, w, 1e-5),
         "layer_norm": (x, [16], w, w),
-        "add_rms_norm": (x, x.clone(), w),
+        "add_residual_rms_norm_": (x, x.clone(), w),
     }[name]
     torch.library.opcheck(getattr(torch.ops.layerzero, name).default, arguments)
 

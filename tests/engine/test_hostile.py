@@ -75,7 +75,7 @@ assert not [plan for plan in plans if plan.kernel.is_reference]
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_residual_that_must_not_be_written_is_refused_on_every_call(warm):
     if warm:
-        lz.add_rms_norm(X.clone(), X.clone(), W)
+        lz.add_residual_rms_norm_(X.clone(), X.clone(), W)
     memory = torch.randn(5, 32)
     leaf = X.clone().requires_grad_()
     with torch.inference_mode():
@@ -83,17 +83,17 @@ def test_a_residual_that_must_not_be_written_is_refused_on_every_call(warm):
     same = X.clone()
     for first, second in ((same, same), (memory[:4], memory[1:]), (X.clone(), leaf), (X.clone(), inference)):
         with pytest.raises(lz.InvalidCallError, match="residual: wanted"):
-            lz.add_rms_norm(first, second, W)
+            lz.add_residual_rms_norm_(first, second, W)
     assert ENGINE.health.breakers() == {}
     apart = torch.randn(8, 32)
     before = apart.clone()
-    torch.testing.assert_close(lz.add_rms_norm(apart[:4], apart[4:], W), right(before[:4] + before[4:]))
+    torch.testing.assert_close(lz.add_residual_rms_norm_(apart[:4], apart[4:], W), right(before[:4] + before[4:]))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's tracing
 def test_compiled_add_rms_norm_keeps_its_gradients():
     def step(x, residual, w):
-        return lz.add_rms_norm(x, residual * 1, w).square().sum()
+        return lz.add_residual_rms_norm_(x, residual * 1, w).square().sum()
 
     mine = [tensor.clone().requires_grad_() for tensor in (X, X, W)]
     theirs = [tensor.clone().requires_grad_() for tensor in (X, X, W)]

@@ -99,7 +99,7 @@ def test_calls_of_a_class_that_do_not_fit_together_are_errors(norm):
     with pytest.raises(lz.InvalidCallError, match="hidden"):
         lz.rms_norm(torch.randn(7, 9), w)
     with pytest.raises(lz.InvalidCallError, match="residual"):
-        lz.add_rms_norm(x.clone(), torch.randn(7, 8), w)
+        lz.add_residual_rms_norm_(x.clone(), torch.randn(7, 8), w)
 
 
 @both

@@ -251,7 +251,7 @@ def test_a_derived_size_that_nobody_explains_keeps_calls_exact():
 NORMS = {
     "norm.rms": lambda x, w: lz.rms_norm(x, w),
     "norm.layer": lambda x, w: lz.layer_norm(x, w.shape, w, w),
-    "norm.add_rms": lambda x, w: lz.add_rms_norm(x, x.clone(), w),
+    "norm.add_rms": lambda x, w: lz.add_residual_rms_norm_(x, x.clone(), w),
 }
 
 

@@ -166,7 +166,7 @@ def test_operations_name_the_facts_that_they_derive():
     for facts in (
         lz.facts("rms_norm", x, w),
         lz.facts("layer_norm", x, 3),
-        lz.facts("add_rms_norm", x, x.clone(), w),
+        lz.facts("add_residual_rms_norm_", x, x.clone(), w),
         lz.facts("attention", query, query, query, layout="BSHD"),
         lz.facts("attention", query[:, :1], query, query, layout="BSHD"),
     ):

@@ -137,7 +137,7 @@ def resized(call, pick, dense):
     sized = SizedCall(report.facts, None, dispatcher.order, frozenset(report.varies))
     axes = {name: sized.axes(name) for name in report.facts.tensors}
     there = {axis for each in axes.values() for axis in each} & set(report.varies)
-    written = call.function in ("append_paged_kv", "copy_kv_blocks")  # where a page that is named twice is an error
+    written = call.function in ("append_paged_kv_", "copy_kv_blocks_")  # where a page that is named twice is an error
     there = sorted(there - ({"pages"} if written else set()))
     if not there:
         return call

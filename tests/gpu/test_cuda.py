@@ -89,7 +89,7 @@ def test_a_captured_call_replays_with_new_values(kernel):
     with lz.scope(locks={"attention": kernel}), torch.no_grad():
 
         def step():
-            return lz.attention(*tensors, layout="BSHD"), lz.rms_norm(x, w), lz.add_rms_norm(x, residual, w)
+            return lz.attention(*tensors, layout="BSHD"), lz.rms_norm(x, w), lz.add_residual_rms_norm_(x, residual, w)
 
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

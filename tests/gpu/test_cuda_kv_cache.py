@@ -28,7 +28,7 @@ def appended(cache, names, counts):
     key, value = (torch.randn(total, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with cache.writing(names, counts) as step:
         for layer in cache.layers:
-            lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+            lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
     return query, key, value
 
 
@@ -128,7 +128,7 @@ def test_a_captured_step_follows_a_row_that_grows():
     key, value = (torch.randn(1, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def run():
-        lz.append_paged_kv(key, value, layer, slot_mapping=slots)
+        lz.append_paged_kv_(key, value, layer, slot_mapping=slots)
         return lz.paged_attention(query, layer, step=step)
 
     run()
@@ -159,7 +159,7 @@ def test_debug_mode_finds_places_without_memory():
     with lz.scope(debug=True):
         for call in ((layer,), (layer.keys, layer.values)):
             with pytest.raises(lz.InvalidCallError, match=r"slot_mapping\[0\]: wanted a place with memory"):
-                lz.append_paged_kv(*new, *call, slot_mapping=far)
+                lz.append_paged_kv_(*new, *call, slot_mapping=far)
         with pytest.raises(lz.InvalidCallError, match=r"block_tables\[0, 0\]: wanted a page with memory"):
             lz.paged_attention(query, layer.keys, layer.values, tables, lens)
     del call

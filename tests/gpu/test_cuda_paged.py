@@ -88,7 +88,7 @@ def test_a_captured_step_replays_with_other_lengths_tables_and_ids(kernel):
         hidden = embedding[ids]
         for keys, values in caches:
             new = hidden.view(batch, HEADS, DIM)[:, :KV_HEADS].contiguous()
-            lz.append_paged_kv(new, new * 0.5, keys, values, step.slot_mapping(PAGE))
+            lz.append_paged_kv_(new, new * 0.5, keys, values, step.slot_mapping(PAGE))
             query = hidden.view(batch, 1, HEADS, DIM)
             hidden = lz.paged_attention(query, keys, values, tables, lens, step=step).view(batch, -1)
         return hidden

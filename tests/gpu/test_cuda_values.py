@@ -65,8 +65,8 @@ def test_a_call_reads_the_device_once(name, looks):
 def test_a_capture_looks_at_nothing(looks):
     _, arguments = call_of("kv.append.paged")
     with lz.scope(debug=True):
-        lz.append_paged_kv(**arguments)
+        lz.append_paged_kv_(**arguments)
         looks.clear()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            lz.append_paged_kv(**arguments)
+            lz.append_paged_kv_(**arguments)
     assert looks == []

@@ -422,7 +422,7 @@ def test_a_trace_shows_what_optimized_layers_run() -> None:
         "linear",
         "mlp",
         "rms_norm",
-        "add_rms_norm",
+        "add_residual_rms_norm_",
         "qkv_linear",
         "rope_",
     }

@@ -140,9 +140,16 @@ def calls_of_a_layer(weights: str) -> Counter[str]:
 def test_a_layer_is_few_calls(weights: str) -> None:
     found = calls_of_a_layer(weights)
     if weights == "packed":
-        assert found == {"qkv_linear": 1, "rope_": 1, "attention": 1, "linear": 1, "add_rms_norm": 2, "mlp": 1}
+        assert found == {
+            "qkv_linear": 1,
+            "rope_": 1,
+            "attention": 1,
+            "linear": 1,
+            "add_residual_rms_norm_": 2,
+            "mlp": 1,
+        }
     else:
-        assert found == {"rope_": 1, "attention": 1, "linear": 4, "add_rms_norm": 2, "silu_mul": 1}
+        assert found == {"rope_": 1, "attention": 1, "linear": 4, "add_residual_rms_norm_": 2, "silu_mul": 1}
 
 
 def test_joined_weights_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,7 @@ def test_hidden_states_are_stocks_and_a_recorder_costs_nothing_later() -> None:
             states = [each(tokens(), output_hidden_states=True).hidden_states for each in (model, stock)]
             torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
         found = lz.trace(model, tokens())
-    assert "add_rms_norm" in {row.function for row in found.rows}
+    assert "add_residual_rms_norm_" in {row.function for row in found.rows}
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])

@@ -29,7 +29,7 @@ def test_a_whole_cache_says_that_a_call_is_of_one_layer(ask):
 
 def test_a_lacking_tensor_is_told_without_a_step():
     with pytest.raises(TypeError, match="missing required arguments: 'slot_mapping'") as caught:
-        lz.append_paged_kv(torch.randn(1, 2, 32), torch.randn(1, 2, 32), cache(kv_heads=2, head_dim=32).layers[0])
+        lz.append_paged_kv_(torch.randn(1, 2, 32), torch.randn(1, 2, 32), cache(kv_heads=2, head_dim=32).layers[0])
     assert "step" not in str(caught.value)
 
 

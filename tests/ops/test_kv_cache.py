@@ -38,7 +38,7 @@ def appended(cache, names, counts, layer=0):
     """Write random tokens into one layer and attend; the new keys and values by name, and the output."""
     query, key, value = drawn(sum(counts))
     with cache.writing(names, counts) as step:
-        lz.append_paged_kv(key, value, cache.layer(layer), slot_mapping=step.slots)
+        lz.append_paged_kv_(key, value, cache.layer(layer), slot_mapping=step.slots)
         shaped = query.unsqueeze(1) if step.cu_seqlens_q is None else query
         output = lz.paged_attention(shaped, cache.layer(layer), step=step).reshape(query.shape)
     return dict(
@@ -94,7 +94,7 @@ def test_swapped_and_moved_sequences_are_as_they_were(form):
             _, key, value = drawn(count)
             if layer == 0:
                 step = cache.writing([name], [count])
-            lz.append_paged_kv(key, value, cache.layer(layer), slot_mapping=step.slots)
+            lz.append_paged_kv_(key, value, cache.layer(layer), slot_mapping=step.slots)
         step.commit()
 
     def read(name):
@@ -454,7 +454,7 @@ def test_calls_take_a_cache_in_place_of_its_tensors():
         cos, sin = lz.rope_table(64, 32, base=10000.0)
         slots = torch.arange(18)
         for form in ({"key_cache": cache}, {"key_cache": cache, "value_cache": cache, "layout": layout}):
-            turned = lz.rope_append(query, key, value, cos, sin, **form, positions=slots, slot_mapping=slots)
+            turned = lz.rope_append_(query, key, value, cos, sin, **form, positions=slots, slot_mapping=slots)
         tables, lens = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([18], dtype=torch.int32)
         starts = torch.tensor([0, 18], dtype=torch.int32)
         step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts)
@@ -465,9 +465,9 @@ def test_calls_take_a_cache_in_place_of_its_tensors():
         assert torch.equal(lz.paged_attention(turned, cache, cache, tables, lens, cu_seqlens_q=starts), want)
         assert lz.which("paged_attention", turned, cache, step=step) is not None
         rows = lz.KVCache(1, 2, 32, max_sequences=2, max_length=32, layout=layout, dtype=torch.float32)
-        lz.append_kv(key[None], value[None], rows.layer(0).keys[:1], rows.layer(0).values[:1], slots, layout=layout)
+        lz.append_kv_(key[None], value[None], rows.layer(0).keys[:1], rows.layer(0).values[:1], slots, layout=layout)
         assert torch.equal(lz.gather_paged_kv(rows.layer(0), slot_mapping=slots)[0], key)
-        lz.copy_kv_blocks(cache, from_pages=torch.tensor([0, 1]), to_pages=torch.tensor([1, 0]))
+        lz.copy_kv_blocks_(cache, from_pages=torch.tensor([0, 1]), to_pages=torch.tensor([1, 0]))
         assert torch.equal(lz.gather_paged_kv(cache, slot_mapping=slots[:2] + 16)[1], value[:2])
 
 
@@ -657,12 +657,12 @@ def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
         else:
             layer.key_scale.fill_(0.09)
             layer.value_scale.fill_(0.04)
-        lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+        lz.append_quantized_kv_(key, value, layer, slot_mapping=step.slots)
         got = lz.paged_attention(query, layer, step=step)
         with pytest.raises(
-            lz.InvalidCallError, match=r"key.*got one of (float8|int8).*append_quantized_kv writes codes"
+            lz.InvalidCallError, match=r"key.*got one of (float8|int8).*append_quantized_kv_ writes codes"
         ):
-            lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+            lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
         with pytest.raises(lz.InvalidCallError, match="key_scale: wanted a float32 tensor with a quantized cache"):
             lz.paged_attention(
                 query, layer.keys, layer.values, step.block_tables, step.context_lens, cu_seqlens_q=step.cu_seqlens_q,
@@ -675,7 +675,7 @@ def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
         query, key, value = drawn(2)
         if scales == "token":
             layer.fit_scales(key, value, step.slots)
-        lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+        lz.append_quantized_kv_(key, value, layer, slot_mapping=step.slots)
         tokens = lz.paged_attention(query, layer, step=lz.StepMetadata(
             step.block_tables, step.context_lens, cu_seqlens_q=torch.arange(3, dtype=torch.int32)
         ))  # fmt: skip

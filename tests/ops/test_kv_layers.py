@@ -35,19 +35,19 @@ def test_what_moves_tokens_takes_a_latent_cache_as_one_head(form):
     new = latent.unsqueeze(1), rotated.unsqueeze(1)
     with cache.writing([name], [20]) as step:
         slots = step.slots
-        lz.append_paged_kv(*new, layer, slot_mapping=slots)
+        lz.append_paged_kv_(*new, layer, slot_mapping=slots)
         found = lz.gather_paged_kv(layer, slot_mapping=slots)
         assert torch.equal(found[0], new[0])
         assert torch.equal(found[1], new[1])
         for wrong in ({"layout": "HND"}, {"value_cache": layer.kpe_cache.unsqueeze(2)}):
             with pytest.raises(lz.InvalidCallError, match=r"KV_CACHE_LAYOUT_MISMATCH.*(layout|value_cache): wanted"):
-                lz.append_paged_kv(*new, layer, slot_mapping=slots, **wrong)
+                lz.append_paged_kv_(*new, layer, slot_mapping=slots, **wrong)
     pages = {"from_pages": torch.tensor([cache.table(name)[0]]), "to_pages": torch.tensor([3])}
     if form == "virtual":  # the row that is written has no memory
         with pytest.raises(lz.KVCacheError, match=r"KV_STRATEGY_UNSUPPORTED.*fork\(\), compact\(\)"):
-            lz.copy_kv_blocks(layer, **pages)
+            lz.copy_kv_blocks_(layer, **pages)
     else:
-        lz.copy_kv_blocks(layer, **pages)
+        lz.copy_kv_blocks_(layer, **pages)
         assert torch.equal(layer.ckv_cache[3], layer.ckv_cache[pages["from_pages"][0]])
     cache.close()
 
@@ -58,7 +58,7 @@ def test_pages_of_a_virtual_cache_are_copied_by_the_cache_alone():
     with cache.writing(["a"], [20]):
         pass
     with pytest.raises(lz.KVCacheError, match=r"KV_STRATEGY_UNSUPPORTED.*wanted a cache whose memory is there"):
-        lz.copy_kv_blocks(cache.layer(0), from_pages=torch.tensor([0]), to_pages=torch.tensor([1]))
+        lz.copy_kv_blocks_(cache.layer(0), from_pages=torch.tensor([0]), to_pages=torch.tensor([1]))
     cache.close()
 
 
@@ -147,14 +147,14 @@ def test_slots_without_memory_are_refused_where_the_process_would_end(latent):
     name, layer = cache.allocate(), cache.layer(0)
     new = [torch.randn(5, 1, 64), torch.randn(5, 1, 16)] if latent else [torch.randn(5, 2, 32)] * 2
     with cache.writing([name], [5]) as step:
-        lz.append_paged_kv(*new, layer, slot_mapping=step.slots)
+        lz.append_paged_kv_(*new, layer, slot_mapping=step.slots)
         for slot in (39_999, 80_000):
             with pytest.raises(
                 lz.InvalidCallError, match=rf"slot_mapping\[0\]: wanted a place with memory, got {slot}"
             ):
-                lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([slot]))
+                lz.append_paged_kv_(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([slot]))
         with pytest.raises(lz.InvalidCallError, match=r"slot_mapping\[0\]: wanted -1 to 119999, got 120000"):
-            lz.append_paged_kv(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([120_000]))
+            lz.append_paged_kv_(*(each[:1] for each in new), layer, slot_mapping=torch.tensor([120_000]))
     cache.close()
 
 
@@ -171,17 +171,17 @@ def test_tokens_whose_scales_nobody_set_are_refused(dtype, debug, layout):
             query, key, value = drawn(tokens)
             with cache.writing(["a"], [tokens]) as step:
                 with pytest.raises(lz.InvalidCallError, match=r"key_scale: wanted numbers above 0.*fit_scales"):
-                    lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+                    lz.append_quantized_kv_(key, value, layer, slot_mapping=step.slots)
                 layer.fit_scales(key, value, step.slots)
-                lz.append_quantized_kv(key, value, layer, slot_mapping=step.slots)
+                lz.append_quantized_kv_(key, value, layer, slot_mapping=step.slots)
                 shaped = query.unsqueeze(1) if step.cu_seqlens_q is None else query
                 assert lz.paged_attention(shaped, layer, step=step).isfinite().all()
         none = torch.full((1,), -1)
-        lz.append_quantized_kv(key, value, layer, slot_mapping=none)
+        lz.append_quantized_kv_(key, value, layer, slot_mapping=none)
         key[0, 0, 0] = float("nan")  # the caller's own: it is passed on
         slots = torch.tensor([40])
         layer.fit_scales(key, value, slots)
-        lz.append_quantized_kv(key, value, layer, slot_mapping=slots)
+        lz.append_quantized_kv_(key, value, layer, slot_mapping=slots)
     cache.close()
 
 
@@ -216,11 +216,11 @@ def test_compiled_code_takes_layers_and_steps_as_one_graph():
     def block(query, key, value, steps, slots):
         output = 0
         for layer in cache.layers:
-            lz.append_paged_kv(key, value, layer, slot_mapping=slots[0])
+            lz.append_paged_kv_(key, value, layer, slot_mapping=slots[0])
             output = output + lz.paged_attention(query, layer, step=steps[0])
-        lz.append_paged_kv(key[:, :1], value[:, :1, :16], latent.layer(0), slot_mapping=slots[1])
+        lz.append_paged_kv_(key[:, :1], value[:, :1, :16], latent.layer(0), slot_mapping=slots[1])
         output = output + lz.mla_attention(query, query[..., :16], latent.layer(0), step=steps[1], scale=0.1)
-        lz.append_quantized_kv(key, value, codes.layer(0), slot_mapping=slots[2])
+        lz.append_quantized_kv_(key, value, codes.layer(0), slot_mapping=slots[2])
         return output + lz.paged_attention(query, codes.layer(0), step=steps[2])
 
     counted = CompileCounter()
@@ -266,7 +266,7 @@ def test_compiled_code_writes_into_a_virtual_cache():
     (key, value), layer = drawn(1)[1:], cache.layer(0)
 
     def write(slots):
-        lz.append_paged_kv(key, value, layer, slot_mapping=slots)
+        lz.append_paged_kv_(key, value, layer, slot_mapping=slots)
 
     with cache.writing(["a"]) as step:
         torch.compile(write, fullgraph=True, backend="eager")(step.slots)

@@ -19,7 +19,7 @@ def cache():
     made = lz.KVCache(2, 2, 32, dtype=torch.float32, strategy="virtual", max_sequences=3, max_length=LENGTH)
     with made.writing([made.allocate(), made.allocate()], [300, 10]) as step:
         for layer in made.layers:
-            lz.append_paged_kv(*drawn(310), layer, slot_mapping=step.slots)
+            lz.append_paged_kv_(*drawn(310), layer, slot_mapping=step.slots)
     yield made
     made.close()
 
@@ -45,33 +45,33 @@ def test_slots_of_plain_tensors_are_looked_at(cache, layer, slot, debug):
     wanted = rf"slot_mapping\[1\]: wanted a place with memory, got {slot}{LACKS}"
     with lz.scope(debug=debug):
         for call in (
-            lambda slots: lz.append_paged_kv(*drawn(2), keys, values, slots),
+            lambda slots: lz.append_paged_kv_(*drawn(2), keys, values, slots),
             lambda slots: lz.gather_paged_kv(keys, values, slots),
-            lambda slots: lz.rope_append(torch.randn(2, 4, 32), *drawn(2), *table, keys, values, places(1, 2), slots),
+            lambda slots: lz.rope_append_(torch.randn(2, 4, 32), *drawn(2), *table, keys, values, places(1, 2), slots),
         ):
             call(places(3, -1))
             with pytest.raises(lz.InvalidCallError, match=wanted):
                 call(places(3, slot))
     later = keys[1:], values[1:]
-    lz.append_paged_kv(*drawn(1), *later, places(3))
+    lz.append_paged_kv_(*drawn(1), *later, places(3))
     with pytest.raises(lz.InvalidCallError, match="wanted a place with memory"):
-        lz.append_paged_kv(*drawn(1), *later, places(LENGTH))
+        lz.append_paged_kv_(*drawn(1), *later, places(LENGTH))
 
 
 def test_rows_are_written_as_far_as_all_of_them_have_memory(cache):
     keys, values = tensors(cache)
     new = drawn(2, 1)
-    lz.append_kv(*new, keys[:2], values[:2], places(9))
+    lz.append_kv_(*new, keys[:2], values[:2], places(9))
     with pytest.raises(lz.InvalidCallError, match=r"positions\[0\]: wanted a place with memory, got 30000"):
-        lz.append_kv(*new, keys[:2], values[:2], places(30_000))
+        lz.append_kv_(*new, keys[:2], values[:2], places(30_000))
     with pytest.raises(lz.InvalidCallError, match=r"positions\[1, 0\]: wanted a place with memory, got 30000"):
-        lz.append_kv(*new, keys[:2], values[:2], torch.tensor([[300], [30_000]]))
+        lz.append_kv_(*new, keys[:2], values[:2], torch.tensor([[300], [30_000]]))
 
 
 def test_whole_pages_are_copied_where_both_have_their_memory(cache):
     keys, values = tensors(cache)
     with pytest.raises(lz.InvalidCallError, match=r"to_pages\[0\]: wanted a page with memory for all tokens"):
-        lz.copy_kv_blocks(keys, values, places(0), places(2))
+        lz.copy_kv_blocks_(keys, values, places(0), places(2))
 
 
 def test_debug_mode_looks_at_what_block_tables_lead_to(cache):
@@ -97,7 +97,7 @@ def test_what_layers_write_themselves_is_looked_at_too(latent):
         if latent:
             layer.append(torch.randn(1, 64), torch.randn(1, 16), far)
         else:
-            lz.append_quantized_kv(*drawn(1), layer.keys, layer.values, far, torch.ones(2), torch.ones(2))
+            lz.append_quantized_kv_(*drawn(1), layer.keys, layer.values, far, torch.ones(2), torch.ones(2))
     cache.close()
 
 
@@ -105,7 +105,7 @@ def test_tensors_that_outlive_their_cache_lead_nowhere(cache):
     keys, values = tensors(cache)
     cache.close()
     with pytest.raises(lz.InvalidCallError, match="wanted a place with memory, got 3"):
-        lz.append_paged_kv(*drawn(1), keys, values, places(3))
+        lz.append_paged_kv_(*drawn(1), keys, values, places(3))
 
 
 def test_nothing_is_kept_of_memory_that_nobody_has(cache):
@@ -123,4 +123,4 @@ def test_nothing_is_kept_of_memory_that_nobody_has(cache):
 def test_other_views_are_refused(cache, view):
     keys, values = map(view, tensors(cache))
     with pytest.raises(lz.InvalidCallError, match="key_cache: wanted a cache whose memory grows as it is"):
-        lz.append_paged_kv(*drawn(1), keys, values, places(LENGTH - 1))
+        lz.append_paged_kv_(*drawn(1), keys, values, places(LENGTH - 1))

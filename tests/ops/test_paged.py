@@ -109,7 +109,7 @@ def test_append_writes_its_slots_and_nothing_else(layout):
         wanted[0][slot // PAGE, slot % PAGE] = new_keys[token]
         wanted[1][slot // PAGE, slot % PAGE] = new_values[token]
     given = [cache if layout == "NHD" else cache.transpose(1, 2).contiguous() for cache in (keys, values)]
-    assert lz.append_paged_kv(new_keys, new_values, *given, slots, layout=layout) is None
+    assert lz.append_paged_kv_(new_keys, new_values, *given, slots, layout=layout) is None
     got = [cache if layout == "NHD" else cache.transpose(1, 2) for cache in given]
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[1], wanted[1])
@@ -126,7 +126,7 @@ def test_padding_alone_writes_nothing():
 def test_caches_may_be_two_views_of_one_tensor():
     both = torch.zeros(3, 2, PAGE, 1, 4)
     for _ in range(2):  # the second call is a hit
-        lz.append_paged_kv(torch.ones(1, 1, 4), torch.ones(1, 1, 4) * 2, both[:, 0], both[:, 1], torch.tensor([5]))
+        lz.append_paged_kv_(torch.ones(1, 1, 4), torch.ones(1, 1, 4) * 2, both[:, 0], both[:, 1], torch.tensor([5]))
     assert both[1, 0, 1].tolist() == [[1.0] * 4]
     assert both[1, 1, 1].tolist() == [[2.0] * 4]
     assert both.sum() == 12
@@ -204,7 +204,7 @@ def test_append_then_attend_as_a_model_does():
     lens += 1
     step = lz.StepMetadata(table, lens)
     k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8)
-    lz.append_paged_kv(k, v, keys, values, step.slot_mapping(PAGE))
+    lz.append_paged_kv_(k, v, keys, values, step.slot_mapping(PAGE))
     got = lz.paged_attention(query, keys, values, table, lens, step=step)
     torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
 
@@ -286,7 +286,7 @@ def test_debug_mode_looks_at_the_values_on_kept_plans_too(break_it, text):
 def test_debug_mode_looks_at_slots_before_anything_is_written(slots, text):
     keys, values, new = torch.zeros(3, PAGE, 1, 4), torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
     with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match=text):
-        lz.append_paged_kv(new, new.clone(), keys, values, torch.tensor(slots))
+        lz.append_paged_kv_(new, new.clone(), keys, values, torch.tensor(slots))
     assert not keys.any()
     assert not values.any()
 
@@ -305,18 +305,18 @@ def test_append_refuses_what_does_not_fit(changes, text):
     arguments = {"key": torch.ones(2, 1, 4), "value": torch.ones(2, 1, 4), "slot_mapping": torch.tensor([0, 1])}
     arguments |= {"key_cache": torch.zeros(3, PAGE, 1, 4), "value_cache": torch.zeros(3, PAGE, 1, 4)}
     with pytest.raises(lz.InvalidCallError, match=text):
-        lz.append_paged_kv(**arguments | changes)
+        lz.append_paged_kv_(**arguments | changes)
 
 
 def test_append_refuses_memory_that_is_shared():
     cache, new = torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
     slots = torch.tensor([0, 1])
     with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own, got that of key_cache"):
-        lz.append_paged_kv(new, new.clone(), cache, cache, slots)
+        lz.append_paged_kv_(new, new.clone(), cache, cache, slots)
     with pytest.raises(lz.InvalidCallError, match="shares with key"):
-        lz.append_paged_kv(cache[0, :2], new, cache, cache.clone(), slots)
+        lz.append_paged_kv_(cache[0, :2], new, cache, cache.clone(), slots)
     with pytest.raises(lz.InvalidCallError, match="expanded view"):
-        lz.append_paged_kv(new, new.clone(), cache[:1].expand(3, PAGE, 1, 4), cache, slots)
+        lz.append_paged_kv_(new, new.clone(), cache[:1].expand(3, PAGE, 1, 4), cache, slots)
 
 
 def test_a_cache_is_never_copied_for_a_kernel():
@@ -332,13 +332,13 @@ def test_a_cache_is_never_copied_for_a_kernel():
     assert [(reason.code, reason.fact) for reason in reasons] == [("NOT_CONTIGUOUS", "key_cache")]
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "append_paged_kv"])
+@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "append_paged_kv_"])
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # only the reference has the log-sum-exp here
 def test_operators_pass_torchs_own_check(name):
     query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
     keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
     arguments = (query, keys, values, table, lens, 0.3, "NHD", [2, 0])
-    if name == "append_paged_kv":
+    if name == "append_paged_kv_":
         arguments = (torch.randn(2, 2, 8), torch.randn(2, 2, 8), keys, values, torch.tensor([3, 9]))
     torch.library.opcheck(getattr(torch.ops.layerzero, name).default, arguments)
 
@@ -349,7 +349,7 @@ def test_compiled_code_sees_one_operator_for_each():
     step = lz.StepMetadata(table, lens)
 
     def layer(query, new, slots):
-        lz.append_paged_kv(new, new * 2, keys, values, slots)
+        lz.append_paged_kv_(new, new * 2, keys, values, slots)
         return lz.paged_attention(query, keys, values, table, lens, max_context_len=8)
 
     new, slots = torch.randn(3, 2, 8), step.slot_mapping(PAGE)
@@ -386,12 +386,12 @@ def test_keys_and_values_in_one_tensor_are_written_apart_and_together_refused(wi
     caches = both.split(8, -1) if width_by_width else both.unbind(1)
     keys, values = torch.randn(2, 5, 2, 8)
     slots = torch.tensor([3, 11, 0, 7, 8])
-    lz.append_paged_kv(keys, values, *caches, slots)
+    lz.append_paged_kv_(keys, values, *caches, slots)
     for cache, new in zip(caches, (keys, values), strict=True):
         assert torch.equal(cache.reshape(12, 2, 8)[slots], new)
     overlapping = (caches[0], both[..., 4:12] if width_by_width else caches[0])
     with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own"):
-        lz.append_paged_kv(keys, values, *overlapping, slots)
+        lz.append_paged_kv_(keys, values, *overlapping, slots)
 
 
 @pytest.mark.parametrize("kernel", ["torch.paged_gather", "reference.attention.gqa.decode.paged"])

@@ -22,7 +22,7 @@ def step_of(length=3):
 def written_cache(layout, **more):
     cache = lz.PagedCache.allocate(4, 16, 16, 8, layout=layout, dtype=torch.float32, **more)
     new = torch.randn(3, 16, 8), torch.randn(3, 16, 8 if not more else more["value_dim"])
-    lz.append_paged_kv(*new, cache.keys, cache.values, torch.arange(3), layout=cache.layout)
+    lz.append_paged_kv_(*new, cache.keys, cache.values, torch.arange(3), layout=cache.layout)
     return cache, new
 
 
@@ -47,7 +47,7 @@ def test_another_layout_is_refused_for_reading_and_for_writing(debug):
             lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, *step_of(), layout="HND")
         before = cache.keys.clone()
         with pytest.raises(lz.InvalidCallError, match=wanted):
-            lz.append_paged_kv(key, value, cache.keys, cache.values, torch.arange(3), layout="HND")
+            lz.append_paged_kv_(key, value, cache.keys, cache.values, torch.arange(3), layout="HND")
         assert torch.equal(cache.keys, before)
 
 
@@ -87,7 +87,7 @@ def test_a_kept_plan_notices_a_cache_that_is_written_otherwise(mine):
         return lz.paged_attention(query, keys, values, *step, layout=layout)
 
     def write(layout):
-        lz.append_paged_kv(new, new, keys, values, slots, layout=layout)
+        lz.append_paged_kv_(new, new, keys, values, slots, layout=layout)
 
     for call in (read, write) * 2:
         call(other)
@@ -107,7 +107,7 @@ def test_a_hit_looks_at_nothing_where_all_caches_are_written_in_its_layout():
     cache, _ = written_cache("NHD")
     for _ in range(2):
         lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, *step_of(), layout="NHD")
-    sources = [plan.source for name in ("paged_attention", "append_paged_kv") for plan in kept(name)]
+    sources = [plan.source for name in ("paged_attention", "append_paged_kv_") for plan in kept(name)]
     assert len(sources) == 2
     assert not any("guard(" in source for source in sources)
     other, _ = written_cache("HND")

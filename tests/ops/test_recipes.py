@@ -98,7 +98,7 @@ def test_a_gate_beside_what_it_lets_through_lies_so_again():
     assert not torch.equal(gate, up)
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm_", "add_rms_norm"])
+@pytest.mark.parametrize("name", ["add_rms_norm_", "add_residual_rms_norm_"])
 def test_slices_of_two_tensors_that_are_written_lie_apart_again(name):
     given = {each: torch.randn(4, 16)[:, :8] for each in ("input", "residual")} | {"weight": torch.ones(8)}
     given = {each: given[each] for each in CALLS[name].dispatcher.names if each in given}

@@ -271,7 +271,7 @@ def test_nothing_is_written_into_expanded_views_of_no_elements():
     query, key = (torch.empty(1, heads, 0, 8).expand(3, heads, 0, 8) for heads in (4, 2))
     table = torch.randn(9, 4), torch.randn(9, 4)
     lz.rope_(query, key, *table, positions=torch.zeros(1, 0, dtype=torch.int64), layout="BHSD")
-    lz.add_rms_norm(torch.empty(3, 0, 8), torch.empty(1, 0, 8).expand(3, 0, 8), torch.ones(8))
+    lz.add_residual_rms_norm_(torch.empty(3, 0, 8), torch.empty(1, 0, 8).expand(3, 0, 8), torch.ones(8))
 
 
 def test_views_of_a_large_table_are_kept_for_nobody():

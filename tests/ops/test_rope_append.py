@@ -1,4 +1,4 @@
-"""lz.rope_append: what it computes and writes, what it refuses before it writes, which kernels are offered it."""
+"""lz.rope_append_: what it computes and writes, what it refuses before it writes, which kernels are offered it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_paged_it_is_a_rotation_and_an_append(layout, interleaved):
     table = [arguments[name] for name in ("cos", "sin", "positions")]
     query, key = lz.rope(arguments["query"], arguments["key"], *table, interleaved=interleaved)
     wanted = [arguments[name].clone() for name in ("key_cache", "value_cache")]
-    lz.append_paged_kv(key, arguments["value"], *wanted, arguments["slot_mapping"], layout=layout)
-    close(lz.rope_append(**arguments, interleaved=interleaved), query)
+    lz.append_paged_kv_(key, arguments["value"], *wanted, arguments["slot_mapping"], layout=layout)
+    close(lz.rope_append_(**arguments, interleaved=interleaved), query)
     close(arguments["key_cache"], wanted[0])
     assert torch.equal(arguments["value_cache"], wanted[1])
 
@@ -70,7 +70,7 @@ def test_contiguous_it_writes_each_token_at_its_position(layout, shape):
             for token, place in enumerate(places[sequence].tolist()):
                 row = cache[sequence, place] if layout == "NHD" else cache[sequence, :, place]
                 row.copy_(new[sequence, token])
-    close(lz.rope_append(**arguments), query)
+    close(lz.rope_append_(**arguments), query)
     close(arguments["key_cache"], wanted[0])
     assert torch.equal(arguments["value_cache"], wanted[1])
 
@@ -81,7 +81,7 @@ def test_stock_computes_the_same(made, layout):
     arguments = made(layout=layout)
     caches = ("key_cache", "value_cache")
     copies = {name: arguments[name].clone() for name in caches}
-    close(OPERATIONS["kv.rope_append"].stock(**(arguments | copies))(), lz.rope_append(**arguments))
+    close(OPERATIONS["kv.rope_append"].stock(**(arguments | copies))(), lz.rope_append_(**arguments))
     for name in caches:
         close(copies[name], arguments[name])
 
@@ -90,8 +90,8 @@ def test_a_cache_whose_keys_and_values_alternate_page_by_page():
     arguments = paged()
     joined = torch.zeros(4, 2, 8, 2, 64)
     wanted = {"key_cache": torch.zeros(4, 8, 2, 64), "value_cache": torch.zeros(4, 8, 2, 64)}
-    lz.rope_append(**(arguments | wanted))
-    lz.rope_append(**(arguments | {"key_cache": joined[:, 0], "value_cache": joined[:, 1]}))
+    lz.rope_append_(**(arguments | wanted))
+    lz.rope_append_(**(arguments | {"key_cache": joined[:, 0], "value_cache": joined[:, 1]}))
     close(joined[:, 0], wanted["key_cache"])
     assert torch.equal(joined[:, 1], wanted["value_cache"])
 
@@ -123,7 +123,7 @@ def test_what_means_nothing_is_refused_before_anything_is_written(change, words)
     arguments = contiguous() | change
     before = [arguments[name].detach().clone() for name in ("key_cache", "value_cache")]
     with pytest.raises(lz.InvalidCallError, match=words):
-        lz.rope_append(**arguments)
+        lz.rope_append_(**arguments)
     for name, kept in zip(("key_cache", "value_cache"), before, strict=True):
         assert torch.equal(arguments[name], kept)
 
@@ -141,28 +141,28 @@ def test_places_that_lead_nowhere_are_refused_before_anything_is_written(change,
     arguments = paged() | change
     before = arguments["value_cache"].clone()
     with pytest.raises(lz.InvalidCallError, match=words):
-        lz.rope_append(**arguments)
+        lz.rope_append_(**arguments)
     assert torch.equal(arguments["value_cache"], before)
 
 
 def test_caches_that_share_elements_are_refused():
     arguments = contiguous()
     with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own"):
-        lz.rope_append(**(arguments | {"value_cache": arguments["key_cache"]}))
+        lz.rope_append_(**(arguments | {"value_cache": arguments["key_cache"]}))
     memory = torch.zeros(2 * 16 * 2 * 64 + 64)
     shared = memory[64:].view(2, 16, 2, 64)
     with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own"):
-        lz.rope_append(**(arguments | {"key_cache": memory[:-64].view(2, 16, 2, 64), "value_cache": shared}))
+        lz.rope_append_(**(arguments | {"key_cache": memory[:-64].view(2, 16, 2, 64), "value_cache": shared}))
     with pytest.raises(lz.InvalidCallError, match=r"key_cache: wanted memory of its own, got .* shares with value"):
-        lz.rope_append(**(arguments | {"value": arguments["key_cache"][:, :3]}))
+        lz.rope_append_(**(arguments | {"value": arguments["key_cache"][:, :3]}))
 
 
 def test_places_named_twice_are_found_in_debug_mode():
     with lz.scope(debug=True):
         with pytest.raises(lz.InvalidCallError, match="positions: wanted each place once, got 0 at 0 and 1"):
-            lz.rope_append(**(contiguous() | {"positions": torch.zeros(2, 3, dtype=torch.int64)}))
+            lz.rope_append_(**(contiguous() | {"positions": torch.zeros(2, 3, dtype=torch.int64)}))
         with pytest.raises(lz.InvalidCallError, match="slot_mapping: wanted each place once, got 0 at 0 and 1"):
-            lz.rope_append(**(paged() | {"slot_mapping": torch.zeros(5, dtype=torch.int64)}))
+            lz.rope_append_(**(paged() | {"slot_mapping": torch.zeros(5, dtype=torch.int64)}))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -170,8 +170,8 @@ def test_places_named_twice_are_found_in_debug_mode():
 def test_compiled_as_one_graph(made):
     arguments = made()
     caches = [{name: arguments[name].clone() for name in ("key_cache", "value_cache")} for _ in range(2)]
-    compiled = torch.compile(lz.rope_append, fullgraph=True, backend="aot_eager")
-    close(compiled(**(arguments | caches[0])), lz.rope_append(**(arguments | caches[1])))
+    compiled = torch.compile(lz.rope_append_, fullgraph=True, backend="aot_eager")
+    close(compiled(**(arguments | caches[0])), lz.rope_append_(**(arguments | caches[1])))
     for name, cache in caches[0].items():
         close(cache, caches[1][name])
 
@@ -181,7 +181,7 @@ def test_gradients_go_through_the_cache_too(made):
     arguments = made()
     for name in ("query", "key", "value"):
         arguments[name].requires_grad_()
-    turned = lz.rope_append(**arguments)
+    turned = lz.rope_append_(**arguments)
     kept = [arguments[name] for name in ("key_cache", "value_cache")]
     sum(each.square().sum() for each in (turned, *kept)).backward()
     for name in ("query", "key", "value"):  # a rotation keeps lengths
@@ -190,18 +190,18 @@ def test_gradients_go_through_the_cache_too(made):
 
 @pytest.mark.usefixtures("path")
 def test_positions_of_three_sequences_are_refused_beside_two_when_warm_too():
-    lz.rope_append(**contiguous(batch=3, seq=1))
+    lz.rope_append_(**contiguous(batch=3, seq=1))
     two = contiguous(batch=2, seq=1) | {"positions": torch.tensor([[0], [1], [2]])}
     with pytest.raises(lz.InvalidCallError, match="positions: wanted shape"):
-        lz.rope_append(**two)
+        lz.rope_append_(**two)
 
 
 def test_few_choices_serve_every_number_of_tokens():
-    cache = CALLS["rope_append"].dispatcher.cache
+    cache = CALLS["rope_append_"].dispatcher.cache
     lz.configure()  # a new epoch: nothing is kept
     before = cache.size()
     for tokens in range(1, 101):
-        lz.rope_append(**paged(tokens=tokens, pages=16))
+        lz.rope_append_(**paged(tokens=tokens, pages=16))
     assert cache.size() - before <= 10
 
 
@@ -214,7 +214,7 @@ def codes(kernel, *, dtype=BF16, table=F32, **arguments):
     given |= dict(zip(("cos", "sin"), cos_sin(4096, 64, meta, table), strict=True))
     given |= {name: torch.empty(512, 16, 8, 128, dtype=dtype, device=meta) for name in ("key_cache", "value_cache")}
     given |= {name: torch.empty(64, device=meta).long() for name in ("positions", "slot_mapping")}
-    report = lz.explain("rope_append", **given, **arguments, device="H200", libraries=LIBRARIES)
+    report = lz.explain("rope_append_", **given, **arguments, device="H200", libraries=LIBRARIES)
     return {reason.code for reason in report.reasons(kernel)}
 
 

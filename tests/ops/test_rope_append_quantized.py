@@ -1,4 +1,4 @@
-"""lz.rope_append into a cache of float8 or int8: the bytes of two calls, what is refused, which libraries serve it."""
+"""lz.rope_append_ into a cache of float8 or int8: the bytes of two calls, what is refused, which libraries serve it."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_it_is_a_rotation_and_an_append_to_the_byte(kernel, data):
         pair = (copies[name] for name in ("query", "key", "cos", "sin", "positions"))
         query, key = lz.rope(*pair, interleaved=interleaved)
     names = "value", "key_cache", "value_cache", "slot_mapping", "key_scale", "value_scale"
-    lz.append_quantized_kv(key, *(copies[name] for name in names), layout=copies["layout"])
+    lz.append_quantized_kv_(key, *(copies[name] for name in names), layout=copies["layout"])
     with lz.scope(locks={NAME: kernel}):
-        turned = lz.rope_append(**arguments, interleaved=interleaved)
+        turned = lz.rope_append_(**arguments, interleaved=interleaved)
     assert torch.equal(turned, query)
     for got, wanted in zip(bytes_of(arguments), bytes_of(copies), strict=True):
         assert torch.equal(got, wanted)
@@ -88,8 +88,8 @@ def test_a_cache_brings_its_scales():
         **{name: arguments[name] for name in ("key_scale", "value_scale")},
     )
     rest = {name: arguments[name] for name in ("query", "key", "value", "cos", "sin", "positions", "slot_mapping")}
-    lz.rope_append(**rest, key_cache=cache)
-    lz.rope_append(**arguments)
+    lz.rope_append_(**rest, key_cache=cache)
+    lz.rope_append_(**arguments)
     assert torch.equal(cache.keys.view(torch.uint8), arguments["key_cache"].view(torch.uint8))
     assert torch.equal(cache.values.view(torch.uint8), arguments["value_cache"].view(torch.uint8))
 
@@ -111,10 +111,10 @@ def test_a_cache_brings_its_scales():
 def test_what_means_nothing_is_refused_before_anything_is_written(change, text, known):
     arguments = call()
     if known:
-        lz.rope_append(**arguments)
+        lz.rope_append_(**arguments)
     before = bytes_of(arguments)
     with pytest.raises(lz.InvalidCallError, match=text):
-        lz.rope_append(**arguments | change)
+        lz.rope_append_(**arguments | change)
     assert all(torch.equal(one, other) for one, other in zip(bytes_of(arguments), before, strict=True))
 
 
@@ -122,14 +122,14 @@ def test_scales_beside_a_cache_of_floats_are_refused():
     arguments = call()
     floats = {name: arguments[name].bfloat16() for name in ("key_cache", "value_cache")}
     with pytest.raises(lz.InvalidCallError, match=r"key_cache: wanted dtype .*float8_e4m3.*, got bfloat16"):
-        lz.rope_append(**arguments | floats)
+        lz.rope_append_(**arguments | floats)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_scales_that_nothing_can_be_divided_by_are_found_in_debug_mode(scale):
     arguments = call() | {"value_scale": torch.tensor(scale)}
     with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match="value_scale: wanted numbers above 0"):
-        lz.rope_append(**arguments)
+        lz.rope_append_(**arguments)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -157,7 +157,7 @@ def test_vllms_rotation_and_append_of_codes(monkeypatch, form, interleaved):
     arguments["slot_mapping"][2] = -1
     copies = arguments | {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
     names = [each.name for each in OPERATIONS[NAME].schema.inputs]
-    facts = lz.explain("rope_append", **arguments, interleaved=interleaved, **H200).facts
+    facts = lz.explain("rope_append_", **arguments, interleaved=interleaved, **H200).facts
     got = rope_append._load_codes(facts)(*(arguments[name] for name in names), interleaved=interleaved)
     wanted = OPERATIONS[NAME].reference(*(copies[name] for name in names), interleaved=interleaved)
     assert torch.equal(got, wanted)
@@ -166,7 +166,7 @@ def test_vllms_rotation_and_append_of_codes(monkeypatch, form, interleaved):
 
 
 def refused(**changes):
-    report = lz.explain("rope_append", **call(**changes), **H200)
+    report = lz.explain("rope_append_", **call(**changes), **H200)
     return {reason.code for reason in report.reasons("vllm.rope_append_codes")}
 
 

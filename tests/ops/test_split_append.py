@@ -1,4 +1,4 @@
-"""lz.split_qkv_norm_rope_append: what it computes and writes, what it refuses before it writes, gradients, hits."""
+"""lz.split_qkv_norm_rope_append_: what it computes and writes, what it refuses before it writes, gradients, hits."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def apart(arguments):
     layout, slots = arguments.pop("layout"), arguments.pop("slot_mapping", None)
     query, key, value = lz.split_qkv_norm_rope(arguments.pop("qkv"), HEADS, KV_HEADS, **arguments)
     if slots is None:
-        lz.append_kv(key, value, **caches, positions=arguments["positions"], layout=layout)
+        lz.append_kv_(key, value, **caches, positions=arguments["positions"], layout=layout)
     else:
-        lz.append_paged_kv(key, value, **caches, slot_mapping=slots, layout=layout)
+        lz.append_paged_kv_(key, value, **caches, slot_mapping=slots, layout=layout)
     return query, *caches.values()
 
 
@@ -55,7 +55,7 @@ def test_it_is_a_split_and_an_append(kind, layout, given, kernel):
     arguments = made(kind, layout=layout, **given)
     query, keys, values = apart(arguments)
     with lz.prefer(kernel):
-        got = lz.split_qkv_norm_rope_append(**arguments)
+        got = lz.split_qkv_norm_rope_append_(**arguments)
     for one, other in ((got, query), (arguments["key_cache"], keys)):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert torch.equal(arguments["value_cache"], values)
@@ -65,7 +65,7 @@ def test_a_slot_of_none_is_written_nowhere(path):
     arguments = made("paged")
     arguments["slot_mapping"][:] = -1
     before = arguments["key_cache"].clone()
-    assert lz.split_qkv_norm_rope_append(**arguments).shape == (3, HEADS, WIDTH)
+    assert lz.split_qkv_norm_rope_append_(**arguments).shape == (3, HEADS, WIDTH)
     assert torch.equal(arguments["key_cache"], before)
 
 
@@ -97,7 +97,7 @@ def test_what_means_nothing_is_refused_before_anything_is_written(problem):
     arguments = WRONG[problem](made("paged"))
     before = arguments["key_cache"].clone()
     with pytest.raises(lz.InvalidCallError) as raised:
-        lz.split_qkv_norm_rope_append(**arguments)
+        lz.split_qkv_norm_rope_append_(**arguments)
     assert problem in str(raised.value)
     assert torch.equal(arguments["key_cache"], before)
 
@@ -109,7 +109,7 @@ def test_a_cache_that_holds_the_product_is_refused():
     with pytest.raises(
         lz.InvalidCallError, match="key_cache: wanted memory of its own, got memory that it shares with"
     ):
-        lz.split_qkv_norm_rope_append(**arguments)
+        lz.split_qkv_norm_rope_append_(**arguments)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
@@ -119,7 +119,7 @@ def test_gradients_go_through_the_cache_too(kind):
     leaves = [each.requires_grad_() for each in (arguments["qkv"], *weights)]
     caches = [arguments[name].clone() for name in ("key_cache", "value_cache")]
     given = arguments | {"key_cache": caches[0], "value_cache": caches[1]}
-    query = lz.split_qkv_norm_rope_append(**given)
+    query = lz.split_qkv_norm_rope_append_(**given)
     ours = torch.autograd.grad(query.sum() + caches[0].square().sum() + caches[1].square().sum(), leaves)
     table = [arguments[name] for name in ("cos", "sin", "positions")]
     norms = {"q_weight": weights[0], "k_weight": weights[1]}
@@ -130,7 +130,7 @@ def test_gradients_go_through_the_cache_too(kind):
 
 
 def test_random_calls(monkeypatch):
-    names = {"split_qkv_norm_rope_append": FUNCTIONS["split_qkv_norm_rope_append"]}
+    names = {"split_qkv_norm_rope_append_": FUNCTIONS["split_qkv_norm_rope_append_"]}
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", names)
     report = fuzz.run(40, 9)
     assert report.ok, str(report)

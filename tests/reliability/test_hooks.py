@@ -30,7 +30,7 @@ def paged(x):
 
 def append(x):
     cache = torch.zeros(2, 16, 4, 16)
-    lz.append_paged_kv(x.view(8, 4, 16), x.view(8, 4, 16), cache, cache.clone(), torch.arange(8))
+    lz.append_paged_kv_(x.view(8, 4, 16), x.view(8, 4, 16), cache, cache.clone(), torch.arange(8))
     return x + cache.sum()
 
 
@@ -38,9 +38,9 @@ BLOCKS = {
     "attention": lambda x: lz.attention(*(heads(LINEAR(x)),) * 3, layout="BSHD").reshape(8, 64),
     "rms_norm": lambda x: x + lz.rms_norm(LINEAR(x), WEIGHT),
     "layer_norm": lambda x: x + lz.layer_norm(LINEAR(x), (64,), WEIGHT),
-    "add_rms_norm": lambda x: sum(lz.add_rms_norm(LINEAR(x), x.clone(), WEIGHT)),
+    "add_residual_rms_norm_": lambda x: sum(lz.add_residual_rms_norm_(LINEAR(x), x.clone(), WEIGHT)),
     "paged_attention": lambda x: x[:2] + paged(x).reshape(2, 64),
-    "append_paged_kv": lambda x: append(LINEAR(x).detach()) + LINEAR(x),
+    "append_paged_kv_": lambda x: append(LINEAR(x).detach()) + LINEAR(x),
 }
 
 

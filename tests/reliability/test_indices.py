@@ -39,13 +39,13 @@ def test_a_slot_beyond_the_cache_writes_nothing(memory, slot):
     whole, keys, values = caches(memory)
     new, layout = torch.ones(3, 2, 64), APPEND[memory]
     call = new, new, keys, values, torch.tensor([5, slot, 7])
-    names = kernels("append_paged_kv", *call, layout=layout)
+    names = kernels("append_paged_kv_", *call, layout=layout)
     assert len(names) > 1
     for kernel in names:
         with lz.scope(locks={"kv.append.paged": kernel}):
             for _ in range(2):
                 with pytest.raises(lz.InvalidCallError, match=rf"slot_mapping\[1\]: wanted -1 to 63, got {slot}$"):
-                    lz.append_paged_kv(*call, layout=layout)
+                    lz.append_paged_kv_(*call, layout=layout)
     assert not any(each.any() for each in whole)
 
 
@@ -124,10 +124,10 @@ def test_a_kernel_that_looks_itself_pays_nothing():
     lz.register_kernel("kv.append.paged", "user.careful", priority=100, checks_indices=True, layout="NHD")(append)
     _, keys, values = caches()
     new = torch.ones(1, 2, 64)
-    plan = lz.bind(lz.append_paged_kv, new, new, keys, values, torch.tensor([1])).plan
+    plan = lz.bind(lz.append_paged_kv_, new, new, keys, values, torch.tensor([1])).plan
     assert "within" not in plan.source
     with pytest.raises(lz.InvalidCallError, match="slot_mapping"):  # said by LayerZero, found by the kernel
-        lz.append_paged_kv(new, new, keys, values, torch.tensor([64]))
+        lz.append_paged_kv_(new, new, keys, values, torch.tensor([64]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -167,16 +167,16 @@ def test_a_place_that_comes_twice_is_found_in_its_row(source, rows, count, long,
     assert look(values.repeat_interleave(2, 1)[:, ::2]) is look(values)
 
 
-@pytest.mark.parametrize("function", ["append_paged_kv", "append_quantized_kv", "copy_kv_blocks", "append_kv"])
+@pytest.mark.parametrize("function", ["append_paged_kv_", "append_quantized_kv_", "copy_kv_blocks_", "append_kv_"])
 def test_a_place_that_is_named_twice_is_told_before_anything_is_written(function):
     new, twice = torch.ones(3, 2, 64), torch.tensor([5, -1, 5])
     caches = [torch.zeros(8, 16, 2, 64) for _ in range(2)]
-    if function == "append_quantized_kv":
+    if function == "append_quantized_kv_":
         caches = [each.to(torch.int8) for each in caches]
         call, name = (new, new, *caches, twice, torch.tensor(1.0), torch.tensor(1.0)), "slot_mapping"
-    elif function == "append_paged_kv":
+    elif function == "append_paged_kv_":
         call, name = (new, new, *caches, twice), "slot_mapping"
-    elif function == "copy_kv_blocks":
+    elif function == "copy_kv_blocks_":
         call, name = (*caches, torch.tensor([1, 2, 3]), torch.tensor([5, 0, 5])), "to_pages"
     else:
         batch = torch.ones(8, 3, 2, 64)
@@ -189,5 +189,5 @@ def test_a_place_that_is_named_twice_is_told_before_anything_is_written(function
 
 def test_each_sequence_of_a_batch_may_name_the_same_place():
     new, caches = torch.ones(2, 2, 2, 64), [torch.zeros(2, 16, 2, 64) for _ in range(2)]
-    lz.append_kv(new, new, *caches, torch.tensor([[3, 4], [4, 3]]))
+    lz.append_kv_(new, new, *caches, torch.tensor([[3, 4], [4, 3]]))
     assert [each.sum().item() for each in caches] == [512, 512]

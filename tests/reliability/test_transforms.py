@@ -25,16 +25,16 @@ caches = torch.randn(2, 16, 4, 16), torch.randn(2, 16, 4, 16)
 def append(t):
     cache = t.new_zeros(2, 16, 4, 16)
     keys = t.view(8, 4, 16)
-    lz.append_paged_kv(keys, keys, cache, cache * 1, slots)
+    lz.append_paged_kv_(keys, keys, cache, cache * 1, slots)
     return cache
 
 functions = {
     "rms_norm": (lambda t: lz.rms_norm(t, w), x),
     "layer_norm": (lambda t: lz.layer_norm(t, (64,), w), x),
-    "add_rms_norm": (lambda t: lz.add_rms_norm(t, t * 2, w), x),
+    "add_residual_rms_norm_": (lambda t: lz.add_residual_rms_norm_(t, t * 2, w), x),
     "attention": (lambda t: lz.attention(t, q, q, layout="BSHD"), q),
     "paged_attention": (lambda t: lz.paged_attention(t[:, :1], *caches, tables, lens), q),
-    "append_paged_kv": (append, x),
+    "append_paged_kv_": (append, x),
 }
 transforms = {
     "vmap": lambda f, t: torch.func.vmap(f)(torch.stack([t, t]))[0],
@@ -113,15 +113,15 @@ def test_the_operators_word_holds_where_an_operator_cannot_have_a_gradient():
 
     call = X.clone().requires_grad_(), X.clone(), W
     with Mode():
-        lz.add_rms_norm(*call)
+        lz.add_residual_rms_norm_(*call)
         with lz.scope(locks={"norm.add_rms": "torch.add_rms_norm"}), pytest.raises(lz.NoKernelFoundError):
-            lz.add_rms_norm(*call)
+            lz.add_residual_rms_norm_(*call)
 
 
 def test_what_torch_cannot_write_inside_a_transform_is_said():
     residual = X.clone()
     with pytest.raises(lz.InvalidCallError, match="residual: wanted tensors that torch can write into"):
-        torch.func.vmap(lambda t: lz.add_rms_norm(t, residual, W))(torch.stack([X, X]))
+        torch.func.vmap(lambda t: lz.add_residual_rms_norm_(t, residual, W))(torch.stack([X, X]))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")

@@ -10,6 +10,7 @@ from layerzero.core.arguments import told
 from layerzero.core.operation import Operation
 from layerzero.engine.functions import CALLS
 from layerzero.engine.plain import PLAIN_CALLS
+from layerzero.ops import current_name
 
 Named = str | Operation | Callable[..., Any]
 """How a function or an operation may be named."""
@@ -31,7 +32,7 @@ def name_of(asked: object, question: str, also: str = "") -> str:
     Raises: TypeError with what was wanted and got, and what to do.
     """
     if isinstance(asked, str):
-        return asked
+        return current_name(asked, stacklevel=3)
     name = asked.name if isinstance(asked, Operation) else function_named(asked)
     if name is None:
         got = repr(asked) if callable(asked) else told(asked)

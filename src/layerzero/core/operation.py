@@ -325,6 +325,8 @@ class Function:
             float32 is multiplied).
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
         brought: required tensors that a call may leave out where an object that stands for another one brings them.
+        renamed: names that it and its arguments had before, with those of today. The function's own still work, with a
+            DeprecationWarning; those of arguments raise a TypeError that names the new one.
         parameters: the public parameters in order.
         tensors: names of the parameters that are tensors.
         mutates: names of the tensors that are written into.
@@ -342,6 +344,7 @@ class Function:
     state: frozenset[str] = frozenset()
     may_share_storage: frozenset[frozenset[str]] = frozenset()
     brought: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
     tensors: tuple[str, ...] = field(init=False, repr=False, compare=False)
     mutates: tuple[str, ...] = field(init=False, repr=False, compare=False)

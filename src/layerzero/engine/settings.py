@@ -11,7 +11,7 @@ import msgspec
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import PolicyError
-from layerzero.ops import FUNCTIONS
+from layerzero.ops import FORMER_NAMES, FUNCTIONS
 
 _ASKING = [
     function
@@ -132,7 +132,10 @@ ALIASES = {
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Name the closest known word, as the end of an error message; empty if nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    if FORMER_NAMES.get(word) in known:
+        return f"; it is {FORMER_NAMES[word]!r} now"
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -143,7 +143,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         else:
             keys, values = self.caches(kv_cache)
             if self.kv_sharing_target_layer_name is None:
-                lz.append_paged_kv(new[1], new[2], keys, values, attn_metadata.slot_mapping[:tokens])
+                lz.append_paged_kv_(new[1], new[2], keys, values, attn_metadata.slot_mapping[:tokens])
             found = step.attend(new[0], keys, values, causal=attn_metadata.causal, **scores)
         output[:tokens].view(found.shape).copy_(found)
         return output

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 
 from layerzero.core.drop_in import DropIn
 from layerzero.core.limit_data import register_kinds
@@ -34,6 +35,19 @@ EXPORTS: dict[str, str] = {}
 
 DROP_INS: dict[str, DropIn] = {}
 """Functions with another library's signature, by name."""
+
+
+FORMER_NAMES: dict[str, str] = {}
+"""Names that functions had before, with those of today."""
+
+
+def current_name(name: str, stacklevel: int = 2) -> str:
+    """The name that a function has today; a DeprecationWarning names it where the function had another one before."""
+    if name not in FORMER_NAMES:
+        return name
+    text = f"lz.{name} is now lz.{FORMER_NAMES[name]}; version 0.2 removes the old name"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+    return FORMER_NAMES[name]
 
 
 def plain_function_of(name: str) -> PlainFunction | None:
@@ -61,4 +75,7 @@ for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if ea
     OPERATION_ALIASES |= getattr(_module, "ALIASES", {})
     DROP_INS |= {each.name: each for each in getattr(_module, "DROP_INS", ())}
     EXPORTS |= dict.fromkeys(getattr(_module, "EXPORTS", ()), _module.__name__)
+    FORMER_NAMES |= {
+        old: new for function in _module.FUNCTIONS for old, new in function.renamed.items() if new == function.name
+    }
     register_kinds(getattr(_module, "LIMITS", {}))

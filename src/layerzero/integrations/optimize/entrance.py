@@ -36,7 +36,7 @@ from layerzero.integrations.optimize.swapping import (
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
-LAYER = "lz.add_rms_norm, lz.rope_, lz.attention, lz.linear, lz.mlp"
+LAYER = "lz.add_residual_rms_norm_, lz.rope_, lz.attention, lz.linear, lz.mlp"
 """What a layer calls, in short."""
 
 _Attention = tuple[str, attending.AttentionSwap, float | None, bool]

@@ -98,9 +98,9 @@ class _Room:
         slots = _slots(keys.device, keys.shape[0], self.places, first)
         given = fresh.select(2, 0), others.select(2, 0), *self._pages, slots
         if self._at_once is None:
-            self._at_once = runs_a_library("append_paged_kv", *given)
+            self._at_once = runs_a_library("append_paged_kv_", *given)
         if self._at_once:
-            lz.append_paged_kv(*given)
+            lz.append_paged_kv_(*given)
         return self._at_once
 
     def let_go(self, view: object) -> None:

@@ -83,9 +83,9 @@ class Memory:
         key, value = keys[:, :, 0], values[:, :, 0]
         given = key, value, *self.pages(number), self.slots
         if self._appends is None:
-            self._appends = runs_a_library("append_paged_kv", *given)
+            self._appends = runs_a_library("append_paged_kv_", *given)
         if self._appends:
-            lz.append_paged_kv(*given)
+            lz.append_paged_kv_(*given)
             return
         for place, each in ((self.keys[number], keys), (self.values[number], values)):
             place.index_copy_(1, self.index, each.transpose(1, 2))

@@ -73,7 +73,7 @@ class Normed:
         """The norm of a sum, which is left in ``fresh``: a tensor that nobody else has."""
         if self.form == "layer":
             return self.alone(fresh.add_(rows))
-        return lz.add_rms_norm(rows, fresh, self._scale(), self.norm.eps_for(rows))
+        return lz.add_residual_rms_norm_(rows, fresh, self._scale(), self.norm.eps_for(rows))
 
     def over_both(self, rows: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; ``rows`` may be written over, too.

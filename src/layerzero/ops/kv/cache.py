@@ -36,7 +36,7 @@ class KVCache(CachedSequences):
         name = cache.allocate()
         with cache.writing([name], [17]) as step:
             for layer in cache.layers:
-                lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+                lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
                 output = lz.paged_attention(query, layer, step=step)
 
     Sequences have pages; one that is forked shares them until somebody writes. Where a sequence has a row of its own

@@ -38,8 +38,8 @@ def _new(draw: Draw, token: tuple[int, ...], heads: tuple[int, int, int], dtype:
     }
 
 
-def append_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.append_kv``."""
+def append_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_kv_``."""
     lead = draw.of((1, 2, 3)), draw.of((1, 8, 40))
     seq = min(draw.of((0, 1, 2, 5, 17), (1, 8, 4, 4, 2)), lead[1])
     arguments, heads = _caches(draw, lead, dtype)
@@ -60,8 +60,8 @@ def gather_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments | {"slot_mapping": draw.laid_out(slots.to(draw.device))}
 
 
-def copy_kv_blocks(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.copy_kv_blocks``: a page may be read and written."""
+def copy_kv_blocks_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.copy_kv_blocks_``: a page may be read and written."""
     pages, page_size = draw.of((1, 2, 9, 12)), draw.of((1, 3, 8, 16))
     arguments, _ = _caches(draw, (pages, page_size), dtype)
     copies = min(draw.of((0, 1, 2, 3, 5, 6), (1, 2, 3, 3, 4, 4)), pages)
@@ -71,8 +71,8 @@ def copy_kv_blocks(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments | named
 
 
-def append_quantized_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.append_quantized_kv``: some quotients lie beyond the range."""
+def append_quantized_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_quantized_kv_``: some quotients lie beyond the range."""
     pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
     arguments, heads = _caches(draw, (pages, page_size), dtype)
     tokens = min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), pages * page_size)

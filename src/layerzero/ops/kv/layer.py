@@ -76,7 +76,7 @@ def _check_step(owner: CachedSequences | None, step: object) -> None:
 
 def _check_whole(owner: CachedSequences | None, function: str) -> None:
     """Refuse to copy rows of a virtual cache, whose memory is there in part. Raises: KVCacheError."""
-    if function == "copy_kv_blocks" and owner is not None and owner.strategy is KVCacheStrategy.VIRTUAL:
+    if function == "copy_kv_blocks_" and owner is not None and owner.strategy is KVCacheStrategy.VIRTUAL:
         problem = (
             "wanted a cache whose memory is there, got a virtual one; fork(), compact() and defragment() copy rows"
         )
@@ -198,13 +198,13 @@ class SplitLayer(Bundle):
         raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
 
 
-_MOVING = ("append_paged_kv", "gather_paged_kv", "copy_kv_blocks")
+_MOVING = ("append_paged_kv_", "gather_paged_kv", "copy_kv_blocks_")
 
 
 class LatentLayer(Bundle):
     """A layer of multi-head latent attention: ``ckv_cache`` (P, N, 512) and ``kpe_cache`` (P, N, 64).
 
-    What moves tokens takes it as keys and values of one head: ``lz.append_paged_kv(ckv[:, None], kpe[:, None], layer,
+    What moves tokens takes it as keys and values of one head: ``lz.append_paged_kv_(ckv[:, None], kpe[:, None], layer,
     slot_mapping=step.slots)``.
     """
 

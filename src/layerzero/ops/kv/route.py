@@ -1,4 +1,4 @@
-"""``lz.append_kv``, ``lz.gather_paged_kv``, ``lz.copy_kv_blocks``: signatures, the checks of a call, the routes."""
+"""``lz.append_kv_``, ``lz.gather_paged_kv``, ``lz.copy_kv_blocks_``: signatures, the checks of a call, the routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layerzero.ops.rope.route import apart
 _CACHES = ("key_cache", "value_cache")
 
 
-def append_kv(
+def append_kv_(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor, *, layout: str = "NHD"
 ) -> None:
     """Write the keys and values of new tokens into the rows of a contiguous cache, in place.
@@ -57,7 +57,7 @@ def gather_paged_kv(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def copy_kv_blocks(
+def copy_kv_blocks_(
     key_cache: Tensor, value_cache: Tensor, from_pages: Tensor, to_pages: Tensor, *, layout: str = "NHD"
 ) -> None:
     """Copy pages of a cache into other pages, in place, as if all were read before any is written.
@@ -76,7 +76,7 @@ def copy_kv_blocks(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def append_quantized_kv(
+def append_quantized_kv_(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -94,7 +94,7 @@ def append_quantized_kv(
     Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32;
         slot_mapping int64, on the same device.
     Args:
-        slot_mapping: as of ``lz.append_paged_kv``.
+        slot_mapping: as of ``lz.append_paged_kv_``.
         key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
             become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
@@ -128,7 +128,7 @@ def _checked(name: str, arguments: dict[str, Any], operation: Operation, new: in
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    routed = _checked("append_kv", arguments, APPEND, 4, ())
+    routed = _checked("append_kv_", arguments, APPEND, 4, ())
     key, positions, layout = arguments["key"], arguments["positions"], arguments["layout"]
     (batch, seq), length = key.shape[:2], arguments["key_cache"].shape[1 + layout.index("N")]
     problems = []
@@ -139,7 +139,7 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
     if seq > length:
         problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
     if problems:
-        raise InvalidCallError("append_kv", problems)
+        raise InvalidCallError("append_kv_", problems)
     shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
     long_enough = (1 << int(seq).bit_length()) - 1 <= length
     return replace(routed, varies=(*(("batch",) if shared else ()), *(("seq",) if long_enough else ())))
@@ -150,11 +150,11 @@ def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Rout
 
 
 def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _checked("copy_kv_blocks", arguments, COPY_BLOCKS, 0, ("copied_pages", "pages"))
+    return _checked("copy_kv_blocks_", arguments, COPY_BLOCKS, 0, ("copied_pages", "pages"))
 
 
 def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    name = "append_quantized_kv"
+    name = "append_quantized_kv_"
     routed = _checked(name, arguments, APPEND_QUANTIZED, 3, ("tokens",))
     problems = scale_problems(arguments, arguments["layout"])
     if problems:
@@ -166,12 +166,13 @@ _SHARED = frozenset({frozenset(_CACHES)})
 
 FUNCTIONS = (
     Function(
-        name="append_kv",
-        signature=append_kv,
+        name="append_kv_",
+        signature=append_kv_,
         route=_route_append,
         operations=(APPEND,),
-        draw=draw.append_kv,
+        draw=draw.append_kv_,
         weight=1,
+        renamed={"append_kv": "append_kv_"},
         may_share_storage=_SHARED,
         brought=("value_cache", "positions"),
     ),
@@ -185,22 +186,24 @@ FUNCTIONS = (
         brought=("value_cache", "slot_mapping"),
     ),
     Function(
-        name="copy_kv_blocks",
-        signature=copy_kv_blocks,
+        name="copy_kv_blocks_",
+        signature=copy_kv_blocks_,
         route=_route_copy,
         operations=(COPY_BLOCKS,),
-        draw=draw.copy_kv_blocks,
+        draw=draw.copy_kv_blocks_,
         weight=1,
+        renamed={"copy_kv_blocks": "copy_kv_blocks_"},
         may_share_storage=_SHARED,
         brought=("value_cache", "from_pages", "to_pages"),
     ),
     Function(
-        name="append_quantized_kv",
-        signature=append_quantized_kv,
+        name="append_quantized_kv_",
+        signature=append_quantized_kv_,
         route=_route_quantized,
         operations=(APPEND_QUANTIZED,),
-        draw=draw.append_quantized_kv,
+        draw=draw.append_quantized_kv_,
         weight=1,
+        renamed={"append_quantized_kv": "append_quantized_kv_"},
         may_share_storage=_SHARED,
         brought=("value_cache", "slot_mapping", "key_scale", "value_scale"),
     ),

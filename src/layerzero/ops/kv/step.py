@@ -23,7 +23,7 @@ class CacheStep(StepMetadata):
 
         with cache.writing(names, counts) as step:
             for layer in cache.layers:
-                lz.append_paged_kv(key, value, layer, slot_mapping=step.slots)
+                lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
                 output = lz.paged_attention(query, layer, step=step)
 
     Where the block raises, the sequences are as they were before.

@@ -290,7 +290,7 @@ ADD_RMS = Operation(
 )
 
 
-def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
+def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
     """Add the input to the residual in place and return the sum, normalised by its root mean square.
 
     Shapes: input and residual (*, D), the same; weight (D,) → (*, D)
@@ -304,7 +304,7 @@ def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
 
 
 def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return route_sum("add_rms_norm", ADD_RMS, arguments, written=("residual",))
+    return route_sum("add_residual_rms_norm_", ADD_RMS, arguments, written=("residual",))
 
 
 def route_sum(
@@ -349,5 +349,12 @@ OPERATIONS = (RMS, LAYER, ADD_RMS)
 
 RMS_NORM = Function("rms_norm", rms_norm, _route_rms, (RMS,), draw=draw.rms_norm)
 LAYER_NORM = Function("layer_norm", layer_norm, _route_layer, (LAYER,), draw=draw.layer_norm)
-ADD_RMS_NORM = Function("add_rms_norm", add_rms_norm, _route_add_rms, (ADD_RMS,), draw=draw.add_rms_norm)
+ADD_RMS_NORM = Function(
+    "add_residual_rms_norm_",
+    add_residual_rms_norm_,
+    _route_add_rms,
+    (ADD_RMS,),
+    draw=draw.add_residual_rms_norm_,
+    renamed={"add_rms_norm": "add_residual_rms_norm_"},
+)
 FUNCTIONS = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)

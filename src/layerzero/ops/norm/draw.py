@@ -41,8 +41,8 @@ def rms_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments | _eps(draw)
 
 
-def add_rms_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.add_rms_norm``."""
+def add_residual_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.add_residual_rms_norm_``."""
     rows, hidden = _norm_sizes(draw)
     arguments = {
         "input": draw.laid_out(draw.normal((*rows, hidden), dtype)),

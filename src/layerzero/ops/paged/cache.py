@@ -23,7 +23,7 @@ class PagedCache(Bundle):
     """The pages of one layer.
 
         cache = lz.PagedCache.allocate(pages=4096, page_size=16, kv_heads=8, head_dim=128, device="cuda")
-        lz.append_paged_kv(k, v, cache, slot_mapping=step.slot_mapping(cache.page_size))
+        lz.append_paged_kv_(k, v, cache, slot_mapping=step.slot_mapping(cache.page_size))
         lz.paged_attention(q, cache, step=step)
 
     Calls take it in place of ``key_cache``, or its tensors and ``layout=cache.layout``, which costs less.
@@ -117,9 +117,9 @@ class PagedCache(Bundle):
             another layout (KV_CACHE_LAYOUT_MISMATCH).
         """
         mine = {"key_cache": self.keys, "value_cache": self.values}
-        if function == "append_paged_kv" and self.keys.dtype in QUANTIZED:
+        if function == "append_paged_kv_" and self.keys.dtype in QUANTIZED:
             wanted = f"a cache of floating numbers, got one of {dtype_name(self.keys.dtype)}"
-            raise InvalidCallError(function, [f"{parameter}: wanted {wanted}; lz.append_quantized_kv writes codes"])
+            raise InvalidCallError(function, [f"{parameter}: wanted {wanted}; lz.append_quantized_kv_ writes codes"])
         problems = [] if parameter in mine else [f"{parameter}: wanted a tensor, got a {type(self).__name__}"]
         for name, tensor in mine.items():
             if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:

@@ -128,8 +128,8 @@ def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def append_paged_kv(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.append_paged_kv``."""
+def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_paged_kv_``."""
     kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
     dims, pages = _head_dims(draw), draw.of((1, 2, 9))
     transposed = draw.chance(0.15)

@@ -1,4 +1,4 @@
-"""``lz.paged_attention`` and ``lz.append_paged_kv``: their signatures, the checks of a call, and the routes."""
+"""``lz.paged_attention`` and ``lz.append_paged_kv_``: their signatures, the checks of a call, and the routes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def paged_attention(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def append_paged_kv(
+def append_paged_kv_(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -184,7 +184,7 @@ def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> R
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    name = "append_paged_kv"
+    name = "append_paged_kv_"
     check_dense(name, arguments)
     problems = shape_problems(arguments, ("key", "value"), 3)
     problems += shape_problems(arguments, ("key_cache", "value_cache"), 4)
@@ -221,12 +221,13 @@ PAGED_ATTENTION = Function(
     brought=("value_cache", "block_tables", "context_lens"),
 )
 APPEND_PAGED_KV = Function(
-    name="append_paged_kv",
-    signature=append_paged_kv,
+    name="append_paged_kv_",
+    signature=append_paged_kv_,
     route=_route_append,
     operations=(APPEND_PAGED,),
-    draw=draw.append_paged_kv,
+    draw=draw.append_paged_kv_,
     weight=1,
+    renamed={"append_paged_kv": "append_paged_kv_"},
     brought=("value_cache", "slot_mapping"),
     may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
 )

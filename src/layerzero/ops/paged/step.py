@@ -30,7 +30,7 @@ class StepMetadata(Handle):
 
         step = lz.StepMetadata(block_tables, context_lens, capturable=True)
         for layer in layers:
-            lz.append_paged_kv(k, v, layer.keys, layer.values, step.slot_mapping(page_size))
+            lz.append_paged_kv_(k, v, layer.keys, layer.values, step.slot_mapping(page_size))
             output = lz.paged_attention(q, layer.keys, layer.values, block_tables, context_lens, step=step)
         context_lens += 1
         step.advance()
@@ -271,7 +271,7 @@ class StepMetadata(Handle):
         self._uncounted = self._copies()
 
     def slot_mapping(self, page_size: int, tokens: int | None = None) -> Tensor:
-        """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv`.
+        """Where the newest tokens of each sequence belong, for :func:`layerzero.append_paged_kv_`.
 
         ``tokens`` of each sequence; without it those that ``cu_seqlens_q`` says, or one.
         Shapes: → (B * tokens,) or (T,) int64, ``page * page_size + offset``; -1, which writes nothing, for a token

@@ -35,8 +35,8 @@ def _transposed(draw: Draw, lead: tuple[int, int], kv_heads: int, width: int, dt
     return [keys, draw.normal((pages, kv_heads, page_size, width), dtype).transpose(1, 2)]
 
 
-def rope_append(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict[str, Any]:
-    """Draw a call of ``lz.rope_append``; ``joined``: one whose parts have one width, with a table of angles alone."""
+def rope_append_(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict[str, Any]:
+    """Draw a call of ``lz.rope_append_``; ``joined``: one whose parts have one width, with a table of angles alone."""
     kv_heads = draw.of((1, 2, 3))
     heads = kv_heads * draw.of((1, 2, 4))
     head_dim = draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS)
@@ -93,9 +93,9 @@ def rope_append(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
     return arguments
 
 
-def split_qkv_norm_rope_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.split_qkv_norm_rope_append``: the parts of a call of ``lz.rope_append``, joined."""
-    arguments = rope_append(draw, dtype, joined=True)
+def split_qkv_norm_rope_append_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.split_qkv_norm_rope_append_``: the parts of a call of ``lz.rope_append_``, joined."""
+    arguments = rope_append_(draw, dtype, joined=True)
     qkv = torch.cat([arguments.pop(name) for name in ("query", "key", "value")], -2).flatten(-2)
     if draw.chance(0.6):
         arguments |= norm_weights(draw, dtype, arguments["key_cache"].shape[-1])

@@ -1,4 +1,4 @@
-"""``lz.rope_append``: its signature, the checks of a call, and the route."""
+"""``lz.rope_append_``: its signature, the checks of a call, and the route."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from layerzero.ops.rope_append import draw
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
 from layerzero.ops.rope_append.quantized import ROPE_APPEND_QUANTIZED
 
-_NAME = "rope_append"
+_NAME = "rope_append_"
 CACHES = ("key_cache", "value_cache")
 _SCALES = ("key_scale", "value_scale")
 _READ = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping", *_SCALES)
 
 
-def rope_append(
+def rope_append_(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,7 +43,7 @@ def rope_append(
 ) -> Tensor:
     """Rotate queries and keys, write keys and values into a cache in place, and return the queries.
 
-    ``lz.rope`` and ``lz.append_paged_kv`` as one call, or a write into a contiguous cache where there are no slots.
+    ``lz.rope`` and ``lz.append_paged_kv_`` as one call, or a write into a contiguous cache where there are no slots.
 
     Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
         (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
@@ -56,7 +56,7 @@ def rope_append(
             table has a row for each of L places, and each place of a sequence comes once.
         slot_mapping: of a paged cache, ``page * page_size + offset`` of each token, -1 for padding, each slot at most
             once, as ``StepMetadata.slot_mapping`` makes it; None for a contiguous one.
-        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv``; None for others.
+        key_scale, value_scale: of a cache of float8 or int8, as of ``lz.append_quantized_kv_``; None for others.
         interleaved: as of ``lz.rope``.
         layout: of the caches, ``"NHD"`` or ``"HND"``.
     Returns: the rotated query. Rotated keys are in the cache alone.
@@ -165,10 +165,11 @@ def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
 
 ROPE_APPEND_FUNCTION = Function(
     name=_NAME,
-    signature=rope_append,
+    signature=rope_append_,
     route=_route,
     operations=(ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED),
-    draw=draw.rope_append,
+    draw=draw.rope_append_,
+    renamed={"rope_append": _NAME},
     brought=("value_cache", "positions"),
     may_share_storage=frozenset({frozenset(CACHES)}),
 )

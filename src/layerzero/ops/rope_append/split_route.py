@@ -1,4 +1,4 @@
-"""``lz.split_qkv_norm_rope_append``: its signature, the checks of a call, and the route."""
+"""``lz.split_qkv_norm_rope_append_``: its signature, the checks of a call, and the route."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from layerzero.ops.rope_append import draw
 from layerzero.ops.rope_append.route import CACHES, memory_problems, size_problems, varying
 from layerzero.ops.rope_append.split import SPLIT_APPEND, SPLIT_APPEND_PAGED
 
-_NAME = "split_qkv_norm_rope_append"
+_NAME = "split_qkv_norm_rope_append_"
 _READ = ("qkv", "cos", "sin", "positions", "slot_mapping", "q_weight", "k_weight")
 
 
-def split_qkv_norm_rope_append(
+def split_qkv_norm_rope_append_(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -51,7 +51,7 @@ def split_qkv_norm_rope_append(
         int64.
     Units: eps in x^2.
     Args:
-        positions, slot_mapping, layout: as of ``lz.rope_append``.
+        positions, slot_mapping, layout: as of ``lz.rope_append_``.
         q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
     Returns: the queries. Keys and values are in the cache alone.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
@@ -123,10 +123,11 @@ def _part_problems(arguments: dict[str, Any], layout: str) -> list[str]:
 
 SPLIT_FUNCTION = Function(
     name=_NAME,
-    signature=split_qkv_norm_rope_append,
+    signature=split_qkv_norm_rope_append_,
     route=_route,
     operations=(SPLIT_APPEND, SPLIT_APPEND_PAGED),
-    draw=draw.split_qkv_norm_rope_append,
+    draw=draw.split_qkv_norm_rope_append_,
+    renamed={"split_qkv_norm_rope_append": _NAME},
     brought=("value_cache", "positions"),
     may_share_storage=frozenset({frozenset(CACHES)}),
 )
