@@ -117,6 +117,7 @@ def fresh_process(monkeypatch):
         REGISTRY.unregister_kernel(kernel_id)
     ENGINE.ledger = MemoryLedger()
     ENGINE.recent.clear()
+    ENGINE.history.forget()
     ENGINE.health.reset()
     BUILT.clear()
     BUILDS.end()

@@ -268,6 +268,7 @@ def test_the_hash_depends_on_choices_and_not_on_their_order(norm):
     x, w, v = torch.randn(4, 8), torch.randn(8), torch.randn(16)
     hashes = []
     for order in ((x, w), (torch.randn(4, 16), v)), ((torch.randn(4, 16), v), (x, w)):
+        ENGINE.history.forget()
         ENGINE.bump()
         for call in order:
             lz.rms_norm(*call)
@@ -281,7 +282,8 @@ def test_the_hash_depends_on_choices_and_not_on_their_order(norm):
 
 def test_choices_are_kept_once_by_threads_that_choose_at_once(norm):
     x, w = [torch.randn(4, hidden) for hidden in range(8, 24)], [torch.randn(hidden) for hidden in range(8, 24)]
-    lz.freeze()
+    with pytest.warns(lz.LayerZeroWarning, match="freeze: wanted calls that were made or warmed up, got none"):
+        lz.freeze()
     start = threading.Barrier(4)
 
     def call():
@@ -311,6 +313,7 @@ def test_freezing_and_thawing_beside_calls(norm):
                 wrong.append(way)
 
     threads = [threading.Thread(target=call, args=(way,)) for way in (lz.rms_norm, rms, lz.rms_norm)]
+    lz.rms_norm(x, w)
     for thread in threads:
         thread.start()
     for _ in range(40):
@@ -400,6 +403,7 @@ def test_a_view_that_nobody_saw_gets_the_frozen_kernel_of_dense_tensors_only_if_
     assert "not seen before" in lz.explain("rms_norm", calls["rows"], weight).notes[-1]
     lz.rms_norm(calls["rows"], weight)
     lz.thaw()
+    ENGINE.history.forget()
     lz.lock("rms_norm", "user.any")
     lz.rms_norm(calls["dense"], weight)
     lz.freeze()
@@ -412,3 +416,72 @@ def test_a_view_that_nobody_saw_gets_the_frozen_kernel_of_dense_tensors_only_if_
     lz.rms_norm(calls["rows"], weight)
     assert of_rows == [("dense", True), ("any", False), ("any", True), ("any", False)]
     assert len(lz.frozen().added) == 1
+
+
+def dropped(monkeypatch):
+    from layerzero.engine import history
+
+    monkeypatch.setattr(history, "MAX_CALLS", 8)
+    monkeypatch.setattr(history, "MAX_CLASSES", 4)
+
+
+@pytest.mark.parametrize("what", ["lock", "configure", "winner", "tune", "no cache"])
+def test_what_was_called_is_held_whatever_began_an_epoch_since(norm, what):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.configure(**{"cache.enabled": False}) if what == "no cache" else None
+    lz.rms_norm(x, w)
+    if what == "lock":
+        lz.lock("mlp.linear", "torch.linear")
+    elif what == "configure":
+        lz.configure(memory_headroom_mb=99)
+    elif what == "winner":
+        ENGINE.new_winner()
+    elif what == "tune":
+        assert tuned(x, w, "user.second", 1.0)
+    held = [each.kernel for each in lz.freeze().choices.values()]
+    assert held == ["user.second" if what == "tune" else "user.first"]
+    lz.rms_norm(x, w)
+    assert norm[-1] == held[0].removeprefix("user.")
+    assert (lz.frozen().added, lz.frozen().departures) == ((), {})
+
+
+def test_what_a_scope_called_is_held_under_what_its_settings_are_now(norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with lz.scope(avoid_sources=["user.first"]):
+        lz.rms_norm(x, w)
+    lz.configure(memory_headroom_mb=99)
+    (choice,) = lz.freeze().choices.values()
+    assert (choice.kernel, choice.scoped) == ("user.second", True)
+    with lz.scope(avoid_sources=["user.first"]):
+        lz.rms_norm(x, w)
+    assert (lz.frozen().added, lz.frozen().departures) == ((), {})
+
+
+def test_what_was_warmed_up_is_held(norm):
+    lz.warmup("norm.rms", shapes=[(4, 8), (4, 16)])
+    document = lz.freeze()
+    assert [each.kernel for each in document.choices.values()] == ["user.first"] * 2
+    lz.rms_norm(torch.randn(4, 16), torch.randn(16))
+    assert lz.frozen().added == ()
+
+
+def test_new_sizes_of_few_classes_drop_none_and_too_many_classes_are_told(norm, monkeypatch):
+    dropped(monkeypatch)
+    lz.configure(**{"cache.enabled": False})  # each size is a call of its own
+    for rows in range(33, 50):
+        lz.rms_norm(torch.randn(rows, 8), torch.randn(8))
+    assert len(lz.freeze().choices) == 1
+    lz.thaw()
+    for hidden in range(9, 24):
+        lz.rms_norm(torch.randn(2, hidden), torch.randn(hidden))
+    with pytest.warns(lz.LayerZeroWarning, match="freeze: wanted at most 4 classes of calls, got"):
+        lz.freeze()
+
+
+def test_calls_of_a_function_that_is_taken_back_are_forgotten(norm):
+    lz.rms_norm(torch.randn(4, 8), torch.randn(8))
+    assert len(ENGINE.history.calls()) == 1
+    ENGINE.history.forget("layer_norm")
+    assert len(ENGINE.history.calls()) == 1
+    ENGINE.history.forget("rms_norm")
+    assert ENGINE.history.calls() == ()

@@ -208,3 +208,45 @@ def test_choices_are_told_with_their_layer(capsys):
         lz.trace(Model(1), X)
     told = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" in ")[2] for line in told] == ["layers.0.norm", "layers.0.attend"]
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_a_model_without_memory_is_followed_and_its_calls_can_be_recorded(kind):
+    """What does not fit here can be planned for: each row says what would run, and on what it was judged."""
+    from contextlib import nullcontext
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = lz.trace(Model(1), X)
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        model, x = Model(1), torch.randn(2, 5, 32)
+    mode = x.fake_mode if kind == "fake" else nullcontext()
+    with mode, lz.record() as recording:
+        found = lz.trace(model, x)
+    assert [row.operation for row in found.rows] == [row.operation for row in real.rows]
+    assert all("shapes only: judged as on " in row.why for row in found.rows)
+    assert recording.calls == 2
+    recorded = {each.call.operation: each.call for each in recording.manifest().calls}
+    assert recorded["norm.rms"].tensors["input"].shape == (2, 5, 32)
+    assert recorded["norm.rms"].device in ("cpu", "cuda:0")
+    if kind == "fake" or not torch.cuda.is_available():
+        assert [row.kernel for row in found.rows] == [row.kernel for row in real.rows]
+
+
+def test_what_torch_compiles_is_recorded_once():
+    """A trace of shapes is no call: the compiled code makes it, once."""
+    model = torch.compile(Attention(), backend="aot_eager")
+    with torch.no_grad(), lz.record() as recording:
+        model(X)
+        model(X)
+    assert recording.calls == 2
+
+
+def test_shapes_that_nobody_watches_cost_no_choice(monkeypatch):
+    from layerzero.engine.dispatch import Dispatcher
+
+    def choose(*_, **__):
+        raise AssertionError("nothing was to be chosen")
+
+    monkeypatch.setattr(Dispatcher, "explain", choose)
+    assert lz.rms_norm(X.to("meta"), torch.ones(32, device="meta")).shape == X.shape

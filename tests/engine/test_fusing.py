@@ -151,6 +151,7 @@ def test_a_setting_that_names_kernels_or_asks_for_more_keeps_it(wish):
 
 
 def test_frozen_choices_and_own_kernels_keep_it():
+    lz.silu(torch.randn(4))
     lz.freeze()
     assert FUSING.wish
     lz.thaw()

@@ -113,6 +113,29 @@ def test_ranks_of_a_group_are_told_by_their_numbers_among_all(monkeypatch):
         lz.agree("a group")
 
 
+def test_ranks_that_called_nothing_are_warned(monkeypatch):
+    ranks(monkeypatch, [snapshot()])
+    with pytest.warns(lz.LayerZeroWarning, match="agree: wanted calls that were made or warmed up, got none"):
+        lz.agree()
+
+
+def test_a_document_of_another_version_is_told_by_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(agreement, "_gathered", lambda value, group: [value, b'{"format": 1}'])
+    with pytest.raises(lz.FrozenChoiceError, match="rank 1: wanted a document of this version, got"):
+        lz.agree()
+    assert lz.frozen() is None
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"), [("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu"), ("cuda:nccl", "cuda:3")]
+)
+def test_bytes_are_exchanged_where_the_group_can(monkeypatch, config, wanted):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert agreement._exchanged_on(None) == torch.device(wanted)
+
+
 def test_classes_of_all_ranks_are_held_and_the_lowest_rank_counts():
     name, one = of_rank("mine.one")
     other = msgspec.structs.replace(one.choices[name], kernel="mine.two")
@@ -125,7 +148,7 @@ def test_classes_of_all_ranks_are_held_and_the_lowest_rank_counts():
 
 RANK = """
 import sys, torch, layerzero as lz
-rank, store = int(sys.argv[1]), sys.argv[2]
+rank, store, warmed = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "warmup"
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 def norm(input, weight, *, eps):
     return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
@@ -133,20 +156,33 @@ for name, priority in (("mine.one", 50), ("mine.two", 60 if rank else 40)):
     lz.register_kernel("norm.rms", name, priority=priority, supported_dtypes=["float32"])(norm)
 lz.configure(unmeasured="priority", deny=["torch.*", "zentorch.*", "vllm.*", "onnxruntime.*", "inductor.*"])
 x, weight = torch.randn(4, 64), torch.ones(64)
-lz.rms_norm(x, weight)
+if warmed:
+    lz.warmup(lambda x: lz.rms_norm(x, weight), shapes=x)
+    lz.configure(memory_headroom_mb=99)
+    from layerzero.core.evidence import Measurement
+    from layerzero.engine.registry import REGISTRY
+    from layerzero.tuning.predicting.winner import record_times
+    if not rank:  # tuned there alone
+        times = {"mine.one": 1.0, "mine.two": 50.0}
+        facts = lz.facts("rms_norm", x, weight)
+        record_times(facts, {REGISTRY.kernel(name): Measurement(us, us, 0.0, 30) for name, us in times.items()})
+else:
+    lz.rms_norm(x, weight)
 before = lz.which("rms_norm", x, weight)["kernel_id"]
 found = lz.agree()
-print(before, lz.which("rms_norm", x, weight)["kernel_id"], found.hash)
+print(before, lz.which("rms_norm", x, weight)["kernel_id"], found.hash, len(found.choices))
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_agree(tmp_path: Path):
+@pytest.mark.parametrize("first", ["step", "warmup"])
+def test_two_processes_agree(tmp_path: Path, first):
+    """After a step, and in the order that documents give: warmup, settings, a new winner, agree."""
     store = tmp_path / "store"
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(store)],
+            [sys.executable, "-c", RANK, str(rank), str(store), first],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -155,7 +191,8 @@ def test_two_processes_agree(tmp_path: Path):
     ]
     said = [each.communicate() for each in started]
     assert [each.returncode for each in started] == [0, 0], said
-    (one, one_after, one_hash), (two, two_after, two_hash) = (out.split() for out, _ in said)
+    (one, one_after, one_hash, one_count), (two, two_after, two_hash, two_count) = (out.split() for out, _ in said)
+    assert one_count == two_count == "1"
     assert (one, two) == ("mine.one", "mine.two")
     assert (one_after, two_after) == ("mine.one", "mine.one")
     assert one_hash == two_hash

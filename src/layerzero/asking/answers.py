@@ -27,7 +27,7 @@ from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
 from layerzero.engine.pick import NO_TIMES, pick
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
-from layerzero.engine.policy import covers
+from layerzero.engine.policy import Policy, covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
@@ -63,7 +63,7 @@ def explain(
         if args or kwargs:
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
         asked = operation.on(device or operation.device, capturing=capturing or bool(operation["capturing"]))
-        return _explain_facts(asked, machine or probe.this_machine())
+        return explain_facts(asked, machine or probe.this_machine(), current_policy())
     name = name_of(operation, "explain", FACTS_TOO)
     plain = plain_function_of(name)
     if plain is not None:
@@ -185,8 +185,8 @@ def facts(operation: Named, *args: Any, device: Device | str | None = None, **kw
     return explain(name_of(operation, "facts"), *args, device=device, **kwargs).facts
 
 
-def _explain_facts(call: Facts, machine: Machine) -> Report:
-    policy = current_policy()
+def explain_facts(call: Facts, machine: Machine, policy: Policy) -> Report:
+    """Tell which kernel a call gets on a machine under a policy."""
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     frozen = ENGINE.frozen

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from layerzero.asking.answers import explain
+from layerzero.asking.answers import explain, explain_facts
 from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.eager_state import STATE_FACTS
-from layerzero.core.errors import FrozenChoiceError, PolicyError
+from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import probe
+from layerzero.engine import history, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
@@ -84,15 +86,18 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     """Let choices stop changing: each class of calls keeps its kernel until :func:`thaw`.
 
-    Without a manifest the choices are those of every call that this process has a plan for, in scopes as outside. With
-    one they are its choices, after this process has shown that it would make each of them itself; those of scopes are
-    left out, since no other process can be asked about their settings.
+    Without a manifest the choices are those of every call that this process has made or warmed up, in scopes as
+    outside, whatever was set, built or tuned since: what runs now where there is a plan, else what selection would take
+    now. With a manifest they are its choices, after this process has shown that it would make each of them itself;
+    those of scopes are left out, since no other process can be asked about their settings.
 
     While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
     frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
     NoKernelFoundError is raised where ``fallback_enabled`` is off. A class that was not seen before is chosen for by
     priority and id, without times, keeps that kernel, and is listed in ``frozen().added``. Calls with tensors that are
     not contiguous have classes of their own; one that was not seen gets the kernel of dense tensors, if it may run.
+
+    A warning tells of a document without choices, and of classes that are not in it because there were too many.
 
     Returns: the document; ``write`` it for another process. Its hash says what is frozen.
     Raises: PolicyError if choices are frozen already; FrozenChoiceError for a manifest that was changed, and where this
@@ -101,15 +106,18 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     if ENGINE.frozen is not None:
         raise PolicyError("freeze: choices are frozen already; wanted lz.thaw() first")
     if manifest is None:
+        past = _choices_now()  # while times still decide
+        tell_if_short("freeze", past)
         held = Frozen({})
         ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
         FUSING.look(frozen=True, registered=ENGINE.registry.has_own)
-        _keep_plans(held)
+        _keep_plans(held, past)
     else:
         found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
         problems = _differences(found)
         if problems:
             raise FrozenChoiceError("freeze" if isinstance(manifest, Frost) else str(manifest), problems)
+        tell_if_short("freeze", found.choices)
         ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
         ENGINE.bump()  # what was chosen for other classes before is chosen as in every process with this manifest
     return _document(ENGINE.frozen)
@@ -118,7 +126,7 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
 def snapshot() -> Frost:
     """What :func:`freeze` would write now; nothing is frozen."""
     held = Frozen({})
-    _keep_plans(held)
+    _keep_plans(held, _choices_now())
     return _document(held)
 
 
@@ -131,10 +139,45 @@ def adopt(found: Frost) -> list[str]:
     return problems
 
 
-def _keep_plans(held: Frozen) -> None:
+def tell_if_short(asked: str, choices: Mapping[str, Choice]) -> None:
+    """Warn of choices that hold nothing, and of calls that were too many to be remembered."""
+    problem = ""
+    if not choices:
+        problem = (
+            "wanted calls that were made or warmed up, got none: every call is now chosen for by priority, without "
+            "times. lz.thaw(), make one step or lz.warmup(...), then ask again"
+        )
+    elif ENGINE.history.dropped:
+        problem = (
+            f"wanted at most {history.MAX_CLASSES} classes of calls, got {ENGINE.history.dropped} more, which are not held: "
+            "they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
+        )
+    if problem:
+        warnings.warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)
+
+
+def _choices_now() -> dict[str, Choice]:
+    """What selection takes now for each call that this process has made, by class; the first call of a class counts."""
+    machine, held = probe.this_machine(), Frozen({})
+    _keep_plans(held, {})
+    found = held.choices
+    for facts, policy in [(past.facts, past.policy) for past in ENGINE.history.calls()]:
+        name = class_name(facts, policy)
+        if name not in found:
+            chosen = explain_facts(facts, machine, policy).chosen
+            if chosen is not None:
+                found[name] = choice_of(chosen.kernel, facts, policy)
+    return found
+
+
+def _keep_plans(held: Frozen, past: Mapping[str, Choice]) -> None:
+    """Hold what has a plan, and what was called and has none any more."""
     for cache in ENGINE.caches:
         for policy, plan in cache.plans():
-            held.choices.setdefault(class_name(plan.report.facts, policy), choice_of(plan, policy))
+            name = class_name(plan.report.facts, policy)
+            held.choices.setdefault(name, choice_of(plan.kernel, plan.report.facts, policy))
+    for name, choice in past.items():
+        held.choices.setdefault(name, choice)
 
 
 def thaw() -> Frost:

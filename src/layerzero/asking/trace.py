@@ -22,6 +22,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan, Report
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.shapes import NOTE
 from layerzero.engine.told import PLACE
 
 _OF_COMPILING = "_orig_mod"
@@ -171,7 +172,7 @@ def why(report: Report) -> str:
     """Why the kernel of a report was chosen, in a few words."""
     chosen = report.chosen
     assert chosen is not None
-    notes = "".join(f"; {note}" for note in report.notes if note.startswith("frozen"))
+    notes = "".join(f"; {note}" for note in report.notes if note.startswith(("frozen", NOTE)))
     if report.locked:
         return report.locked
     if chosen.kernel.is_reference:
@@ -192,7 +193,9 @@ def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
         lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
 
     The model is called as it is, in the caller's grad mode and under the caller's settings. A module that
-    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart. Not seen are calls
+    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart. On meta and fake tensors
+    nothing runs, and each row says what would: on a fake tensor's device, or, of meta tensors, on the current CUDA
+    device, or the CPU where there is none. Not seen are calls
     through ``lz.bind(..., guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a
     model computes without LayerZero, of which :attr:`Trace.others` has the modules.
 

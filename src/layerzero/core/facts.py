@@ -136,9 +136,11 @@ def alignment_bytes(tensor: torch.Tensor) -> int:
     """Largest power of two up to 16 that divides the address of the first element."""
     if tensor.is_meta or tensor.numel() == 0:
         return MAX_ALIGNMENT_BYTES
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode"):  # asked for its address, torch 2.13 warns
+        return MAX_ALIGNMENT_BYTES
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # a fake tensor has no address; whoever runs it later asks again
+    except RuntimeError:  # other tensors without memory; the call that runs later has its own facts
         return MAX_ALIGNMENT_BYTES
     return _lowest_bit(address)
 

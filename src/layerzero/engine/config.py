@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from layerzero.core import forking
 from layerzero.core.errors import PolicyError
@@ -39,6 +40,7 @@ class Configuration:
         self._configured: dict[str, Any] = {}
         self._environment_values: dict[str, Any] | None = None
         self._interned: dict[Policy, Policy] = {}
+        self._layers_of: WeakKeyDictionary[Policy, tuple[Mapping[str, Any], ...]] = WeakKeyDictionary()
         self._listeners: list[Callable[[], None]] = []
         self._base: Policy | None = None
 
@@ -78,7 +80,14 @@ class Configuration:
         with self._lock:
             if len(self._interned) >= _MAX_POLICIES and policy not in self._interned:
                 self._interned.clear()  # scopes with ever new settings: equal policies are made again, nothing breaks
-            return self._interned.setdefault(policy, policy)
+            policy = self._interned.setdefault(policy, policy)
+            if scopes:
+                self._layers_of[policy] = scopes
+            return policy
+
+    def layers_of(self, policy: Policy) -> tuple[Mapping[str, Any], ...]:
+        """The settings of the scopes that made a policy, outermost first; none of the process-wide one."""
+        return self._layers_of.get(policy, ())
 
     def effective_with_origin(self, *scopes: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Every setting's effective value and where it comes from; what adds up comes from several places."""

@@ -29,11 +29,13 @@ from layerzero.engine.flight import FLIGHTS
 from layerzero.engine.frozen import Frozen
 from layerzero.engine.fusing import FUSING
 from layerzero.engine.health import Health
+from layerzero.engine.history import History
 from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
+from layerzero.engine.shapes import tell_shapes
 from layerzero.engine.standing import Later, Standings
 from layerzero.engine.told import tell_choice
 from layerzero.engine.transforms import reference_in_transform
@@ -41,7 +43,10 @@ from layerzero.engine.transforms import reference_in_transform
 log = logging.getLogger("layerzero")
 
 Watcher = Callable[[Any, Plan], None]
-"""Told of a call that ran: whose call it was, and what ran. It runs in the caller's thread and context."""
+"""Told of a call: whose it was, and the plan that ran, or, on meta and fake tensors, would run.
+
+It runs in the caller's thread and context.
+"""
 
 
 class Engine:
@@ -51,6 +56,7 @@ class Engine:
         self.registry = registry
         self._ledger: Ledger | None = None
         self.recent = Recent()
+        self.history = History()
         self.health = Health(self.bump)
         self.standings = Standings()
         self.caches: list[PlanCache] = []
@@ -88,8 +94,9 @@ class Engine:
             for cache in self.caches:
                 cache.publish(policy)
 
-    def forget(self, cache: PlanCache) -> None:
-        """Keep the plans of a function no longer that is taken back."""
+    def forget(self, function: str, cache: PlanCache) -> None:
+        """Forget plans and calls of a function that is taken back."""
+        self.history.forget(function)
         with self._lock:
             self.caches = [each for each in self.caches if each is not cache]
         cache.publish(CONFIGURATION.policy)
@@ -130,22 +137,6 @@ class Dispatcher:
     def tensors(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, in the order of the function's parameters."""
         return [value for name in self.order if isinstance(value := arguments[name], torch.Tensor)]
-
-    def _on_meta(self, arguments: dict[str, Any]) -> bool:
-        """Whether the call has shapes only: it gets results with shapes only, and no kernel is asked."""
-        for name in self.order:
-            value = arguments[name]
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                return True
-        return False
-
-    def _capturing(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the call is made inside a CUDA graph capture."""
-        for name in self.order:
-            value = arguments[name]
-            if isinstance(value, torch.Tensor):
-                return value.is_cuda and torch.cuda.is_current_stream_capturing()
-        return False
 
     def explain(
         self,
@@ -221,8 +212,8 @@ class Dispatcher:
     def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         policy = current_policy()
-        if self._on_meta(arguments):
-            return fake_call(self.function.route(dict(arguments), policy.layout))
+        if any([each.is_meta for each in self.tensors(arguments)]):
+            return self._shapes(arguments, policy)
         return self.run(self.plan_for(key, arguments, policy), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
@@ -235,15 +226,17 @@ class Dispatcher:
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
-            if policy.cache_enabled:
-                plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
+            plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
             return plan
 
-        if self._capturing(arguments):  # a capture waits for nobody
+        if state.capturing(self.tensors(arguments)):  # a capture waits for nobody
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
+        self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
+        if not policy.cache_enabled:
+            return
         self.engine.ledger.called(plan.report.facts)
         if not self.engine.watchers:
             conditions = reuse.conditions_of(plan, policy, self.order)
@@ -251,9 +244,16 @@ class Dispatcher:
 
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
-        if self._on_meta(arguments):
-            return fake_call(self.function.route(dict(arguments), current_policy().layout))
-        return self.run(self.choose(arguments, current_policy()), arguments)
+        policy = current_policy()
+        if any([each.is_meta for each in self.tensors(arguments)]):
+            return self._shapes(arguments, policy)
+        return self.run(self.choose(arguments, policy), arguments)
+
+    def _shapes(self, arguments: dict[str, Any], policy: Policy) -> Any:
+        """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
+        if self.engine.watchers:
+            tell_shapes(self, arguments, policy)
+        return fake_call(self.function.route(dict(arguments), policy.layout))
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""

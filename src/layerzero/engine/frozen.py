@@ -13,6 +13,7 @@ from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.evidence import density
 from layerzero.core.facts import Facts, plain
+from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
@@ -89,7 +90,7 @@ class Frozen:
         with self._lock:
             choice = self.choices.get(name)
             if choice is None:
-                self.choices[name] = choice_of(plan, policy)
+                self.choices[name] = choice_of(plan.kernel, report.facts, policy)
                 self.added = (*self.added, name)
                 return None
             if choice.kernel == plan.kernel.id or report.locked:
@@ -130,9 +131,8 @@ def _why(candidate: Candidate | None) -> str:
     return str(candidate.reasons[0]) if candidate.reasons else "it failed"
 
 
-def choice_of(plan: Plan, policy: Policy) -> Choice:
-    """What a plan's call chose, for a manifest."""
-    facts, kernel = plan.report.facts, plan.kernel
+def choice_of(kernel: Kernel, facts: Facts, policy: Policy) -> Choice:
+    """What a call chose, for a manifest."""
     state = {name: plain(facts[name]) for name in STATE}
     scoped = policy is not CONFIGURATION.policy
     return Choice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def unregister_function(function: Function) -> None:
     del FUNCTIONS[function.name]
     call = CALLS.pop(function.name, None)
     if call is not None:
-        ENGINE.forget(call.dispatcher.cache)
+        ENGINE.forget(function.name, call.dispatcher.cache)
     operators.unregister(function)
 
 

@@ -120,9 +120,22 @@ def _with_promised_strides(
 
 def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return fake_call(_routed(function, _bound(schema, args, kwargs)))
+        from layerzero.engine.dispatch import ENGINE
+
+        arguments = _bound(schema, args, kwargs)
+        if ENGINE.watchers:
+            _tell(function, arguments)
+        return fake_call(_routed(function, arguments))
 
     return fake
+
+
+def _tell(function: Function, arguments: dict[str, Any]) -> None:
+    from layerzero.engine.config import current_policy
+    from layerzero.engine.functions import CALLS
+    from layerzero.engine.shapes import tell_shapes
+
+    tell_shapes(CALLS[function.name].dispatcher, _complete(function, arguments), current_policy())
 
 
 def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., Any], Callable[..., None]]:

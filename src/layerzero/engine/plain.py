@@ -203,6 +203,7 @@ class PlainWays:
             plan, result = dispatcher.answer(plan, error, arguments)
         with self._lock:
             self._plans[key if policy is self._policy else (key, policy)] = policy, plan
+        dispatcher.engine.history.add(dispatcher.function.name, key, plan.report.facts, policy)
         for watcher in dispatcher.engine.watchers:
             watcher(dispatcher.function, plan)
         return plan.run, result

@@ -22,13 +22,14 @@ from layerzero.core.operation import Operation
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import legality, planning
-from layerzero.engine.config import SCOPES, current_policy
+from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
+from layerzero.engine.frozen import class_name
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.calls import accepted
+from layerzero.ops.calls import accepted, function_for
 from layerzero.serving.building import BUILDS
 from layerzero.serving.compiling import outcome_of
 from layerzero.serving.wanted import wanted
@@ -220,8 +221,11 @@ def _others(
 
     names = operations_named(operation)[1]
     for job in every_call_of_file(manifest, device.type):
+        if job.operation not in names:
+            continue
         facts, tried = job.facts(device), set[BuildIdentity]()
-        while job.operation in names:
+        _remember(function_for(job.operation).name, facts)
+        while True:
             found = wanted(facts, failed)
             if found is None or found.identity in tried:
                 break
@@ -272,6 +276,7 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
     with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
         policy = current_policy()
         report, ranked = dispatcher.explain(bound, policy)
+        _remember(dispatcher.function.name, report.facts)
         for candidate in ranked:
             kernel = candidate.kernel
             if not kernel.jit or (only and kernel.id != only):
@@ -301,6 +306,12 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 warmed.failed(kernel, report.facts, outcome)
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
             warmed.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
+
+
+def _remember(function: str, facts: Facts) -> None:
+    """Let ``lz.freeze`` and ``lz.agree`` hold what was warmed up as they do what was called."""
+    policy = CONFIGURATION.policy  # what calls are made under later
+    ENGINE.history.add(function, class_name(facts, policy), facts, policy)
 
 
 def _copies(arguments: Mapping[str, Any], operation: Operation) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Re
         path: a file for the manifest, written when the recording ends, with an error or without.
         model: a name or hash of what the program runs, kept in the manifest.
     Raises: OSError where the file could not be written, before anything is recorded.
+    A model on meta or fake tensors may be recorded, whose calls would not fit into this machine: of meta tensors, as
+    calls on the current CUDA device, or on the CPU where there is none.
     Calls are slower while it runs, since each is chosen for anew; before and after, they cost what they always do.
     """
     return Recording(path, model=model)
