@@ -149,8 +149,8 @@ def tell_if_short(asked: str, choices: Mapping[str, Choice]) -> None:
         )
     elif ENGINE.history.dropped:
         problem = (
-            f"wanted at most {history.MAX_CLASSES} classes of calls, got {ENGINE.history.dropped} more, which are not held: "
-            "they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
+            f"wanted at most {history.MAX_CLASSES} classes of calls, got {ENGINE.history.dropped} more, which are not "
+            "held: they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
         )
     if problem:
         warnings.warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)

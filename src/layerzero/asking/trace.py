@@ -193,11 +193,12 @@ def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
         lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
 
     The model is called as it is, in the caller's grad mode and under the caller's settings. A module that
-    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart. On meta and fake tensors
-    nothing runs, and each row says what would: on a fake tensor's device, or, of meta tensors, on the current CUDA
-    device, or the CPU where there is none. Not seen are calls
-    through ``lz.bind(..., guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a
-    model computes without LayerZero, of which :attr:`Trace.others` has the modules.
+    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart.
+
+    On meta and fake tensors nothing runs, and each row says what would: on a fake tensor's device, or, of meta tensors,
+    on the current CUDA device, or the CPU where there is none. Not seen are calls through
+    ``lz.bind(..., guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a model
+    computes without LayerZero, of which :attr:`Trace.others` has the modules.
 
     Args:
         model: a module, or a method of one.

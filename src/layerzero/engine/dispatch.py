@@ -212,7 +212,7 @@ class Dispatcher:
     def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         policy = current_policy()
-        if any([each.is_meta for each in self.tensors(arguments)]):
+        if any(each.is_meta for each in self.tensors(arguments)):
             return self._shapes(arguments, policy)
         return self.run(self.plan_for(key, arguments, policy), arguments)
 
@@ -245,7 +245,7 @@ class Dispatcher:
     def once(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
         policy = current_policy()
-        if any([each.is_meta for each in self.tensors(arguments)]):
+        if any(each.is_meta for each in self.tensors(arguments)):
             return self._shapes(arguments, policy)
         return self.run(self.choose(arguments, policy), arguments)
 

@@ -30,7 +30,8 @@ def agree(group: ProcessGroup | None = None) -> Frost:
     Of a class that several ranks have called, the lowest rank's kernel counts. From then on choices are frozen as by
     :func:`lz.freeze`: new times change nothing, and a class that nobody has called is chosen for by priority and id,
     which is the same on all ranks. It is a collective of the group: one exchange of what was chosen, and one of whether
-    all of that can run. Where no rank has called anything, a warning says so. The plans of scopes stay what they are; no other rank can be asked about their settings.
+    all of that can run. Where no rank has called anything, a warning says so. The plans of scopes stay what they are;
+    no other rank can be asked about their settings.
 
     Args:
         group: whose ranks agree; the default group if None. Without torch.distributed, or before it was initialised,
