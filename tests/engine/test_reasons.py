@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 
 import pytest
@@ -11,6 +12,7 @@ import layerzero as lz
 import vocabularies
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.registry import REGISTRY
 
 FA2 = {"flash-attn": "2.8.3"}
 FA3 = {"flash-attn-3": "3.0.0"}
@@ -52,10 +54,12 @@ def failing_call():
 
 
 def backend_error():
-    def broken(input, weight, *, eps=1e-6):
+    def broken(facts):
         raise RuntimeError("planted failure")
 
-    own_kernel("user.broken", function=broken)
+    kernel = REGISTRY.kernel(own_kernel("user.whole"))
+    REGISTRY.register_kernel(dataclasses.replace(kernel, id="user.broken", load=broken))
+    REGISTRY.unregister_kernel("user.whole")
     with lz.scope(allow=["user"], deny=["reference.*"]), pytest.raises(lz.NoKernelFoundError) as caught:
         lz.rms_norm(torch.randn(4, 16), torch.randn(16))
     assert "[BACKEND_ERROR]" in str(caught.value)

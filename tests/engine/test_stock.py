@@ -109,7 +109,8 @@ def test_torch_may_be_told_to_ask_cudnn_last(monkeypatch):
 def test_what_torch_has_no_function_for_has_no_champion():
     query = torch.empty(2, 512, 8, 128, dtype=torch.bfloat16, device="meta")
     more = {"layout": "BSHD", "device": "H100", "libraries": LIBRARIES}
-    assert lz.explain("attention", query, query, query, return_lse=True, **more).kernel_id == "flash_attn.v3"
+    with lz.scope(require_vetting=False):
+        assert lz.explain("attention", query, query, query, return_lse=True, **more).kernel_id == "flash_attn.v3"
 
 
 def test_no_kernel_without_a_time_comes_between_a_time_and_torchs_own(library):

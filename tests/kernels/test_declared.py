@@ -9,6 +9,7 @@ import layerzero as lz
 from layerzero.backends import builtin_kernels
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import ReasonCode as Code
+from layerzero.engine.registry import REGISTRY
 
 LIBRARIES = {
     "torch": "2.11.0+cu130",
@@ -25,11 +26,11 @@ LIBRARIES = {
 
 
 def codes(kernel_id, device, *, q=(2, 64, 8, 128), k=(2, 64, 2, 128), v=None, dtype=torch.bfloat16, **arguments):
-    """Why a kernel is refused on a device, beside that it is not built yet."""
+    """Why a kernel is refused on a device, beside that it is not built or vetted yet."""
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in (q, k, v or k)]
     libraries = arguments.pop("libraries", LIBRARIES)
     report = lz.explain("attention", *tensors, layout="BSHD", device=device, libraries=libraries, **arguments)
-    return {reason.code for reason in report.reasons(kernel_id)} - {Code.JIT_DISABLED}
+    return {reason.code for reason in report.reasons(kernel_id)} - {Code.JIT_DISABLED, Code.NOT_VETTED}
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -134,6 +135,22 @@ CASES = [
 @pytest.mark.parametrize(("kernel_id", "device", "call", "expected"), CASES)
 def test_a_call_is_legal_or_refused_with_its_reasons(kernel_id, device, call, expected):
     assert codes(kernel_id, device, **call) == expected
+
+
+def test_what_never_ran_anywhere_is_vetted_or_locked_before_it_runs():
+    assert {each.id for each in REGISTRY.kernels() if not each.backend.tested and not each.untried} <= {
+        each.id for each in REGISTRY.kernels() if each.is_reference or each.backend.origin != "builtin"
+    }
+    query = meta(2, 64, 8, 128)
+    call = {"layout": "BSHD", "device": "H100", "libraries": LIBRARIES}
+    with lz.scope(unmeasured="priority", prefer=["flash_attn.v3"]):
+        report = lz.explain("attention", query, query, query, **call)
+    (reason,) = report.reasons("flash_attn.v3")
+    assert reason.code is Code.NOT_VETTED
+    assert "never run, without a verdict" in reason.message
+    assert "layerzero vet --kernel flash_attn.v3" in reason.message
+    with lz.scope(locks={"attention": "flash_attn.v3"}):
+        assert lz.explain("attention", query, query, query, **call).kernel_id == "flash_attn.v3"
 
 
 @pytest.mark.parametrize("kernel_id", ["flash_attn.v2", "vllm.flash_attn.v3", "flashinfer.fa2.prefill", "cudnn.sdpa"])

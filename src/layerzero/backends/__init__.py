@@ -7,10 +7,11 @@ Add a backend: write its file and its line here, in alphabetical order. A folder
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator
 
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Kernel, Trust
 
 BUILTIN: tuple[str, ...] = (
     "aiter",
@@ -42,7 +43,16 @@ BUILTIN: tuple[str, ...] = (
 
 
 def builtin_kernels() -> Iterator[Kernel]:
-    """Every kernel that is declared here, library by library."""
+    """Every kernel that is declared here, library by library.
+
+    A library of which no version is in ``tested`` never ran: its kernels are untried, whatever they declare.
+    """
+    for kernel in _declared():
+        ran = kernel.backend.tested or kernel.trust is not Trust.DECLARED
+        yield kernel if ran else dataclasses.replace(kernel, trust=Trust.UNTRIED)
+
+
+def _declared() -> Iterator[Kernel]:
     for name in BUILTIN:
         module = importlib.import_module(f"{__name__}.{name}")
         for part in getattr(module, "MODULES", ()):

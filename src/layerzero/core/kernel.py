@@ -50,7 +50,7 @@ class Trust(StrEnum):
     PLUGIN = "plugin"
     """Came through an entry point: refused where the policy requires vetting, until vetted."""
     UNTRIED = "untried"
-    """Built in, written after the library's sources where no device for it was: refused like a plugin's."""
+    """Built in, never run: no version of its library is ``tested``, or it says so itself; refused like a plugin's."""
 
     @property
     def needs_verdict(self) -> bool:
