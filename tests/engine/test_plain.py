@@ -28,11 +28,11 @@ def facts_of(tokenizer, text="", **flags):
     return plain_facts(Routed(ENCODE, {"tokenizer": tokenizer, "items": text, **given}))
 
 
-def register(name, run, *, proved_first=False, **declared):
+def register(name, run=None, *, load=None, proved_first=False, **declared):
     accepts = ENCODE.schema.arguments
     REGISTRY.register_kernel(
         lz.Kernel(
-            id=f"mine.{name}", operations=("tokenize.encode",), backend=MINE, load=lambda _: run, accepts=accepts,
+            id=f"mine.{name}", operations=("tokenize.encode",), backend=MINE, load=load or (lambda _: run), accepts=accepts,
             deterministic=True, proved_first=proved_first, **declared,
         )
     )  # fmt: skip
@@ -131,6 +131,26 @@ def test_a_kernel_that_raises_is_replaced_and_rests(few, error):
     assert lz.tokenize("the", few)["input_ids"] != [7]
     assert len(calls) == 3
     assert any(str(each.code) == "UNHEALTHY" for each in lz.explain("tokenize", "the", few).reasons("mine.encode"))
+
+
+@pytest.mark.parametrize("at", ["load", "run"])
+def test_what_defines_a_tokenizer_serves_other_calls_after_one_that_it_could_not(few, at):
+    def wrong(*_):
+        raise ValueError("no offsets in this version")
+
+    def load(facts):
+        if facts["return_offsets"]:
+            return wrong() if at == "load" else wrong
+        return lambda text: [7]
+
+    register("encode", load=load, stock=True)
+    lz.configure(deny=["tiktoken"])
+    error = lz.NoKernelFoundError if at == "load" else lz.KernelExecutionError
+    for _ in range(2):
+        with pytest.raises(error, match="no kernel" if at == "load" else "mine defines what is right: ValueError: no offsets"):
+            lz.tokenize("the", few, return_offsets=True)
+        assert lz.tokenize("the", few)["input_ids"] == [7]
+    assert not ENGINE.health.breakers()
 
 
 def test_interrupts_are_not_failures(few):

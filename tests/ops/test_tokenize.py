@@ -52,6 +52,23 @@ def test_a_tokenizer_json_has_its_template_and_its_offsets(known):
     )
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_offsets_of_sentencepiece_lie_on_the_text(known, kind):
+    texts = ["class Value: pass", "déjà  vu \u6f22\u5b57 👍🏽", ""]
+    found = lz.tokenize(texts, known[kind], return_offsets=True)
+    assert found["input_ids"] == lz.tokenize(texts, known[kind])["input_ids"]
+    native = resolve(known[kind]).native
+    for text, ids, offsets in zip(texts, *found.values(), strict=True):
+        assert len(ids) == len(offsets)
+        assert all(type(each) is tuple for each in offsets)
+        assert [end for _, end in offsets] == sorted(end for _, end in offsets)
+        assert not text or offsets[-1][1] == len(text)
+        for place, (start, end) in zip(ids, offsets, strict=True):
+            piece = native.id_to_piece(place).replace("\u2581", "")
+            assert native.is_byte(place) or not piece.isascii() or text[start:end].strip() == piece
+    assert lz.tokenize(texts[0], known[kind], return_offsets=True)["offset_mapping"] == found["offset_mapping"][0]
+
+
 def test_offsets_of_ranks_begin_where_tiktoken_says(known):
     encoding = known["few"]
     text = "def the self: 漢字 👍🏽 é\n    pass"

@@ -1,14 +1,15 @@
 """SentencePiece: what defines .model files. Batches go one text after the other: its threads begin anew at each call.
 
-Source: sentencepiece 0.2.3.
+Source: sentencepiece 0.2.0 to 0.2.3.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import decoder, encoder, formats
+from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ SENTENCEPIECE = Backend(
     import_name="sentencepiece",
     distribution="sentencepiece",
     versions=">=0.2",
-    tested=("0.2.3",),
+    tested=("0.2.0", "0.2.1", "0.2.2", "0.2.3"),
     install="pip install sentencepiece",
     homepage="https://github.com/google/sentencepiece",
 )
@@ -28,11 +29,8 @@ SENTENCEPIECE = Backend(
 def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     native = tokenizer.native
     if asked.get("return_offsets"):
-
-        def with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-            return native.encode(text), oracle.offsets_of_pieces(native, text)
-
-        return (lambda texts: [with_offsets(text) for text in texts]) if asked["batched"] else with_offsets
+        with_offsets = functools.partial(oracle.with_offsets_of_pieces, native)
+        return one_by_one(with_offsets) if asked["batched"] else with_offsets
     run: Callable[..., Any] = native.encode
     return run
 

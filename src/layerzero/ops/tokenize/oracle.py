@@ -36,8 +36,7 @@ def encode(
         ids = native.encode(text, allowed_special="all") if parse_special else native.encode_ordinary(text)
         return (ids, offsets_of_bytes(text, native.decode_tokens_bytes(ids))) if return_offsets else ids
     if kind == "sentencepiece":
-        ids = native.encode(text)
-        return (ids, offsets_of_pieces(native, text)) if return_offsets else ids
+        return with_offsets_of_pieces(native, text) if return_offsets else native.encode(text)
     return native.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=not parse_special)
 
 
@@ -63,9 +62,16 @@ def offsets_of_bytes(text: str, pieces: list[bytes]) -> list[tuple[int, int]]:
     return offsets
 
 
-def offsets_of_pieces(native: Any, text: str) -> list[tuple[int, int]]:
-    """Where SentencePiece's pieces lie in characters."""
-    return [(piece.begin, piece.end) for piece in native.encode(text, out_type="immutable_proto").pieces]
+def with_offsets_of_pieces(native: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids of SentencePiece, and where their pieces lie in characters.
+
+    The library has two ways: ``immutable_proto`` up to 0.2.1, ``offset_mapping`` from 0.2.2 on.
+    """
+    if hasattr(native, "EncodeAsOffsetMapping"):
+        found = native.encode(text, return_type="offset_mapping")
+        return found["ids"], found["offsets"]
+    pieces = native.encode(text, out_type="immutable_proto").pieces
+    return [each.id for each in pieces], [(each.begin, each.end) for each in pieces]
 
 
 def decode(items: Any, *, tokenizer: Tokenizer, batched: bool = False, skip_special_tokens: bool = False) -> Any:
