@@ -32,8 +32,8 @@ def register(name, run=None, *, load=None, proved_first=False, **declared):
     accepts = ENCODE.schema.arguments
     REGISTRY.register_kernel(
         lz.Kernel(
-            id=f"mine.{name}", operations=("tokenize.encode",), backend=MINE, load=load or (lambda _: run), accepts=accepts,
-            deterministic=True, proved_first=proved_first, **declared,
+            id=f"mine.{name}", operations=("tokenize.encode",), backend=MINE, accepts=accepts,
+            load=load or (lambda _: run), deterministic=True, proved_first=proved_first, **declared,
         )
     )  # fmt: skip
 
@@ -147,7 +147,9 @@ def test_what_defines_a_tokenizer_serves_other_calls_after_one_that_it_could_not
     lz.configure(deny=["tiktoken"])
     error = lz.NoKernelFoundError if at == "load" else lz.KernelExecutionError
     for _ in range(2):
-        with pytest.raises(error, match="no kernel" if at == "load" else "mine defines what is right: ValueError: no offsets"):
+        with pytest.raises(
+            error, match="no kernel" if at == "load" else "mine defines what is right: ValueError: no offsets"
+        ):
             lz.tokenize("the", few, return_offsets=True)
         assert lz.tokenize("the", few)["input_ids"] == [7]
     assert not ENGINE.health.breakers()
