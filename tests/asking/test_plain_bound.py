@@ -82,10 +82,48 @@ def test_a_failure_of_what_is_bound_is_answered_as_everywhere(place):
     def broken(_):
         raise RuntimeError("broken")
 
-    bound._run = loose._run = broken
+    bound._quick = loose._quick = broken
     assert bound("the example") == lz.tokenize("the example", place)
     with pytest.raises(RuntimeError, match="broken"):
         loose("the example")
+
+
+def calls_in(run):
+    """How many functions a call enters, of Python and of C: what it does, however fast this machine is."""
+    count = 0
+
+    def seen(_, event, __):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("example", ["the example", "a long example " * 100, ["the", "examples"]])
+def test_a_bound_call_does_no_more_than_the_call_that_it_binds(place, example, guard):
+    bound = lz.bind(lz.tokenize, example, place, guard=guard)
+    for run in (bound, lambda items: lz.tokenize(items, place)):
+        for _ in range(5):  # what is chosen, encoded and kept on the way is there
+            run(example)
+    call = lz.tokenize
+    assert calls_in(lambda: bound(example)) <= calls_in(lambda: call(example, place)) + 1  # its own __call__
+
+
+def test_what_is_bound_notices_that_its_tokenizer_changed(place):
+    tokenizers = pytest.importorskip("tokenizers")
+    native = tokenizers.Tokenizer.from_str(vocabularies.byte_level())
+    bound, back = lz.bind(lz.tokenize, "hello <x>", native), lz.bind(lz.detokenize, [5, 6], native)
+    before = bound("hello <x>")
+    native.add_tokens(["<x>"])
+    assert bound("hello <x>")["input_ids"] == native.encode("hello <x>").ids != before["input_ids"]
+    new = native.token_to_id("<x>")
+    assert back([5, new]) == native.decode([5, new])
 
 
 def test_calls_are_recorded_without_their_texts_and_tuned_from_the_file(place, tmp_path):

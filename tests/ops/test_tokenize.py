@@ -324,15 +324,3 @@ def vocabularies_texts(drawn):
 def test_a_stream_takes_no_strange_ids(known):
     with pytest.raises(lz.InvalidCallError):
         lz.StreamingDetokenizer(known["few"]).add(10**6)
-
-
-def test_a_file_that_changed_is_read_anew_once_it_is_forgotten(tmp_path):
-    file = tmp_path / "tokenizer.json"
-    file.write_text(vocabularies.byte_level())
-    for _ in range(3):  # the second call finds what the first one chose
-        before = lz.tokenize("the world", str(file))["input_ids"]
-    file.write_text(vocabularies.word_piece())
-    assert lz.tokenize("the world", str(file))["input_ids"] == before
-    lz.forget_tokenizer(str(file))
-    for _ in range(3):
-        assert lz.tokenize("the world", str(file))["input_ids"] != before

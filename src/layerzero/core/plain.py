@@ -67,11 +67,16 @@ class PlainBinding(NamedTuple):
         kind: of that argument, first whether it is one or several, in words, then its sizes as choices tell them apart;
             raises InvalidCallError for what is neither.
         finish: from what a kernel gave to what the function returns.
+        changed: whether what the example named is another now; None where it cannot be.
+        quick: given what runs, the whole of a call in one function: the result, or None for another kind than that of
+            the example. None where ``kind`` and ``finish`` are all there is.
     """
 
     passed: str
     kind: Callable[[Any], tuple[Any, ...]]
     finish: Callable[[Any], Any]
+    changed: Callable[[], bool] | None = None
+    quick: Callable[[Callable[..., Any]], Callable[[Any], Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

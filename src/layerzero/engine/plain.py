@@ -39,7 +39,13 @@ def plain_facts(routed: Routed, device: Device | None = None) -> Facts:
 
 
 class PlainDispatcher:
-    """Chooses and runs for one function whose operations have no tensors."""
+    """Chooses and runs for one function whose operations have no tensors.
+
+    Attributes:
+        ways: what was chosen for its calls.
+    """
+
+    ways: PlainWays
 
     def __init__(self, function: PlainFunction, engine: Engine = ENGINE) -> None:
         self.function = function
@@ -239,7 +245,8 @@ class _PlainCalls(dict[str, tuple[PlainDispatcher, Callable[..., Any]]]):
             if name not in self:
                 function = PLAIN_FUNCTIONS[name]
                 dispatcher = PlainDispatcher(function)
-                self[name] = dispatcher, function.make(PlainWays(dispatcher))
+                dispatcher.ways = PlainWays(dispatcher)
+                self[name] = dispatcher, function.make(dispatcher.ways)
             return self[name]
 
 

@@ -104,7 +104,7 @@ def _recipe(facts: Facts) -> dict[str, Any]:
     """Where another process finds the tokenizer, and the sizes; an object that cannot be written has no such place."""
     try:
         source = written(by_hash(facts["tokenizer_hash"], facts["tokenizer_id"]))
-    except InvalidCallError:
+    except (InvalidCallError, LookupError):  # only this process has it, or it has changed since
         source = ""
     return {"source": source, "characters": facts.size("characters"), "batch": facts.size("batch")}
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import gzip
 import importlib
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError
-from layerzero.ops.tokenize import identity
+from layerzero.ops.tokenize import identity, stamp
 from layerzero.ops.tokenize.tokenizer import DUMPED, Surround, Tokenizer, dumped
-
-_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "tiktoken.model")
-"""What a folder is looked through for, in order."""
 
 _RANKS = re.compile(rb"\A[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 _LOADING = forking.rlock()
@@ -52,13 +47,11 @@ def named(text: str) -> Tokenizer:
 
 
 def _of_folder(folder: Path, name: str) -> Tokenizer:
-    versioned = sorted(folder.glob("*.model.v*")) + sorted(folder.glob("*.tiktoken")) + sorted(folder.glob("tekken_*"))
-    for path in (*(folder / each for each in _FILES), *versioned):
-        if path.is_file():
-            made = _of_file(path, name)
-            config = folder / "tokenizer_config.json"
-            return _configured(made, _json(config.read_bytes(), config)) if config.is_file() else made
-    raise _wrong(f"a folder with one of {', '.join(_FILES)}", f"{folder} without any")
+    path, config = stamp.in_folder(folder)
+    if path is None:
+        raise _wrong(f"a folder with one of {', '.join(stamp.FILES)}", f"{folder} without any")
+    made = _of_file(path, name)
+    return made if config is None else _configured(made, _json(config.read_bytes(), config))
 
 
 def _of_file(path: Path, name: str) -> Tokenizer:
@@ -287,29 +280,38 @@ def _is_marker(native: Any, place: int) -> bool:
 
 def of_object(value: Any) -> Tokenizer:
     """The tokenizer of a loaded object: of tokenizers, tiktoken, sentencepiece or Transformers."""
-    home = type(value).__module__.partition(".")[0]
-    if home == "tokenizers":
-        text = value.to_str()
-        return of_json(text, json.loads(text), "tokenizers.Tokenizer", "")
-    if home == "tiktoken":
+    library = stamp.library_of(value)
+    if library == "tokenizers":
+        made = _of_native(value, "tokenizers.Tokenizer")
+        made.parses = not value.encode_special_tokens
+        return made
+    if library == "tiktoken":
         return of_encoding(value, value.name, "")
-    if home == "sentencepiece":
+    if library == "sentencepiece":
         return of_model(value.serialized_model_proto(), "SentencePieceProcessor", "")
-    base = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
-    if base is not None and isinstance(value, base):
+    if library == "transformers":
         return _of_transformers(value)
     wanted = "a path, an encoding's name, or a tokenizer of tokenizers, tiktoken, sentencepiece or transformers"
     raise _wrong(wanted, type(value).__name__)
 
 
+def _of_native(value: Any, name: str) -> Tokenizer:
+    try:
+        text = value.to_str()
+    except Exception as error:
+        raise _wrong("a tokenizer that can be written, without steps in Python", f"{name!r}: {error}") from error
+    made = of_json(text, json.loads(text), name, "")
+    if made.native.get_added_tokens_decoder() != value.get_added_tokens_decoder():  # another model beneath them
+        wanted = "added tokens with the ids that they have once it is written (save it, and load it)"
+        raise _wrong(wanted, f"others in {name!r}")
+    return made
+
+
 def _of_transformers(value: Any) -> Tokenizer:
     name = str(value.name_or_path or type(value).__name__)
     backend = getattr(value, "backend_tokenizer", None)
-    if backend is not None:
-        text = backend.to_str()
-        made = of_json(text, json.loads(text), name, "")
-    else:
-        made = _of_python(value, name)
+    made = _of_python(value, name) if backend is None else _of_native(backend, name)
+    made.parses = not value.split_special_tokens
     made.pad_id, made.pads_left, made.cuts_left = (
         value.pad_token_id,
         value.padding_side == "left",
@@ -337,12 +339,3 @@ def _of_python(value: Any, name: str) -> Tokenizer:
         name, value, found, "", None, adds=True, parses=True, bound=bound, specials=tuple(added.values()),
         special_ids=frozenset(value.all_special_ids),
     )  # fmt: skip
-
-
-@functools.cache
-def transformers_base() -> type | None:
-    """The class of Transformers' tokenizers, None where the library is not there."""
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    found = importlib.import_module("transformers").PreTrainedTokenizerBase
-    return found if isinstance(found, type) else None

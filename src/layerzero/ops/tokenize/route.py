@@ -6,6 +6,7 @@ is asked of it, and the powers of two of its sizes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from layerzero.ops.tokenize.checks import check_ids
 from layerzero.ops.tokenize.declare import DECODE, ENCODE
 from layerzero.ops.tokenize.prefixes import LEAST, TEXTS
 from layerzero.ops.tokenize.rows import Asked, finish
-from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve, when_chosen_anew
+from layerzero.ops.tokenize.tokenizer import Tokenizer, follow, resolve, when_chosen_anew
 
 _PLAIN = Asked()
 
@@ -42,8 +43,9 @@ def tokenize(
     Args:
         texts: a string, or a list or tuple of strings.
         tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
-            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read once;
-            nothing is downloaded.
+            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read
+            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.stamp` says what is compared
+            at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
         add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:
@@ -143,8 +145,8 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 way = ways.table.get(key)
             except TypeError:  # an object without a hash
                 way = None
-            if way is not None:
-                run, around, reader = way
+            if way is not None and ((changed := way[3]) is None or not changed()):
+                run, around, reader, _ = way
                 try:
                     ids = run(texts) if size < LEAST or reader is None else reader(texts, run)
                 except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
@@ -159,8 +161,8 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
                 way = ways.table.get(key)
             except TypeError:
                 way = None
-            if way is not None:
-                run, around, _ = way
+            if way is not None and ((changed := way[3]) is None or not changed()):
+                run, around, _, _ = way
                 try:
                     rows = run(texts)
                 except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
@@ -179,7 +181,8 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
     def slow(texts: Any, tokenizer_id: Any, return_offsets: Any, options: Mapping[str, Any]) -> dict[str, list[Any]]:
         signature.bind(texts, tokenizer_id, return_offsets, **options)  # an unknown argument is a TypeError
         items, batched = _texts(texts)
-        tokenizer = resolve(tokenizer_id)
+        followed = follow(tokenizer_id)
+        tokenizer = followed.tokenizer
         asked = Asked(bool(return_offsets), **options)
         problems = asked.problems()
         if problems:
@@ -193,14 +196,11 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         key = (*key, len(items).bit_length()) if batched else key
         table = ways.scoped()
         way = table.get(key)
-        if way is None:
+        if way is None or way[3] is not followed.changed:
             run, rows = ways.find(key, arguments)
-            around = tokenizer.surround if surrounds and any(tokenizer.surround or ()) else None
-            flags = (arguments["add_special_tokens"], arguments["parse_special"])
-            reader = None if batched or asked.return_offsets else TEXTS.reader(tokenizer, flags)
-            table[key] = (run, around, reader)
+            table[key] = (run, *_beside(arguments, surrounds), followed.changed)
         else:
-            run, _, reader = way
+            run, _, reader, _ = way
             try:
                 rows = run(items) if batched or reader is None or len(items) < LEAST else reader(items, run)
             except BaseException as error:  # noqa: BLE001  # some libraries panic in classes of their own
@@ -209,6 +209,15 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         return found if batched else {name: row[0] for name, row in found.items()}
 
     return _dressed(call, tokenize)
+
+
+def _beside(arguments: Mapping[str, Any], surrounds: bool) -> tuple[Any, Any]:
+    """What is added to the ids of a text, and what looks for texts that were encoded before; None for neither."""
+    tokenizer: Tokenizer = arguments["tokenizer"]
+    around = tokenizer.surround if surrounds and any(tokenizer.surround or ()) else None
+    if arguments["batched"] or arguments["return_offsets"]:
+        return around, None
+    return around, TEXTS.reader(tokenizer, (arguments["add_special_tokens"], arguments["parse_special"]))
 
 
 def _hashable(value: Any) -> bool:
@@ -289,27 +298,51 @@ def _bits(items: Any, several: bool) -> tuple[Any, ...]:
 
 def _bind_tokenize(arguments: Mapping[str, Any]) -> PlainBinding:
     given = dict(arguments)
-    texts, tokenizer = given.pop("texts"), resolve(given.pop("tokenizer_id"))
-    asked = Asked(**given)
-    several = _texts(texts)[1]
-    surrounds = _encode_arguments(texts, several, tokenizer, asked)[1]
+    texts, followed = given.pop("texts"), follow(given.pop("tokenizer_id"))
+    tokenizer, asked = followed.tokenizer, Asked(**given)
+    items, several = _texts(texts)
+    canonical, surrounds = _encode_arguments(items, several, tokenizer, asked)
 
     def finished(raw: Any) -> dict[str, list[Any]]:
         found = finish(raw if several else [raw], tokenizer, asked, surrounds)
         return found if several else {name: row[0] for name, row in found.items()}
 
-    return PlainBinding("texts", lambda items: _bits(*_texts(items)), finished)
+    plain = asked[3:] == _PLAIN[3:] and not asked.return_offsets
+    quick = functools.partial(_quick, items, *_beside(canonical, surrounds)) if plain and items != [] else None
+    return PlainBinding("texts", lambda items: _bits(*_texts(items)), finished, followed.changed, quick)
+
+
+def _quick(example: Any, around: Any, reader: Any, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What :func:`tokenize` does behind its table, for texts like an example; None for others."""
+    before, behind = (list(each) for each in around or ((), ()))
+    kind, several = type(example), len(example).bit_length()
+    bits = several if kind is str else len("".join(example)).bit_length()
+    looks_up = reader is not None and len(example) >= LEAST  # a power of two: all of a class or none
+
+    def one(text: Any) -> Any:
+        if type(text) is not kind or len(text).bit_length() != bits:
+            return None
+        ids = reader(text, run) if looks_up else run(text)
+        return {"input_ids": ids if around is None else [*before, *ids, *behind]}
+
+    def many(texts: Any) -> Any:
+        if type(texts) is not kind or len(texts).bit_length() != several or len("".join(texts)).bit_length() != bits:
+            return None
+        rows = run(texts)
+        return {"input_ids": rows if around is None else [[*before, *row, *behind] for row in rows]}
+
+    return one if kind is str else many
 
 
 def _bind_detokenize(arguments: Mapping[str, Any]) -> PlainBinding:
-    tokenizer = resolve(arguments["tokenizer_id"])
+    followed = follow(arguments["tokenizer_id"])
 
     def kind(tokens: Any) -> tuple[Any, ...]:
         items, several = _ids(tokens)
-        check_ids(items if several else [items], tokenizer)
+        check_ids(items if several else [items], followed.tokenizer)
         return _bits(items, several)
 
-    return PlainBinding("tokens", kind, lambda raw: raw)
+    return PlainBinding("tokens", kind, lambda raw: raw, followed.changed)
 
 
 PLAIN_FUNCTIONS = (

@@ -1,6 +1,7 @@
 """A tokenizer that texts are encoded with: its library's own object, its identity, and what surrounds a text.
 
-It is read once. Whoever changes the object or the file afterwards says so with :func:`forget`.
+It is read once, and anew where its file or object changed: each call compares a :mod:`layerzero.ops.tokenize.stamp`.
+What no stamp sees is told by :func:`forget`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from layerzero.core import forking
 from layerzero.core.disk import make_private, write_whole
 from layerzero.core.errors import InvalidCallError
+from layerzero.ops.tokenize import stamp as stamps
 from layerzero.ops.tokenize.identity import Identity
 
 DUMPED = "layerzero.tiktoken"
@@ -107,7 +109,22 @@ class Tokenizer:
         return os.fspath(path)
 
 
-_KNOWN: dict[Any, tuple[Any, Tokenizer]] = {}
+
+class Followed(NamedTuple):
+    """What a name or object stood for when it was read.
+
+    Attributes:
+        given: the name or object; the object lives as long as its place here.
+        tokenizer: what was read.
+        changed: whether it is another now; None for what never changes.
+    """
+
+    given: Any
+    tokenizer: Tokenizer
+    changed: Callable[[], bool] | None
+
+
+_KNOWN: dict[Any, Followed] = {}
 _BY_HASH: dict[str, Tokenizer] = {}
 _LOCK = forking.rlock()
 _FORGETTING: list[Callable[[], None]] = []
@@ -115,25 +132,58 @@ _CHOICES: list[Callable[[], None]] = []
 
 
 def resolve(tokenizer_id: object) -> Tokenizer:
-    """The tokenizer that a file, folder, encoding name or object stands for.
+    """The tokenizer that a file, folder, encoding name or object stands for now.
 
     Raises: InvalidCallError where it stands for none, with what was wanted.
     """
+    return follow(tokenizer_id).tokenizer
+
+
+def follow(tokenizer_id: object) -> Followed:
+    """As :func:`resolve`, with what tells later calls that it changed."""
     if isinstance(tokenizer_id, Tokenizer):
-        return tokenizer_id
-    key = os.fspath(tokenizer_id) if isinstance(tokenizer_id, os.PathLike) else tokenizer_id
-    named = isinstance(key, str)
-    found = _KNOWN.get(key if named else id(key))
-    if found is not None:
-        return found[1]
+        return Followed(tokenizer_id, tokenizer_id, None)
+    given = os.fspath(tokenizer_id) if isinstance(tokenizer_id, os.PathLike) else tokenizer_id
+    key = given if isinstance(given, str) else id(given)
+    found = _KNOWN.get(key)
+    if found is not None and (found.changed is None or not found.changed()):
+        return found
     from layerzero.ops.tokenize import formats
 
     with _LOCK:
-        made = formats.named(key) if isinstance(key, str) else formats.of_object(key)
+        changed = _change(given)  # before it is read: what changes meanwhile is seen by the next call
+        made = formats.named(given) if isinstance(given, str) else formats.of_object(given)
         made = _BY_HASH.get(_identical(made), made)
         _BY_HASH[_identical(made)] = made
-        _KNOWN[key if named else id(key)] = key, made  # the object lives as long as its place here
-    return made
+        followed = _KNOWN[key] = Followed(given, made, changed)
+        if found is not None and not any(each.tokenizer is found.tokenizer for each in _KNOWN.values()):
+            _drop(found.tokenizer)
+    return followed
+
+
+def _change(given: Any) -> Callable[[], bool] | None:
+    """What tells whether something is another than it is now."""
+    try:
+        stamp = stamps.of_name(given) if isinstance(given, str) else stamps.of_object(given)
+        before = None if stamp is None else stamp()
+    except Exception:  # noqa: BLE001  # steps in Python raise what they like; reading it tells
+        return lambda: True
+    if stamp is None:
+        return None
+
+    def changed() -> bool:
+        try:
+            now = stamp()
+        except Exception:  # noqa: BLE001
+            return True
+        return now is not None and now != before
+
+    return changed
+
+
+def _drop(tokenizer: Tokenizer | None) -> None:
+    for name in [name for name, each in _BY_HASH.items() if each is tokenizer]:
+        del _BY_HASH[name]
 
 
 def _identical(tokenizer: Tokenizer) -> str:
@@ -167,17 +217,21 @@ def when_chosen_anew(method: Callable[[], None]) -> None:
 
 
 def forget(tokenizer_id: object = None) -> None:
-    """Read a tokenizer anew at its next call, because its file or object changed; all of them if None."""
+    """Read a tokenizer anew at its next call; all of them if None.
+
+    Calls notice other files, added tokens, and other steps, settings and sizes of an object by themselves. This is for
+    what :mod:`layerzero.ops.tokenize.stamp` names as not seen.
+    """
     with _LOCK:
         if tokenizer_id is None:
             _KNOWN.clear()
             _BY_HASH.clear()
         else:
             key = os.fspath(tokenizer_id) if isinstance(tokenizer_id, (str, os.PathLike)) else id(tokenizer_id)
-            gone = _KNOWN.pop(key, (None, None))[1]
-            for name in [name for name, each in _BY_HASH.items() if each is gone]:
-                del _BY_HASH[name]
-            for other in [other for other, each in _KNOWN.items() if each[1] is gone]:
+            found = _KNOWN.pop(key, None)
+            gone = None if found is None else found.tokenizer
+            _drop(gone)
+            for other in [other for other, each in _KNOWN.items() if each.tokenizer is gone]:
                 del _KNOWN[other]
     for method in _FORGETTING:
         method()
