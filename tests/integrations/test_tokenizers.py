@@ -24,7 +24,7 @@ def pair(request, tmp_path, monkeypatch):
     pad = "<|pad|>" if request.param == "byte_level" else "[PAD]"
     stock = transformers.PreTrainedTokenizerFast(tokenizer_object=native, pad_token=pad, model_max_length=64)
     wrapped = optimize_tokenizer(stock, tune=False)
-    monkeypatch.setattr(type(wrapped), "_lz_gains", lambda self: True)
+    monkeypatch.setattr(type(wrapped), "_lz_gains", lambda self, known: True)
     yield stock, wrapped
     lz.forget_tokenizer()
 
@@ -118,6 +118,58 @@ def test_added_tokens_are_seen(pair):
     assert wrapped("a wholly_new b")["input_ids"] != before
 
 
+CHANGES = {
+    "add_tokens": lambda each: each.add_tokens(["wholly_new"]),
+    "the library's add_tokens": lambda each: each.backend_tokenizer.add_tokens(["wholly_new"]),
+    "the library's normalizer": lambda each: setattr(
+        each.backend_tokenizer, "normalizer", pytest.importorskip("tokenizers").normalizers.Replace("a", "b")
+    ),
+    "split_special_tokens": lambda each: setattr(each, "split_special_tokens", True),
+    "another library object": lambda each: setattr(each, "_tokenizer", copy.deepcopy(each.backend_tokenizer)),
+}
+
+
+@pytest.mark.parametrize("on", ["stock", "wrapped"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_either_are_seen_by_all_that_encode_it(pair, change, on):
+    stock, wrapped = pair
+    text = "a wholly_new b <|end|> [SEP]"
+    before = wrapped(text)["input_ids"]
+    assert lz.tokenize(text, stock)["input_ids"] == before
+    changed = stock if on == "stock" else wrapped
+    CHANGES[change](changed)
+    if change == "another library object":
+        changed.backend_tokenizer.add_tokens(["wholly_new"])
+    for each in pair:
+        wanted = type(stock)._encode_plus(each, text)["input_ids"]
+        assert each(text)["input_ids"] == wanted
+        assert lz.tokenize(text, each)["input_ids"] == wanted
+    assert lz.tokenize(text, changed)["input_ids"] != before
+
+
+def test_rows_are_filled_up_as_the_tokenizer_says_now(pair):
+    stock, _ = pair
+    texts = ["a wholly_new b", "a"]
+    lz.tokenize(texts, stock, padding=True)
+    stock.padding_side = "left"
+    stock.add_special_tokens({"pad_token": "<new>"})
+    found = lz.tokenize(texts, stock, padding=True)
+    same(stock(texts, padding=True, return_token_type_ids=False), found)
+
+
+def test_a_step_in_python_runs_the_tokenizers_own_code(pair):
+    stock, wrapped = pair
+    tokenizers = pytest.importorskip("tokenizers")
+
+    class Shouting:
+        def normalize(self, text):
+            text.uppercase()
+
+    wrapped("a")
+    wrapped.backend_tokenizer.normalizer = tokenizers.normalizers.Normalizer.custom(Shouting())
+    assert wrapped("import json")["input_ids"] == type(stock)._encode_plus(wrapped, "import json")["input_ids"]
+
+
 def test_disabled_means_its_own_code(pair, monkeypatch):
     stock, wrapped = pair
     with lz.disabled():
@@ -132,12 +184,12 @@ def test_it_is_used_where_another_library_may_be_quicker(tmp_path):
     pytest.importorskip("gigatoken")
     native = tokenizers.Tokenizer.from_str(vocabularies.byte_level())
     wrapped = optimize_tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=native), tune=False)
-    assert not wrapped._lz_gains()
+    assert not wrapped._lz_gains(wrapped.lz_tokenizer)
     facts = lz.facts("tokenize.encode", "a", wrapped.lz_tokenizer)
     kernel = next(each for each in lz.list_kernels("tokenize.encode") if each.id == "gigatoken.encode")
     ENGINE.ledger.record_verdict(kernel, facts, Verdict.PASSED)
     ENGINE.bump()
-    assert wrapped._lz_gains()
+    assert wrapped._lz_gains(wrapped.lz_tokenizer)
     lz.forget_tokenizer()
     with pytest.raises(lz.InvalidCallError, match="wanted a tokenizer of Transformers"):
         optimize_tokenizer("bert")

@@ -21,7 +21,7 @@ from layerzero.core.operation import Routed
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
-from layerzero.ops.tokenize.tokenizer import Tokenizer, forget, resolve
+from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
 from layerzero.tuning.measuring.manifest import Manifest, cases_of
 from layerzero.tuning.measuring.plain import PlainTuned, tune_plain
 
@@ -109,44 +109,26 @@ def optimize_tokenizer(tokenizer: Any, *, tune: bool = True, budget_s: float | N
 class _Wrapped:
     """What is put before a tokenizer's class."""
 
-    _lz: Tokenizer | None = None
-    _lz_epoch = -1
+    _lz_asked: tuple[int, Tokenizer | None] = (-1, None)
     _lz_gain = False
 
     @property
     def lz_tokenizer(self) -> Tokenizer:
-        """The tokenizer as LayerZero reads it: its identity, and the name under which it was proved."""
-        if self._lz is None:
-            self._lz = resolve(self)
-        return self._lz
+        """The tokenizer as LayerZero reads it now: its identity, and the name under which it was proved."""
+        return resolve(self)
 
-    def _lz_gains(self) -> bool:
-        """Whether another library than its own may be chosen for it; asked anew in each epoch."""
-        epoch = ENGINE.epoch
-        if self._lz_epoch != epoch or SCOPES.active:
-            given = {"batched": False, "add_special_tokens": False, "parse_special": self.lz_tokenizer.parses}
-            arguments = {"tokenizer": self.lz_tokenizer, "items": "", "return_offsets": False, **given}
+    def _lz_gains(self, known: Tokenizer) -> bool:
+        """Whether another library than its own may be chosen for it; asked anew in each epoch, and after changes."""
+        if self._lz_asked != (ENGINE.epoch, known) or SCOPES.active:
+            given = {"batched": False, "add_special_tokens": False, "parse_special": known.parses}
+            arguments = {"tokenizer": known, "items": "", "return_offsets": False, **given}
             dispatcher, _ = PLAIN_CALLS["tokenize"]
             facts = plain_facts(Routed(dispatcher.function.operations[0], arguments))
             ENGINE.registry.ready()
             _, ranked = dispatcher.explain(facts, current_policy())
             self._lz_gain = any(each.legal and not each.kernel.is_stock(facts) for each in ranked)
-            self._lz_epoch = ENGINE.epoch
+            self._lz_asked = ENGINE.epoch, known
         return self._lz_gain
-
-    def _lz_changed(self) -> None:
-        """Tokens were added, or what stands around texts is another: it is read anew."""
-        if self.__dict__.get("_lz") is not None:
-            forget(self)
-            self._lz, self._lz_epoch = None, -1
-
-    def _add_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        self._lz_changed()
-        return super()._add_tokens(*args, **kwargs)  # type: ignore[misc]  # the tokenizer's class
-
-    def update_post_processor(self, *args: Any, **kwargs: Any) -> Any:
-        self._lz_changed()
-        return super().update_post_processor(*args, **kwargs)  # type: ignore[misc]  # the tokenizer's class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("_lz")}
@@ -154,11 +136,14 @@ class _Wrapped:
 
     def _encode_plus(self, text: Any, **given: Any) -> Any:
         native: Callable[..., Any] = functools.partial(super()._encode_plus, text, **given)  # type: ignore[misc]
-        asked = _asked(self, text, given) if current_policy().enabled and self._lz_gains() else None
-        if asked is None:
+        if not current_policy().enabled:
             return native()
         try:
-            found = PLAIN_CALLS["tokenize"][1](text, self.lz_tokenizer, **asked)
+            known = self.lz_tokenizer
+            asked = _asked(self, known, text, given) if self._lz_gains(known) else None
+            if asked is None:
+                return native()
+            found = PLAIN_CALLS["tokenize"][1](text, known, **asked)
         except LayerZeroError as error:
             log.debug("the tokenizer's own code encodes: %s", error)
             return native()
@@ -199,13 +184,12 @@ _ENCODING = frozenset({
 })  # fmt: skip
 
 
-def _asked(tokenizer: Any, text: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _asked(tokenizer: Any, known: Tokenizer, text: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """What LayerZero is asked, None for a call that the tokenizer itself answers."""
     if not set(given) <= _ENCODING or any(given.get(name, value) != value for name, value in _NEUTRAL.items()):
         return None
     if type(text) is not str and not (type(text) is list and text and all(type(each) is str for each in text)):
         return None
-    known = tokenizer.lz_tokenizer
     if known.surround is None or known.identity.format == "transformers":
         return None
     padding = str(getattr(given.get("padding_strategy"), "value", "do_not_pad"))
