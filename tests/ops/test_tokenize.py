@@ -1,14 +1,19 @@
 """Text to tokens and back: formats, identities, what is asked of rows, bad input, streams."""
 
 import json
+import os
 import random
 import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import layerzero as lz
 import vocabularies
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import oracle, places
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.identity import of_json
 from layerzero.ops.tokenize.tokenizer import resolve
@@ -324,3 +329,44 @@ def vocabularies_texts(drawn):
 def test_a_stream_takes_no_strange_ids(known):
     with pytest.raises(lz.InvalidCallError):
         lz.StreamingDetokenizer(known["few"]).add(10**6)
+
+
+@pytest.mark.parametrize("kept", ["", "of others", "below others"])
+def test_tokenizers_are_written_where_no_other_user_can_plant_a_link(tmp_path, monkeypatch, kept):
+    """Another user was first in the folder that everybody can guess, and put a link there that leads to nothing yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(places, "_PRIVATE", [])
+    tokenizer, victim = resolve(vocabularies.encoding()), tmp_path / "of the victim"
+    cache = tmp_path / "cache"
+    planted = [tmp_path / "layerzero-tokenizers"]
+    if kept:
+        monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(cache))
+        planted = [cache / "tokenizers"]
+    for folder in planted:
+        folder.mkdir(parents=True)
+        (folder / f"{tokenizer.tokenizer_hash}.tiktoken.json").symlink_to(victim)
+        if kept:
+            (folder if kept == "of others" else cache).chmod(0o777)
+    place = Path(places.written(tokenizer))
+    assert not victim.exists()
+    assert place.is_file()
+    assert not place.is_symlink()
+    assert place.parent not in planted
+    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert place.parent == Path(places.written(tokenizer)).parent, "one folder a process"
+    assert resolve(str(place)).tokenizer_hash == tokenizer.tokenizer_hash
+
+
+def test_what_a_process_wrote_for_itself_goes_with_it(tmp_path):
+    code = (
+        "import os, sys; from layerzero.ops.tokenize import places; folder = places.folder(); print(folder)\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "os.waitpid(child, 0); print(folder.is_dir())\n"
+    )
+    environment = {**os.environ, "LAYERZERO_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    folder, there = done.stdout.splitlines()[-2:]
+    assert Path(folder).parent == tmp_path
+    assert there == "True", "a forked child leaves it to its parent"
+    assert not Path(folder).exists()

@@ -109,7 +109,6 @@ class Tokenizer:
         return os.fspath(path)
 
 
-
 class Followed(NamedTuple):
     """What a name or object stood for when it was read.
 
