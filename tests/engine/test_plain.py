@@ -145,14 +145,11 @@ def test_what_defines_a_tokenizer_serves_other_calls_after_one_that_it_could_not
 
     register("encode", load=load, stock=True)
     lz.configure(deny=["tiktoken"])
-    error = lz.NoKernelFoundError if at == "load" else lz.KernelExecutionError
     for _ in range(2):
-        with pytest.raises(
-            error, match="no kernel" if at == "load" else "mine defines what is right: ValueError: no offsets"
-        ):
+        with pytest.raises(lz.NoKernelFoundError) as error:
             lz.tokenize("the", few, return_offsets=True)
+        assert at == "load" or "no offsets in this version" in str(error.value.__cause__)
         assert lz.tokenize("the", few)["input_ids"] == [7]
-    assert not ENGINE.health.breakers()
 
 
 def test_interrupts_are_not_failures(few):

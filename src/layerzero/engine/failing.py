@@ -56,8 +56,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine)
         engine.bump()
     else:
         log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
-        if not _defines(kernel, report.facts):
-            engine.health.failed(kernel, report.operation, error, device=report.facts.device.name)
+        engine.health.failed(kernel, report.operation, error, device=report.facts.device.name)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -162,14 +161,10 @@ def check_retry(
     sticky = _context_is_dead(error)
     if not sticky:
         check_values(plan, arguments)
-    defines = _defines(kernel, plan.report.facts)
-    if (kernel.is_reference or defines) and not sticky:  # a definition is not wrong: the call is, or this process
+    if kernel.is_reference and not sticky:  # nothing is wrong with a definition: the call is, or this process
         for failed in tried:
             engine.health.pardon(failed, operation, device)
-        why = "it is the reference, the last candidate"
-        if defines:
-            why = f"{kernel.source} defines what is right: {type(error).__name__}: {error}"
-        raise KernelExecutionError(kernel.id, operation, why) from error
+        raise KernelExecutionError(kernel.id, operation, "it is the reference, the last candidate") from error
     if sticky or mutated or not policy.fallback_enabled:
         log_failure(plan, error)
     if "no kernel image" in str(error):
@@ -190,14 +185,6 @@ def check_retry(
         raise KernelExecutionError(kernel.id, operation, why) from error
     if not policy.fallback_enabled:
         raise KernelExecutionError(kernel.id, operation, "fallback_enabled is false") from error
-
-
-def _defines(kernel: Kernel, facts: Facts) -> bool:
-    """Whether a call without tensors is right where it equals this kernel's result.
-
-    A failure in one call says nothing of the next one, which no other kernel may be able to take: it does not rest.
-    """
-    return facts.operation.plain is not None and kernel.is_stock(facts)
 
 
 def _context_lost(suspects: Sequence[str]) -> str:
