@@ -146,7 +146,7 @@ def test_what_defines_a_tokenizer_serves_other_calls_after_one_that_it_could_not
     register("encode", load=load, stock=True)
     lz.configure(deny=["tiktoken"])
     for _ in range(2):
-        with pytest.raises(lz.NoKernelFoundError) as error:
+        with pytest.raises(lz.NoKernelFoundError if at == "load" else lz.KernelExecutionError) as error:
             lz.tokenize("the", few, return_offsets=True)
         assert at == "load" or "no offsets in this version" in str(error.value.__cause__)
         assert lz.tokenize("the", few)["input_ids"] == [7]
