@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all stress torture check fuzz bench docs install clean
+.PHONY: demo test test-all test-portable stress torture check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -21,6 +21,19 @@ test: $(VENV)/.dev ## run the tests that need no GPU and are not exhaustive
 
 test-all: $(VENV)/.dev ## every kernel against its reference, real crashes and real builds as well
 	$(PYTEST) -m "not gpu and not stress"
+
+PORTABLE := $(PYTEST) -m "not gpu and not slow and not stress" tests/kernels tests/integrations tests/ops
+HAS = $(BIN)/python -c "import sys; from layerzero.core.device import cpu_of_this_machine as cpu; \
+	sys.exit('$(1)' not in cpu().instruction_sets)"
+test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CPUs, and with torch alone
+	@echo "[1/3] as a laptop with AVX2"
+	@if $(call HAS,avx2); then LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PORTABLE); \
+	else echo "    skipped: this CPU has no AVX2, and features can only be taken away"; fi
+	@echo "[2/3] as a server with AVX-512 that has no instructions for bfloat16"
+	@if $(call HAS,avx512); then LAYERZERO_CPU_FEATURES=avx512 ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE \
+	$(PORTABLE); else echo "    skipped: this CPU has no AVX-512, and features can only be taken away"; fi
+	@echo "[3/3] with torch alone"
+	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"

@@ -17,7 +17,7 @@ from hypothesis import register_random, settings
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
-from layerzero.core import layouts
+from layerzero.core import cpu_features, layouts
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, failing, probe
 from layerzero.engine.dispatch import ENGINE
@@ -93,12 +93,18 @@ def pytest_collection_finish():
     ENGINE.bump()
 
 
+def without_settings(monkeypatch):
+    """No variable of this library is set, but the one that says which CPU this is: its children count on the same."""
+    for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
+        if variable != cpu_features.VARIABLE:
+            monkeypatch.delenv(variable)
+
+
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
     NUMBERS.seed(0)  # which test ran before in this worker decides nothing
     random.seed(0)
-    for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
-        monkeypatch.delenv(variable)
+    without_settings(monkeypatch)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
@@ -106,8 +112,7 @@ def fresh_process(monkeypatch):
     REGISTRY.ready()
     before = set(REGISTRY.read_declarations())
     yield
-    for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
-        monkeypatch.delenv(variable)
+    without_settings(monkeypatch)
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     config.CONFIGURATION.reset()
     if DESCRIPTORS.in_force():

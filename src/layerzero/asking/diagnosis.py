@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,8 @@ from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
 from layerzero.asking.sets import OperationFinding, served
-from layerzero.core.device import Device
+from layerzero.core import cpu_features
+from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
@@ -227,8 +229,22 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
     if not usable:
         more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
+    yield from _whole_beside(devices[0])
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
+
+
+def _whole_beside(cpu: Device) -> Iterator[str]:
+    """Say that torch's own kernels use all of a CPU of which only a part is presented to this process."""
+    if cpu == cpu_of_this_machine():
+        return
+    wanted = cpu_features.torch_variables(cpu.instruction_sets)
+    unset = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
+    if unset:
+        yield (
+            f"{cpu_features.VARIABLE} presents {cpu.name}, and torch's own kernels use all of the CPU; "
+            f"set {' and '.join(unset)} as well"
+        )
 
 
 def _import(backend: Backend) -> None:

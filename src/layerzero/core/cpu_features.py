@@ -1,0 +1,98 @@
+"""Instruction sets of a CPU by the names that limits use, and a poorer CPU presented to this process on request.
+
+``LAYERZERO_CPU_FEATURES`` takes features away from what was detected. It shows on a server what a laptop would get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from layerzero.core.errors import PolicyError
+
+VARIABLE = "LAYERZERO_CPU_FEATURES"
+
+FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
+    "avx2": "avx2",
+    "avx_vnni": "avx_vnni",  # tells Zen 5, with vectors of 512 bits, from Zen 4, which halves them: both are AMD EPYC
+    "avx512f": "avx512",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_fp16": "avx512_fp16",
+    "amx_bf16": "amx_bf16",
+    "amx_int8": "amx_int8",
+    "asimd": "neon",
+    "sve": "sve",
+}
+
+_BELOW = {
+    "avx_vnni": "avx2",
+    "avx512": "avx2",
+    "avx512_bf16": "avx512",
+    "avx512_fp16": "avx512",
+    "amx_bf16": "avx512_bf16",
+    "amx_int8": "avx512",
+    "sve": "neon",
+}
+"""What each feature stands on: no CPU has one without the other, so naming the higher one keeps both."""
+
+_NONE = "none"
+
+
+def wanted(text: str) -> frozenset[str]:
+    """The features that a text keeps: names with commas between them, each with those below it; ``none`` keeps none.
+
+    Raises: PolicyError for a name that is no feature, with the nearest.
+    """
+    names = [name for name in (part.strip().lower() for part in text.split(",")) if name]
+    known = [*FLAGS.values(), _NONE]
+    if unknown := [name for name in names if name not in known]:
+        close = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PolicyError(f"wanted features of a CPU ({', '.join(known)}), got {unknown[0]!r}{hint}")
+    kept: set[str] = set()
+    for name in names:
+        below: str | None = name
+        while below is not None and below != _NONE:
+            kept.add(below)
+            below = _BELOW.get(below)
+    return frozenset(kept)
+
+
+def limited(have: Iterable[str], text: str) -> frozenset[str]:
+    """What is left of a CPU's features where a text names those to keep; all of them where it is empty.
+
+    Raises: PolicyError for an unknown name, and for a feature that the CPU lacks: nothing can be added.
+    """
+    all_of_it = frozenset(have)
+    if not text.strip():
+        return all_of_it
+    kept = wanted(text)
+    if lacking := sorted(kept - all_of_it):
+        here = ", ".join(sorted(all_of_it)) or "none of the known ones"
+        raise PolicyError(
+            f"wanted {', '.join(lacking)}, which this CPU lacks; it has {here}. The variable only takes "
+            "features away: name those to keep"
+        )
+    return kept
+
+
+def torch_variables(kept: Iterable[str]) -> dict[str, str]:
+    """The variables that hold torch's own kernels and oneDNN's to about the same features; read once by each of them.
+
+    Source: ATen/native/DispatchStub.cpp, oneDNN's documentation of ``ONEDNN_MAX_CPU_ISA``.
+    """
+    features = frozenset(kept)
+    for feature, aten, onednn in _HELD_TO:
+        if feature in features:
+            return {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
+    return {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+
+
+_HELD_TO = (
+    ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
+    ("avx512_fp16", "avx512", "AVX512_CORE_FP16"),
+    ("avx512_bf16", "avx512", "AVX512_CORE_BF16"),
+    ("avx512", "avx512", "AVX512_CORE"),
+    ("avx_vnni", "avx2", "AVX2_VNNI"),
+    ("avx2", "avx2", "AVX2"),
+)
