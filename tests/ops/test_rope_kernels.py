@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU
@@ -109,3 +110,34 @@ def test_positions_that_are_stepped_or_shared_are_read_as_they_are(dtype, way):
             got = getattr(lz, way)(*given, cos, sin, positions, layout="BSHD") or given
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operators: on a CPU a decoder's token costs little else."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_one_token_in_place_takes_fewer_operators_than_transformers(dtype):
+    query, key = torch.randn(1, 1, 8, 64, dtype=dtype), torch.randn(1, 1, 2, 64, dtype=dtype)
+    cos, sin = lz.rope_table(1, 64)
+    with lz.scope(locks={"posenc.rope.inplace": "torch.rope_inplace"}), Counted() as ours:
+        lz.rope_(query, key, cos, sin, layout="BSHD")
+    theirs = 16  # two unsqueezed tables; of query and key: two products, two slices, a negation, a cat, a sum
+    assert ours.count <= theirs
+
+
+def test_one_token_of_many_sequences_shares_a_row_of_the_table():
+    query, key = torch.randn(96, 1, 32, 128), torch.randn(96, 1, 8, 128)  # more than a CPU rotates at once
+    cos, sin = lz.rope_table(1, 128)
+    expected = rope_reference(query, key, cos, sin)
+    with lz.scope(locks={"posenc.rope.inplace": "torch.rope_inplace"}):
+        lz.rope_(query, key, cos, sin, layout="BSHD")
+    torch.testing.assert_close((query, key), expected)

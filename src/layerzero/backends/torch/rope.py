@@ -32,16 +32,13 @@ def rows_for(facts: Facts, first: str = "query") -> Callable[..., tuple[Tensor, 
     wide = wide_dtype(*(torch.empty(0, dtype=facts.tensors[name].dtype) for name in (first, "cos")))
 
     def rows(query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if positions is None:
-            seq = query.shape[seq_axis]
-            pair = cos[:seq], sin[:seq]
-        else:
-            flat = positions.reshape(-1)
-            shape = (*positions.shape, cos.shape[-1])
-            pair = cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape)
-        if heads_axis == -2 or pair[0].ndim == 3:
-            pair = pair[0].unsqueeze(heads_axis), pair[1].unsqueeze(heads_axis)
-        return pair[0].to(wide), pair[1].to(wide)
+        if positions is not None:
+            cos, sin = torch.embedding(cos, positions), torch.embedding(sin, positions)  # (..., S, R/2) in one call
+        elif (seq := query.shape[seq_axis]) != cos.shape[0]:
+            cos, sin = cos.narrow(0, 0, seq), sin.narrow(0, 0, seq)
+        if (heads_axis == -2 and cos.shape[0] != 1) or cos.ndim == 3:  # one row fits every head as it is
+            cos, sin = cos.unsqueeze(heads_axis), sin.unsqueeze(heads_axis)
+        return (cos, sin) if cos.dtype is wide else (cos.to(wide), sin.to(wide))
 
     return rows
 
@@ -131,6 +128,37 @@ def _halves(tensor: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tens
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
+    if facts["requires_grad"] or facts["interleaved"]:
+        return _by_halves(facts)
+    width, partial = facts.size("rotary_dim"), facts.size("rotary_dim") < facts.size("head_dim")
+    on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
+    by_rows, half = rows_for(facts), width // 2
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,  # noqa: ARG001  # never here
+    ) -> None:
+        cos, sin = by_rows(query, cos, sin, positions)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        for tensor in (query, key):
+            for piece, cosines, sines in _pieces((tensor, cos, sin), seq_axis, on_cpu):
+                turned = piece.narrow(-1, 0, width) if partial else piece
+                swapped = turned.roll(half, -1)
+                if turned.dtype is cosines.dtype:
+                    turned.mul_(cosines).addcmul_(swapped, sines)
+                else:  # torch widens what it multiplies
+                    turned.copy_((turned * cosines).addcmul_(swapped, sines))
+
+    return run
+
+
+def _by_halves(facts: Facts) -> Callable[..., Any]:
+    """In place with gradients, which want the halves as they were, and for pairs that lie side by side."""
     rows, width = rows_for(facts), facts.size("rotary_dim")
     on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
     recording = bool(facts["requires_grad"])
@@ -162,10 +190,10 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
 def _pieces(tensors: tuple[Tensor, ...], seq_axis: int, cut: bool) -> Iterator[tuple[Tensor, ...]]:
     """The same tokens of each tensor, as many at a time as a CPU rotates at once."""
     count = -(-tensors[0].numel() // _PIECE) if cut else 1
-    if count <= 1:
+    seq = tensors[0].shape[seq_axis]
+    if count <= 1 or seq == 1:
         yield tensors
         return
-    seq = tensors[0].shape[seq_axis]
     step = -(-seq // count)
     for start in range(0, seq, step):  # narrow: what split returns may not be written into where gradients are recorded
         yield tuple(each.narrow(seq_axis, start, min(step, seq - start)) for each in tensors)
