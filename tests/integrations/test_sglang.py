@@ -1,0 +1,225 @@
+"""SGLang's attention backend: its interface as the framework has it, forward passes over its pool, and refusals."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+from enum import Enum
+
+import pytest
+import torch
+from engine_steps import PAGE, STEPS, Sequences, module
+
+pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
+
+SGLANG = {
+    "init_forward_metadata": ("self", "forward_batch"),
+    "get_cuda_graph_seq_len_fill_value": ("self",),
+    "support_triton": ("self",),
+    "forward_extend": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "**kwargs"),
+    "forward_decode": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "**kwargs"),
+}
+"""Of sglang 0.5.23, srt/layers/attention/base_attn_backend.py: what its runner calls."""
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """The integration on top of modules that have the names of sglang 0.5.23."""
+    for name in ("", ".srt", ".srt.layers", ".srt.layers.attention", ".srt.mem_cache", ".srt.arg_groups"):
+        module(monkeypatch, f"sglang{name}")
+
+    class AttentionBackend:
+        pass
+
+    registered = {}
+    choices = []
+    module(monkeypatch, "sglang.srt.layers.attention.base_attn_backend", AttentionBackend=AttentionBackend)
+    module(
+        monkeypatch,
+        "sglang.srt.layers.attention.attention_registry",
+        ATTENTION_BACKENDS=registered,
+        register_attention_backend=lambda name: lambda made: registered.setdefault(name, made),
+    )
+    module(monkeypatch, "sglang.srt.arg_groups.choices", add_attention_backend_choices=choices.extend)
+    pools = module(monkeypatch, "sglang.srt.mem_cache.memory_pool", KVWriteLoc=lambda slots: ("at", slots))
+    sys.modules["sglang.srt.mem_cache"].memory_pool = pools
+    monkeypatch.delitem(sys.modules, "layerzero.integrations.sglang", raising=False)
+    made = importlib.import_module("layerzero.integrations.sglang")
+    made.tested = registered, choices
+    yield made
+    sys.modules.pop("layerzero.integrations.sglang", None)
+
+
+def test_sglang_calls_what_is_there(sglang):
+    backend = sglang.LayerZeroAttnBackend
+    for name, wanted in SGLANG.items():
+        parameters = inspect.signature(getattr(backend, name)).parameters.values()
+        got = ["**kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in parameters]
+        assert tuple(got) == wanted, name
+    sglang.register()
+    registered, choices = sglang.tested
+    assert registered == {"layerzero": backend}
+    assert choices == ["layerzero"]
+
+
+def mode_of(kind):
+    """SGLang's forward mode: what it is asked for here."""
+    names = ("decode", "idle", "dllm_extend")
+    return types.SimpleNamespace(**{f"is_{name}": functools.partial(kind.__eq__, name) for name in names})
+
+
+def test_what_sglang_computes_otherwise_is_refused_before_a_forward_pass(sglang):
+    runner = types.SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None, page_size=1)
+    backend = sglang.LayerZeroAttnBackend(runner)
+    for kind, spec_info in (("decode", object()), ("extend", object()), ("dllm_extend", None)):
+        batch = types.SimpleNamespace(forward_mode=mode_of(kind), spec_info=spec_info)
+        with pytest.raises(NotImplementedError, match="wanted a prefill or a decode, got drafts or blocks"):
+            backend.init_forward_metadata(batch)
+    backend.init_forward_metadata(types.SimpleNamespace(forward_mode=mode_of("idle"), spec_info=None))
+    assert backend.step is None
+
+
+class Pool:
+    """SGLang's pool of one layer: tokens by index."""
+
+    def __init__(self, tokens):
+        self.keys, self.values = torch.zeros(2, tokens, 2, 16)
+
+    def set_kv_buffer(self, layer, location, keys, values):
+        name, slots = location
+        assert name == "at"
+        self.keys[slots], self.values[slots] = keys.view(-1, 2, 16), values.view(-1, 2, 16)
+
+    def get_key_buffer(self, layer_id):
+        return self.keys
+
+    def get_value_buffer(self, layer_id):
+        return self.values
+
+
+class RadixAttention(torch.nn.Module):
+    """SGLang's layer: attributes of sglang 0.5.23, srt/layers/radix_attention.py."""
+
+    def __init__(self, **changes):
+        super().__init__()
+        self.tp_q_head_num, self.tp_k_head_num, self.tp_v_head_num = 4, 2, 2
+        self.head_dim = self.qk_head_dim = self.v_head_dim = 16
+        self.scaling, self.layer_id, self.logit_cap, self.sliding_window_size = 0.2, 0, 30.0, 7
+        self.is_cross_attention, self.use_irope = False, False
+        self.k_scale = self.v_scale = self.k_scale_float = self.v_scale_float = None
+        self.q_scale_float = self.idx_q_scale_float = self.idx_k_scale_float = self.idx_v_scale_float = None
+        self.quant_method = None
+        self.attn_type = Enum("AttentionType", {"DECODER": "decoder"}).DECODER
+        self.pos_encoding_mode, self.logit_capping_method, self.xai_temperature_len = "NONE", "tanh", -1
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+def sglang_step(sglang, step, page_size=1, pool_dtype=torch.float32, **runs):
+    """Sequences, the backend, and its forward and batch, in a pool that holds what was there before."""
+    made = Sequences(*step)
+    pool = Pool(made.pages * PAGE)
+    made.fill(pool.keys, pool.values)
+    pool.keys, pool.values = pool.keys.to(pool_dtype), pool.values.to(pool_dtype)
+    rows = torch.full((len(made.counts) + 1, 64), 10**6)
+    for row, slots in enumerate(made.slots()):
+        rows[row + 1, : len(slots)] = slots
+    runner = types.SimpleNamespace(
+        req_to_token_pool=types.SimpleNamespace(req_to_token=rows), token_to_kv_pool=pool, page_size=page_size, **runs
+    )
+    decode = all(count == 1 for count in made.counts)
+    batch = types.SimpleNamespace(
+        seq_lens=made.lens.long(),
+        seq_lens_cpu=made.lens.long(),
+        req_pool_indices=torch.arange(len(made.counts)) + 1,
+        forward_mode=mode_of("decode" if decode else "extend"),
+        spec_info=None,
+        extend_seq_lens_cpu=list(made.counts),
+        out_cache_loc=torch.cat(
+            [each[len(each) - count :] for each, count in zip(made.slots(), made.counts, strict=True)]
+        ),
+    )
+    backend = sglang.LayerZeroAttnBackend(runner)
+    return made, backend, backend.forward_decode if decode else backend.forward_extend, batch
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+@pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
+def test_a_step_of_sglang_writes_its_tokens_and_attends_over_the_pool(sglang, step, page_size):
+    made, backend, forward, batch = sglang_step(sglang, step, page_size)
+    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), RadixAttention(), batch)
+    with pytest.raises(NotImplementedError, match="wanted init_forward_metadata before a forward pass"):
+        forward(*call)
+    backend.init_forward_metadata(batch)
+    output = forward(*call)
+    wanted = made.wanted(scale=0.2, window=(7, 0), softcap=30.0)
+    torch.testing.assert_close(output, wanted.flatten(1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="sinks: wanted None"):
+        forward(*call, sinks=torch.zeros(4))
+
+
+SGLANG_REFUSES = {
+    "decoder_bidirectional": ({"attn_type": "decoder_bidirectional"}, r"layer\.attn_type: wanted decoder or enc"),
+    "Grok's temperature": ({"xai_temperature_len": 1024}, r"layer\.xai_temperature_len: wanted -1, got 1024"),
+    "a scale in a tensor": ({"q_scale_float": torch.ones(2)}, r"layer\.q_scale_float: wanted None, got a tensor"),
+    "positions": ({"pos_encoding_mode": "ALIBI"}, r"layer\.pos_encoding_mode: wanted 'NONE', got 'ALIBI'"),
+    "another cap": ({"logit_capping_method": "sigmoid"}, r"layer\.logit_capping_method: wanted 'tanh', got 'sigmoid'"),
+    "chunks": ({"use_irope": True}, r"layer\.use_irope: wanted False, got chunks of 8192 tokens"),
+    "an attribute": ({"new_bias": 1}, r"layer\.new_bias: wanted an attribute that sglang 0\.5\.23 has, got one that"),
+    "a parameter": ({"new_gate": torch.nn.Parameter(torch.ones(4))}, r"layer\.new_gate: wanted an attribute"),
+    "both": ({"is_cross_attention": True, "new_bias": 1}, r"layer\.new_bias: .*; layer: wanted self-attention, got"),
+}
+"""Attributes of a layer that change its result, and what is said of them."""
+
+
+@pytest.mark.parametrize("wrong", SGLANG_REFUSES)
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[2]], ids=["decodes", "prefills"])
+def test_what_a_layer_of_sglang_asks_for_is_applied_or_refused_by_its_name(sglang, wrong, step):
+    made, backend, forward, batch = sglang_step(sglang, step, attention_chunk_size=8192)
+    backend.init_forward_metadata(batch)
+    changes, told = SGLANG_REFUSES[wrong]
+    before = backend.token_to_kv_pool.keys.clone()
+    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), RadixAttention(**changes), batch)
+    with pytest.raises(NotImplementedError, match=f"{told}.*; use another attention backend of SGLang"):
+        forward(*call)
+    assert torch.equal(backend.token_to_kv_pool.keys, before), "refused before anything is written"
+
+
+def test_scales_of_a_layer_are_neutral_beside_a_pool_as_wide_as_its_keys(sglang):
+    made, backend, forward, batch = sglang_step(sglang, STEPS[0])
+    backend.init_forward_metadata(batch)
+    scaled = RadixAttention(k_scale=torch.nn.Parameter(torch.tensor(2.0)), k_scale_float=2.0, quant_method=object())
+    output = forward(made.query.flatten(1), made.new(made.keys), made.new(made.values), scaled, batch)
+    torch.testing.assert_close(output, made.wanted(scale=0.2, window=(7, 0), softcap=30.0).flatten(1))
+
+
+def test_a_pool_that_is_narrower_or_another_is_refused(sglang):
+    made, backend, forward, batch = sglang_step(sglang, STEPS[0], pool_dtype=torch.bfloat16)
+    backend.init_forward_metadata(batch)
+    call = (made.query.flatten(1), None, None)
+    with pytest.raises(NotImplementedError, match=r"key buffer: wanted torch\.float32 as the query, got torch\.bf"):
+        forward(*call, RadixAttention(), batch)
+    _, backend, forward, batch = sglang_step(sglang, STEPS[0])
+    backend.init_forward_metadata(batch)
+    with pytest.raises(NotImplementedError, match=r"value buffer: wanted heads and width \(2, 8\), got \(2, 16\)"):
+        forward(*call, RadixAttention(v_head_dim=8), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("encoder_lens", torch.ones(3)), ("mha_return_lse", True), ("attn_cp_metadata", object())]
+)
+def test_batches_of_sglang_with_more_than_their_own_keys_are_refused(sglang, name, given):
+    _, backend, _, batch = sglang_step(sglang, STEPS[0])
+    setattr(batch, name, given)
+    with pytest.raises(NotImplementedError, match=f"forward_batch\\.{name}: wanted none, got"):
+        backend.init_forward_metadata(batch)
+
+
+def test_servers_that_want_the_same_bits_whatever_the_batch_are_refused(sglang):
+    wanted = types.SimpleNamespace(enable_deterministic_inference=True, dcp_size=2)
+    told = "enable_deterministic_inference: wanted False, got True; dcp_size: wanted 1, got 2; use another"
+    with pytest.raises(NotImplementedError, match=told):
+        sglang_step(sglang, STEPS[0], server_args=wanted)
