@@ -92,7 +92,7 @@ def pieces(dtype: torch.dtype) -> Iterator[tuple[str, RandomCall, Callable[[], A
         logits = torch.randn(rows, VOCAB) * 3
         yield (
             f"sample_topp {rows} x {VOCAB}",
-            RandomCall("sample_topp", {"logits": logits, "p": SHARE, "seed": 7}, "sample_topp"),
+            RandomCall("sample_topp", {"logits": logits, "top_p": SHARE, "seed": 7}, "sample_topp"),
             lambda logits=logits: by_sorting(logits),
         )
 

@@ -293,19 +293,13 @@ def add_logit_bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
     Source: the OpenAI interface.
     """
 
-def add_residual_(
-    residual: Tensor,
-    input: Tensor,
-    scale: float | None = None,
-    *,
-    row_scale: Tensor | None = None,
-) -> None:
+def add_residual_(residual: Tensor, input: Tensor, scale: float | Tensor | None = None) -> None:
     """Add the input to the residual in place, scaled where a scale is given: ``residual += scale * input``.
 
-    Shapes: residual and input (*, D), the same; row_scale (*)
-    Dtype: floating, the same for both, row_scale float32; computes in float32 or wider, rounds once.
+    Shapes: residual and input (*, D), the same; scale (*) where it is a tensor
+    Dtype: floating, the same for both, scale float32; computes in float32 or wider, rounds once.
     Args:
-        scale: -1e6 to 1e6; in place of it, row_scale: one for each row, as a mixture of experts has them.
+        scale: a number from -1e6 to 1e6, or a tensor with one for each row, as a mixture of experts has them.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
         overlaps itself in memory, or that shares memory with what is added.
     """
@@ -436,12 +430,9 @@ def apply_penalties(
     *,
     output_counts: Tensor | None = None,
     prompt_mask: Tensor | None = None,
-    repetition: float | None = None,
-    presence: float | None = None,
-    frequency: float | None = None,
-    row_repetition: Tensor | None = None,
-    row_presence: Tensor | None = None,
-    row_frequency: Tensor | None = None,
+    repetition: float | Tensor | None = None,
+    presence: float | Tensor | None = None,
+    frequency: float | Tensor | None = None,
 ) -> Tensor:
     """Make what was said already less likely: by repetition first, then by frequency, then by presence.
 
@@ -458,7 +449,7 @@ def apply_penalties(
         prompt_mask: in place of prompt_ids, whether each place is in the prompt, (*, V).
         repetition: 1e-4 to 1e4; None does nothing, as 1.
         presence, frequency: -1e4 to 1e4; None does nothing, as 0.
-        row_repetition, row_presence, row_frequency: in place of one for all, one for each row, (*) float32.
+        Each is a number for all rows, or a float32 tensor (*) with one for each row.
     Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
     """
@@ -626,21 +617,15 @@ def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
     Raises: InvalidCallError for dtypes that are not floating.
     """
 
-def chosen_logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
-) -> Tensor:
+def chosen_logprobs(logits: Tensor, ids: Tensor, *, temperature: float | Tensor | None = None) -> Tensor:
     """Tell the logarithm of the probability that one place of each row has.
 
     Shapes: logits (*, V), ids (*) → (*)
     Dtype: logits floating, ids int32 or int64; computes in float32 or wider; returns float32.
     Args:
         ids: from 0 to V - 1.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
     """
 
@@ -1478,8 +1463,7 @@ def rope_one(
 def sample(
     logits: Tensor,
     *,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -1488,8 +1472,8 @@ def sample(
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1499,23 +1483,21 @@ def sample(
 
 def sample_minp(
     logits: Tensor,
-    p: float | None = None,
+    min_p: float | Tensor | None = None,
     *,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among those at least p times as likely as the likeliest.
+    """Draw a place of each row among those at least min_p times as likely as the likeliest.
 
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        p: the share of the likeliest place's probability, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps all, 1 and more the likeliest place.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
+        min_p: the share of the likeliest place's probability, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps all, 1 and more the likeliest place.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1526,19 +1508,18 @@ def sample_minp(
 
 def sample_minp_probs(
     probs: Tensor,
-    p: float | None = None,
+    min_p: float | Tensor | None = None,
     *,
-    row_p: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among those at least p times as likely as the likeliest, from probabilities.
+    """Draw a place of each row among those at least min_p times as likely as the likeliest, from probabilities.
 
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        p: the share of the likeliest place's probability, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps all, 1 and more the likeliest place.
+        min_p: the share of the likeliest place's probability, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps all, 1 and more the likeliest place.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1562,25 +1543,23 @@ def sample_probs(probs: Tensor, *, seed: int | None = None, generator: torch.Gen
 
 def sample_topk(
     logits: Tensor,
-    k: int | None = None,
+    top_k: int | Tensor | None = None,
     *,
-    row_k: Tensor | None = None,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among the k likeliest.
+    """Draw a place of each row among the top_k likeliest.
 
-    A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too.
+    A place is kept if fewer than top_k are likelier: places that tie with the last of them are kept, too.
 
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
+        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
+            each row, where 0 and less is 1.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1591,21 +1570,20 @@ def sample_topk(
 
 def sample_topk_probs(
     probs: Tensor,
-    k: int | None = None,
+    top_k: int | Tensor | None = None,
     *,
-    row_k: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among the k likeliest, from probabilities.
+    """Draw a place of each row among the top_k likeliest, from probabilities.
 
-    A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too.
+    A place is kept if fewer than top_k are likelier: places that tie with the last of them are kept, too.
 
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
+        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
+            each row, where 0 and less is 1.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1616,30 +1594,27 @@ def sample_topk_probs(
 
 def sample_topk_topp(
     logits: Tensor,
-    k: int | None = None,
-    p: float | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
     *,
-    row_k: Tensor | None = None,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place among the k likeliest, and of these among those that have the share p.
+    """Draw a place among the top_k likeliest, and of these among those that have the share top_p.
 
-    A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of what
-    such places have together: top-k first, then top-p of the rest, as engines do.
+    A place is kept if fewer than top_k are likelier, and if those that are likelier have less than the share
+    top_p of what such places have together: top-k first, then top-p of the rest, as engines do.
 
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        p: the share of what the k likeliest have, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
+        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
+            each row, where 0 and less is 1.
+        top_p: the share of what the top_k likeliest have, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps the likeliest place, 1 and more all.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1650,26 +1625,24 @@ def sample_topk_topp(
 
 def sample_topk_topp_probs(
     probs: Tensor,
-    k: int | None = None,
-    p: float | None = None,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
     *,
-    row_k: Tensor | None = None,
-    row_p: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place among the k likeliest, and of these among those that have the share p, from probabilities.
+    """Draw a place among the top_k likeliest, and of these among those that have the share top_p, from probabilities.
 
-    A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of what
-    such places have together: top-k first, then top-p of the rest, as engines do.
+    A place is kept if fewer than top_k are likelier, and if those that are likelier have less than the share
+    top_p of what such places have together: top-k first, then top-p of the rest, as engines do.
 
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.
-        p: the share of what the k likeliest have, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
+        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
+            each row, where 0 and less is 1.
+        top_p: the share of what the top_k likeliest have, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps the likeliest place, 1 and more all.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1680,25 +1653,23 @@ def sample_topk_topp_probs(
 
 def sample_topp(
     logits: Tensor,
-    p: float | None = None,
+    top_p: float | Tensor | None = None,
     *,
-    row_p: Tensor | None = None,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among the likeliest that have the share p together.
+    """Draw a place of each row among the likeliest that have the share top_p together.
 
-    A place is kept if those that are likelier have less than p together: at least one, and all equals of the last.
+    A place is kept if those that are likelier have less than top_p together: at least one, and all equals of the last.
 
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        p: the share, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.
+        top_p: the share, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps the likeliest place, 1 and more all.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1709,21 +1680,20 @@ def sample_topp(
 
 def sample_topp_probs(
     probs: Tensor,
-    p: float | None = None,
+    top_p: float | Tensor | None = None,
     *,
-    row_p: Tensor | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row among the likeliest that have the share p together, from probabilities.
+    """Draw a place of each row among the likeliest that have the share top_p together, from probabilities.
 
-    A place is kept if those that are likelier have less than p together: at least one, and all equals of the last.
+    A place is kept if those that are likelier have less than top_p together: at least one, and all equals of the last.
 
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        p: the share, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps the likeliest place, 1 and more all.
+        top_p: the share, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps the likeliest place, 1 and more all.
         seed: gives the same ids wherever the same kernel runs the same call; from 0.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
@@ -1754,7 +1724,7 @@ def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
     Source: arXiv:2002.05202.
     """
 
-def softmax(input: Tensor, temperature: float | None = None) -> Tensor:
+def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
     """Bring the exponentials of a row to a sum of 1: ``exp(x / t) / sum(exp(x / t))`` over the last axis.
 
     Shapes: input (*, D) → (*, D)

@@ -54,7 +54,6 @@ WORDS = {
     "m": "a letter: python -m, minutes",
     "max_blocks": "blocks of a launch grid",
     "n": "a letter: a count, a line break",
-    "p": "a letter: a tag of HTML, part of a name",
     "packed": "put together",
     "per": "a preposition",
     "parents": "of a folder",
@@ -151,8 +150,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "integrations/optimize/drawing.py": dict.fromkeys(
         (
-            *("greedy", "k", "logits", "p", "row_k", "row_p", "row_temperature", "sample_topk", "sample_topk_topp"),
-            *("sample_topp", "top_k"),
+            *("greedy", "k", "logits", "sample_topk", "sample_topk_topp"),
+            *("min_p", "sample_topp", "top_k", "top_p"),
         ),
         _DRAWN,
     ),
@@ -169,7 +168,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _REPLACED,
     ),
-    "integrations/optimize/generating.py": dict.fromkeys(("logits", "tokens", "top_k"), _DRAWN),
+    "integrations/optimize/generating.py": dict.fromkeys(("logits", "min_p", "tokens", "top_k", "top_p"), _DRAWN),
     "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv_", "tokens"), _CACHE),
     "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv_", "pages", "positions", "tokens"), _CACHE),
     "integrations/optimize/layer.py": dict.fromkeys(

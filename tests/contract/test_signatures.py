@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 import pytest
+import torch
 
 import layerzero as lz
+from layerzero.engine.functions import CALLS
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
 
 
@@ -30,3 +35,39 @@ def test_questions_and_locks_know_former_names():
         lz.scope(locks={"append_kv": "torch.kv_append"}),
     ):
         pass
+
+
+RENAMED = sorted((name, old, new) for name, each in FUNCTIONS.items() for old, new in each.renamed.items())
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [each for each in RENAMED if each[0] != each[2]])
+def test_a_former_argument_is_an_error_that_names_the_one_of_today(name, old, new):
+    parameters = inspect.signature(getattr(lz, name)).parameters
+    assert new in parameters
+    given = [torch.zeros(2, 4) for each in parameters.values() if each.default is each.empty]
+    for call in (getattr(lz, name), partial(lz.explain, name), partial(lz.bind, name)):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{old}'; it is '{new}' now"):
+            call(*given, **{old: 1})
+
+
+BY_ROW = sorted((name, number) for name, each in FUNCTIONS.items() for number in each.given_as.values())
+
+
+@pytest.mark.parametrize(("name", "number"), BY_ROW)
+def test_a_number_or_a_tensor_with_one_for_each_row_have_one_argument(name, number):
+    parameters = inspect.signature(FUNCTIONS[name].signature).parameters
+    assert "Tensor" in str(parameters[number].annotation)
+    assert not [each for each in parameters if each.startswith("row_") or each.endswith("_by_row")]
+
+
+def test_a_tensor_and_a_number_give_the_same_by_every_way():
+    """Called, compiled, bound and asked about; and the tensor's values decide, not the first call's."""
+    logits, twos = torch.randn(3, 50), torch.full((3,), 2)
+    wanted = lz.sample_topk(logits, 2, seed=1)
+    compiled = torch.compile(lambda x, k: lz.sample_topk(x, k, seed=1), backend="eager", fullgraph=True)
+    for call in (partial(lz.sample_topk, seed=1), compiled, partial(CALLS["sample_topk"].python, seed=1)):
+        assert torch.equal(call(logits, twos), wanted)
+        assert torch.equal(call(logits, torch.ones_like(twos)), logits.argmax(-1))
+    bound = lz.bind(lz.sample_topk, logits, twos)
+    assert torch.equal(bound(logits, torch.ones_like(twos)), logits.argmax(-1))
+    assert "top_k_by_row" in lz.explain("sample_topk", logits, top_k=twos).facts.tensors

@@ -281,7 +281,9 @@ def test_the_builtin_shows_its_signature_and_survives_pickling():
         call = CALLS[name]
         shown = inspect.signature(getattr(lz, name))
         assert [(each.name, each.kind, each.default) for each in shown.parameters.values()] == [
-            (each.name, each.kind, each.default) for each in call.function.parameters
+            (each.name, each.kind, each.default)
+            for each in call.function.parameters
+            if each.name not in call.function.given_as
         ]
         assert getattr(lz, name).__doc__ == inspect.getdoc(call.function.signature)
         assert pickle.loads(pickle.dumps(getattr(lz, name))) is getattr(lz, name)

@@ -50,9 +50,9 @@ def test_penalties_are_those_of_the_definition(form, kernel):
         of_rows = lz.apply_penalties(
             logits,
             **given,
-            row_repetition=torch.tensor([2.0, 1.0]),
-            row_presence=torch.tensor([0.5, 0.0]),
-            row_frequency=torch.tensor([0.25, 1.0]),
+            repetition=torch.tensor([2.0, 1.0]),
+            presence=torch.tensor([0.5, 0.0]),
+            frequency=torch.tensor([0.25, 1.0]),
         )
     rows = [([0, 0, 1], [2, 3]), ([4, 3, 3, 3], [0])]
     assert got.tolist() == [by_hand(LOGITS, *row, 2.0, 0.5, 0.25) for row in rows]
@@ -86,7 +86,7 @@ def test_log_probabilities_of_what_was_drawn(dtype):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
     warm = torch.full((3, 5), 0.5)
     assert torch.equal(
-        lz.chosen_logprobs(logits, ids, temperature=0.5), lz.chosen_logprobs(logits, ids, row_temperature=warm)
+        lz.chosen_logprobs(logits, ids, temperature=0.5), lz.chosen_logprobs(logits, ids, temperature=warm)
     )
 
 
@@ -105,11 +105,8 @@ WRONG = {
     "prompt_ids: wanted prompt_mask beside output_counts, got": {"output_counts": "counts", "prompt_ids": "ids"},
     "repetition: wanted 0.0001 to 10000, got 0": {"output_ids": "ids", "repetition": 0},
     "presence: wanted -10000 to 10000, got nan": {"output_ids": "ids", "presence": math.nan},
-    "presence: wanted presence for all rows or row_presence": {
-        "output_ids": "ids",
-        "presence": 1.0,
-        "row_presence": "row",
-    },
+    "presence: wanted the rows (2,) of logits, got shape (3,)": {"output_ids": "ids", "presence": "rows"},
+    "presence: wanted dtype float32, got int64": {"output_ids": "ids", "presence": "whole"},
     "output_ids: wanted the rows (2,) of logits, got shape (3, 1)": {"output_ids": "three"},
     "output_ids[1, 1]: wanted -1 to 7, got 8": {"output_ids": "beyond"},
     "output_ids: wanted dtype int32 or int64, got float32": {"output_ids": "floats"},
@@ -118,7 +115,8 @@ TENSORS = {
     "ids": torch.tensor([[0, 1], [2, -1]]),
     "counts": torch.ones(2, 8, dtype=torch.int32),
     "mask": torch.ones(2, 8, dtype=torch.bool),
-    "row": torch.ones(2),
+    "rows": torch.ones(3),
+    "whole": torch.ones(2, dtype=torch.int64),
     "three": torch.zeros(3, 1, dtype=torch.int64),
     "beyond": torch.tensor([[0, 1], [2, 8]]),
     "floats": torch.zeros(2, 2),
@@ -176,7 +174,7 @@ def test_vllms_operator_gets_masks_and_a_penalty_for_each_row(monkeypatch):
     logits = torch.randn(2, 3, 8, generator=generator())
     counts = torch.randint(0, 3, (2, 3, 8), generator=generator(1), dtype=torch.int32)
     mask = torch.rand(2, 3, 8, generator=generator(2)) < 0.3
-    given = {"output_counts": counts, "prompt_mask": mask, "row_repetition": torch.rand(2, 3) + 1, "presence": 0.5}
+    given = {"output_counts": counts, "prompt_mask": mask, "repetition_by_row": torch.rand(2, 3) + 1, "presence": 0.5}
     facts = FactsBuilder(operation).of_valid({**given, "logits": logits}, device=Device.named("H200"))
     got = kernel.load(facts)(
         logits, counts, **{name: value for name, value in given.items() if name != "output_counts"}

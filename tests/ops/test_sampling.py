@@ -22,10 +22,10 @@ from layerzero.testing.generate import RandomCall
 
 KINDS = {
     "sample": {},
-    "sample_topk": {"k": 3},
-    "sample_topp": {"p": 0.6},
-    "sample_minp": {"p": 0.2},
-    "sample_topk_topp": {"k": 4, "p": 0.7},
+    "sample_topk": {"top_k": 3},
+    "sample_topp": {"top_p": 0.6},
+    "sample_minp": {"min_p": 0.2},
+    "sample_topk_topp": {"top_k": 4, "top_p": 0.7},
 }
 KERNELS = [
     ("sample", "torch.sample"),
@@ -88,7 +88,7 @@ ROWS = {
 def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topk.probs": named(kernel, "sampling.topk.probs")}):
-        assert seen("sample_topk_probs", probs, k=k) == kept(ROWS[row], k=k)
+        assert seen("sample_topk_probs", probs, top_k=k) == kept(ROWS[row], k=k)
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
@@ -97,7 +97,7 @@ def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
 def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topp.probs": named(kernel, "sampling.topp.probs")}):
-        assert seen("sample_topp_probs", probs, p=p) == kept(ROWS[row], p=p)
+        assert seen("sample_topp_probs", probs, top_p=p) == kept(ROWS[row], p=p)
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_minp", "reference"])
@@ -106,7 +106,7 @@ def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.minp.probs": named(kernel, "sampling.minp.probs")}):
-        assert seen("sample_minp_probs", probs, p=p) == kept(ROWS[row], least=p)
+        assert seen("sample_minp_probs", probs, min_p=p) == kept(ROWS[row], least=p)
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
@@ -115,7 +115,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
 def test_top_p_is_of_what_top_k_leaves(row, k, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topk_topp.probs": named(kernel, "sampling.topk_topp.probs")}):
-        assert seen("sample_topk_topp_probs", probs, k=k, p=p) == kept(ROWS[row], k=k, p=p)
+        assert seen("sample_topk_topp_probs", probs, top_k=k, top_p=p) == kept(ROWS[row], k=k, p=p)
 
 
 def named(kernel, operation):
@@ -206,18 +206,12 @@ def test_rows_have_numbers_of_their_own(name, kernel, ending):
     tensor = probs if ending else probs.log()
     counts, shares = torch.tensor([-3, 1, 3, 4, 900]), torch.tensor([-1.0, 0.35, 0.55, 0.7, 1.5])
     operation = FUNCTIONS[name + ending].operations[0]
-    given = {}
-    if "k" in KINDS[name]:
-        given["row_k"] = counts.repeat_interleave(2000)
-    if "p" in KINDS[name]:
-        given["row_p"] = shares.repeat_interleave(2000)
+    given = {each: (counts if each == "top_k" else shares).repeat_interleave(2000) for each in KINDS[name]}
     with lz.scope(locks={operation.name: kernel}):
         ids = getattr(lz, name + ending)(tensor.expand(10_000, -1), **given, seed=0).view(5, -1)
     for row, k, share in zip(ids, counts.clamp(1).tolist(), shares.clamp(1e-30, 1).tolist(), strict=True):
-        of = {"k": k} if "k" in KINDS[name] else {}
-        if "p" in KINDS[name]:
-            of["least" if name == "sample_minp" else "p"] = share
-        assert set(row.tolist()) == kept(ROWS["pairs"], **of)
+        of = {"top_k": ("k", k), "top_p": ("p", share), "min_p": ("least", share)}
+        assert set(row.tolist()) == kept(ROWS["pairs"], **dict(of[each] for each in KINDS[name]))
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)
@@ -226,12 +220,12 @@ def test_rows_have_temperatures_of_their_own(name, kernel):
     logits, warm = source(name, 3, 16), torch.tensor([0.3, 1.0, 0.0])
     operation = FUNCTIONS[name].operations[0]
     with lz.scope(locks={operation.name: kernel}):
-        ids = getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], row_temperature=warm.repeat(500), seed=5)
+        ids = getattr(lz, name)(logits.repeat(500, 1), **KINDS[name], temperature=warm.repeat(500), seed=5)
         divided = logits / torch.tensor([0.3, 1.0, 1e-6]).unsqueeze(1)
         assert torch.equal(ids, getattr(lz, name)(divided.repeat(500, 1), **KINDS[name], seed=5))
         assert bool((ids.view(500, 3)[:, 2] == logits[2].argmax()).all())
-        with pytest.raises(lz.InvalidCallError, match="wanted temperature for all rows or row_temperature for each"):
-            getattr(lz, name)(logits, **KINDS[name], temperature=0.5, row_temperature=warm)
+        with pytest.raises(lz.InvalidCallError, match=r"temperature: wanted shape .* a number for each row, got"):
+            getattr(lz, name)(logits, **KINDS[name], temperature=warm[:2])
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -279,7 +273,7 @@ def test_rows_that_nothing_can_be_drawn_of(kind, kernel, name, values, problem):
     lock = f"reference.{operation}" if kernel == "reference" else own
     if kernel == "sorted" and kind in ("sample", "sample_minp"):
         pytest.skip("it has no kernel that sorts")
-    given = {each: 1 if each == "k" else value for each, value in KINDS[kind].items()}
+    given = {each: 1 if each == "top_k" else value for each, value in KINDS[kind].items()}
     with lz.scope(locks={operation: lock}), pytest.raises(lz.InvalidCallError) as raised:
         getattr(lz, called)(tensor, **given)
     assert str(raised.value).startswith(f"{called}: {name}[1]: {problem}")
@@ -287,32 +281,31 @@ def test_rows_that_nothing_can_be_drawn_of(kind, kernel, name, values, problem):
 
 
 WRONG = {
-    "p: wanted a share above 0 and up to 1, got 0.0": {"p": 0.0},
-    "p: wanted a share above 0 and up to 1, got 1.01": {"p": 1.01},
-    "p: wanted a share above 0 and up to 1, got nan": {"p": math.nan},
-    "p: wanted float, got True": {"p": True},
-    "p: wanted float, got '0.9'": {"p": "0.9"},
-    "p: wanted one number for all rows, got a tensor (3,) of float32; row_p= takes one for each row": {
-        "p": torch.ones(3)
-    },
-    "temperature: wanted one number for all rows, got [1.0, 2.0]; row_temperature= takes one for each row": {
-        "p": 1.0,
+    "top_p: wanted a share above 0 and up to 1, got 0.0": {"top_p": 0.0},
+    "top_p: wanted a share above 0 and up to 1, got 1.01": {"top_p": 1.01},
+    "top_p: wanted a share above 0 and up to 1, got nan": {"top_p": math.nan},
+    "top_p: wanted a number or a tensor with one for each row, got True": {"top_p": True},
+    "top_p: wanted a number or a tensor with one for each row, got '0.9'": {"top_p": "0.9"},
+    "temperature: wanted a number or a tensor with one for each row, got [1.0, 2.0]": {
+        "top_p": 1.0,
         "temperature": [1.0, 2.0],
     },
-    "p: wanted p for all rows or row_p for each, got neither": {},
-    "p: wanted p for all rows or row_p for each, got both": {"p": 0.5, "row_p": torch.ones(3)},
-    "row_p: wanted shape (3,), a number for each row, got (2,)": {"row_p": torch.ones(2)},
-    "row_p: wanted dtype float32, got float64": {"row_p": torch.ones(3, dtype=torch.float64)},
-    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got 0": {"p": 1.0, "temperature": 0},
+    "top_p: wanted a number or a tensor with one for each row, got None": {},
+    "top_p: wanted shape (3,), a number for each row, got (2,)": {"top_p": torch.ones(2)},
+    "top_p: wanted dtype float32, got float64": {"top_p": torch.ones(3, dtype=torch.float64)},
+    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got 0": {
+        "top_p": 1.0,
+        "temperature": 0,
+    },
     "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got -1": {
-        "p": 1.0,
+        "top_p": 1.0,
         "temperature": -1,
     },
-    "p: wanted a share above 0 and up to 1, got -0.5": {"p": -0.5},
-    "seed: wanted a seed or a generator, got both": {"p": 1.0, "seed": 1, "generator": torch.Generator()},
-    "seed: wanted 0 to 9.22337e+18, got -1": {"p": 1.0, "seed": -1},
-    "seed: wanted int, got 1.5": {"p": 1.0, "seed": 1.5},
-    "generator: wanted a Generator or None, got int": {"p": 1.0, "generator": 3},
+    "top_p: wanted a share above 0 and up to 1, got -0.5": {"top_p": -0.5},
+    "seed: wanted a seed or a generator, got both": {"top_p": 1.0, "seed": 1, "generator": torch.Generator()},
+    "seed: wanted 0 to 9.22337e+18, got -1": {"top_p": 1.0, "seed": -1},
+    "seed: wanted int, got 1.5": {"top_p": 1.0, "seed": 1.5},
+    "generator: wanted a Generator or None, got int": {"top_p": 1.0, "generator": 3},
 }
 
 
@@ -326,7 +319,8 @@ def test_bad_arguments(wanted):
 
 @pytest.mark.parametrize("k", [0, -1, 1.0, True])
 def test_bad_counts(k):
-    with pytest.raises(lz.InvalidCallError, match=r"k: wanted (1 to 2147483647|int), got"):
+    wanted = r"top_k: wanted (a number or a tensor with one for each row|1 to 2147483647|int), got"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
         lz.sample_topk(torch.ones(3, 8), k)
 
 
@@ -403,7 +397,7 @@ def test_parts_of_a_row_add_up_in_any_order():
 def test_a_kernel_that_keeps_too_much_is_found_wrong():
     """The judge sees one place too many, and counts that are those of another p."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    call = RandomCall("sample_topp", {"logits": logits, "p": 0.8})
+    call = RandomCall("sample_topp", {"logits": logits, "top_p": 0.8})
     truth = compare.expected(call)
     assert compare.problems(torch.tensor([1]), {}, truth) == []
     assert "got 2, of probability 0" in compare.problems(torch.tensor([2]), {}, truth)[0]
@@ -416,7 +410,7 @@ def test_a_kernel_that_keeps_too_much_is_found_wrong():
 def test_what_lies_on_the_bound_may_come_or_not():
     """Half the row is exactly what the likeliest place has: with p of 0.5 float32 decides about the next one."""
     probs = torch.tensor([[0.5, 0.3, 0.2]])
-    truth = compare.expected(RandomCall("sample_topp_probs", {"probs": probs, "p": 0.5}))
+    truth = compare.expected(RandomCall("sample_topp_probs", {"probs": probs, "top_p": 0.5}))
     assert compare.problems(torch.tensor([1]), {}, truth) == []
     assert compare.problems(torch.tensor([0]), {}, truth) == []
     assert compare.problems(torch.tensor([2]), {}, truth)
@@ -433,8 +427,8 @@ def test_random_calls(kernels, monkeypatch):
 
 
 def test_a_temperature_of_a_row_that_is_none_is_named():
-    with pytest.raises(lz.InvalidCallError, match="add up to nan; is a row_temperature NaN"):
-        lz.sample(torch.zeros(2, 4), row_temperature=torch.tensor([1.0, math.nan]))
+    with pytest.raises(lz.InvalidCallError, match="add up to nan; is a temperature NaN"):
+        lz.sample(torch.zeros(2, 4), temperature=torch.tensor([1.0, math.nan]))
 
 
 def test_probabilities_that_add_up_to_infinity_are_told_as_that():

@@ -25,12 +25,14 @@ from layerzero.testing.trial import attempt
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1"}
 GIVEN = {
     "sample": {},
-    "sample_topk": {"k": 3},
-    "sample_topp": {"p": 0.6},
-    "sample_minp": {"p": 0.2},
-    "sample_topk_topp": {"k": 4, "p": 0.7},
+    "sample_topk": {"top_k": 3},
+    "sample_topp": {"top_p": 0.6},
+    "sample_minp": {"min_p": 0.2},
+    "sample_topk_topp": {"top_k": 4, "top_p": 0.7},
 }
-ROW_GIVEN = {"k": ("row_k", torch.int64), "p": ("row_p", torch.float32)}
+ROW_GIVEN = {
+    name: (f"{name}_by_row", torch.int64 if name == "top_k" else torch.float32) for name in ("top_k", "top_p", "min_p")
+}
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -94,8 +96,10 @@ def test_a_capture_draws_from_torchs_own_generator_only(argument):
 def test_counts_of_rows_are_read_on_a_cpu_only():
     from layerzero.backends.torch import sampling
 
-    given = {"logits": torch.empty(2, 64), "row_k": torch.ones(2, dtype=torch.int64)}
-    (limit,) = (each for each in kernel_of(sampling.KERNELS, "torch.sample_topk").limits if "row_k" in each.describe())
+    given = {"logits": torch.empty(2, 64), "top_k_by_row": torch.ones(2, dtype=torch.int64)}
+    (limit,) = (
+        each for each in kernel_of(sampling.KERNELS, "torch.sample_topk").limits if "top_k_by_row" in each.describe()
+    )
     assert limit.check(facts_of("sampling.topk", given))
     assert not limit.check(facts_of("sampling.topk", given, device="cpu"))
 
@@ -121,7 +125,7 @@ def test_the_shape_of_logits_asks_for_a_call_with_usual_numbers(name):
     case = case_of_shapes(operation, [(4, 64)])
     assert case is not None
     made = arguments_of(operation, case, F32)
-    assert {each: made[each] for each in ("k", "p") if each in made}.keys() == GIVEN.get(name, {}).keys()
+    assert {each: made[each] for each in ROW_GIVEN if each in made}.keys() == GIVEN.get(name, {}).keys()
 
 
 class Library:
@@ -155,18 +159,18 @@ class Library:
 
     def top_k_sampling_from_probs(self, probs, output, valid, indices, array, k, *random):
         assert array is None or array.dtype is output.dtype
-        keep = formulas.top_k(
+        keep = formulas.keep_top_k(
             probs, self._of_rows(None, k, probs), None if array is None else self._of_rows(array, 0, probs)
         )
         self._draw(probs, output, valid, indices, random, keep)
 
     def top_p_sampling_from_probs(self, probs, output, valid, indices, array, p, *random):
         assert array is None or array.dtype is F32
-        keep = formulas.top_p(probs, p, None if array is None else self._of_rows(array, 0, probs))
+        keep = formulas.keep_top_p(probs, p, None if array is None else self._of_rows(array, 0, probs))
         self._draw(probs, output, valid, indices, random, keep)
 
     def min_p_sampling_from_probs(self, probs, output, valid, indices, array, p, *random):
-        keep = formulas.min_p(probs, p, None if array is None else self._of_rows(array, 0, probs))
+        keep = formulas.keep_min_p(probs, p, None if array is None else self._of_rows(array, 0, probs))
         self._draw(probs, output, valid, indices, random, keep)
 
     def top_k_renorm_probs(self, probs, kept, array, k, deterministic, states):
@@ -174,7 +178,7 @@ class Library:
         assert array is None or array.dtype is torch.int32
         assert states.dtype is torch.uint8
         assert not states.any()
-        weights = probs * formulas.top_k(probs, k, array)
+        weights = probs * formulas.keep_top_k(probs, k, array)
         kept.copy_(weights / weights.sum(-1, keepdim=True))
 
 
@@ -237,11 +241,13 @@ def test_shares_and_counts_of_rows_are_brought_into_range():
     assert flashinfer._counts(99, None, 32, torch.int32) == (None, 32)
 
 
-@pytest.mark.parametrize("given", [{"k": 2, "row_p": torch.tensor(0.6)}, {"k": 2, "p": 0.6}], ids=["row_p", "p"])
+@pytest.mark.parametrize(
+    "given", [{"top_k": 2, "top_p_by_row": torch.tensor(0.6)}, {"top_k": 2, "top_p": 0.6}], ids=["by_row", "one"]
+)
 def test_draws_of_a_single_row_without_an_axis_are_judged_as_one_row(given):
     operation = OPERATIONS["sampling.topk_topp"]
     kernel = next(each for each in lz.list_kernels(operation.name) if each.id == "reference.sampling.topk_topp")
-    call = RandomCall("sample_topk_topp", {"logits": torch.tensor([1.0, 0.5, 0.2]), **given}, "one row")
+    call = RandomCall("sample_topk_topp", {"logits": torch.tensor([1.0, 0.5, 0.2]), "top_k": 2, **given}, "one row")
     trial = attempt(kernel, operation, call)
 
     outcome = chance.drawn_fairly(trial)

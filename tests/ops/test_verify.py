@@ -180,7 +180,7 @@ def test_bad_calls(problem):
         lz.verify_speculative(**given)
     assert problem in str(raised.value)
     assert raised.value.function == "verify_speculative"
-    assert "row_temperature" not in str(raised.value)
+    assert "temperature" not in str(raised.value)
 
 
 @pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1]])], ids=["chain", "tree"])

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def _scaled(c):
-    factor = c["scale"] if c.get("row_scale") is None else c["row_scale"][..., None]
+    factor = c["scale"] if c.get("scale_by_row") is None else c["scale_by_row"][..., None]
     return (c["residual"] + factor * c["input"],)
 
 

@@ -15,8 +15,8 @@ def softmax(row, temperature=1.0):
 
 
 def of_row(c, name, row, default=None):
-    if c.get(f"row_{name}") is not None:
-        return c[f"row_{name}"].reshape(-1)[row]
+    if c.get(f"{name}_by_row") is not None:
+        return c[f"{name}_by_row"].reshape(-1)[row]
     return default if c.get(name) is None else c[name]
 
 
@@ -62,7 +62,8 @@ def _drawn(kind, source):
         for row, values in enumerate(c[source].reshape(-1, shape[-1])):
             warm = min(max(of_row(c, "temperature", row, 1.0), 1e-6), 1e6)
             weights = softmax(values, warm) if source == "logits" else values
-            sure, possible = sets(kind, weights, of_row(c, "k", row), of_row(c, "p", row))
+            share = of_row(c, "min_p" if kind == "minp" else "top_p", row)
+            sure, possible = sets(kind, weights, of_row(c, "top_k", row), share)
             kept = weights * sure
             found.append(kept / kept.sum())
             may.append(possible & (weights > 0))

@@ -27,6 +27,13 @@ static int bind(Function *self, PyObject *const *args, Py_ssize_t given, PyObjec
     for (int i = 0; i < self->count; i++)
         if (values[i] == NULL && (values[i] = self->parameters[i].default_value) == NULL)
             return 0;
+    for (int i = 0; self->has_given_as && i < self->count; i++) { /* a tensor is an argument of its own from here on */
+        int tensor = self->parameters[i].kind == PASSED ? self->parameters[i].made_of[0] : -1;
+        if (tensor < 0 || !Py_IS_TYPE(values[i], tensor_type))
+            continue;
+        values[tensor] = values[i];
+        values[i] = Py_None;
+    }
     return 1;
 }
 

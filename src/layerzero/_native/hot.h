@@ -108,7 +108,8 @@ typedef struct {
     enum Kind kind;
     int tensor;                /* its number among the tensors, for tensors */
     PyObject *text;            /* the text that was given last: the compiler makes one object of equal ones */
-    int made_of[MAX_TENSORS];  /* parameters that a handle must have been made of, for handles; ends with -1 */
+    int made_of[MAX_TENSORS];  /* ends with -1. Of a handle, the parameters that it must have been made of; of what is
+                                  passed, the tensor that may be given in its place */
     PyObject *kind_for;        /* what tells a handle's kind, given it and what it was made of; NULL: its own method */
     PyObject *types;           /* the exact types of what is passed, a tuple */
     double least, most;        /* bounds of a number that is passed: no key holds it, so every call is tested */
@@ -134,6 +135,7 @@ typedef struct {
     PyMethodDef method;
     PyObject *builtin_name, *builtin_doc; /* keep the method's texts */
     int count, positional, tensor_count, mutated_count, asked_count;
+    int has_given_as; /* whether a tensor may be given in place of what is passed */
     Parameter parameters[MAX_PARAMETERS];
     int tensor_parameter[MAX_TENSORS];
     Mutated mutated[MAX_TENSORS];

@@ -25,6 +25,7 @@ static int set_parameter(Function *self, PyObject *described, int place)
     }
     for (Py_ssize_t i = 0; i <= count; i++)
         parameter->made_of[i] = i < count ? (int)PyLong_AsLong(PyTuple_GET_ITEM(made_of, i)) : -1;
+    self->has_given_as |= kind == PASSED && count > 0;
     if (kind == TENSOR || kind == OPTIONAL_TENSOR) {
         if (self->tensor_count == MAX_TENSORS) {
             PyErr_Format(PyExc_ValueError, "wanted at most %d tensors", MAX_TENSORS);

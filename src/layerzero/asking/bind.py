@@ -264,6 +264,10 @@ def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs:
     if plain is not None:
         return bind_plain(plain, wanted, args, kwargs, guard=guard)
     dispatcher, arguments, _ = question(wanted, args, kwargs)
-    passed = tuple(inspect.signature(dispatcher.function.signature).bind_partial(*args, **kwargs).arguments)
-    bound = Bound(CALLS[dispatcher.function.name], arguments, wanted, passed, guard=guard)
+    function = dispatcher.function
+    passed = list(inspect.Signature(function.parameters).bind_partial(*args, **kwargs).arguments)
+    for name, number in function.given_as.items():
+        if number in passed and arguments[name] is not None:
+            passed[passed.index(number)] = name
+    bound = Bound(CALLS[function.name], arguments, wanted, tuple(passed), guard=guard)
     return bound if bound.fast is None else bound.fast

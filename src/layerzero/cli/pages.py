@@ -168,7 +168,8 @@ def _judged(operation: Operation) -> list[str]:
 def _tensor(tensor: TensorSchema, role: str) -> list[str]:
     axes = f"({', '.join(tensor.shape_vars)})" if tensor.shape_vars else "see the function"
     dtypes = tensor.dtype_constraint
-    return [f"`{tensor.name}`", role, axes, describe.dtype_names(dtypes) if dtypes else "that of the inputs"]
+    name = f"`{tensor.name}`" + (f", given as `{tensor.given_as}`" if tensor.given_as else "")
+    return [name, role, axes, describe.dtype_names(dtypes) if dtypes else "that of the inputs"]
 
 
 def _values(values: Mapping[str, object]) -> str:

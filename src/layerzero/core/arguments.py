@@ -118,6 +118,7 @@ class TensorSchema:
         one_by_one: whether its values are few and read one by one, so that their dtype and how they lie change no time.
         dtype_from: of a result, the parameter or tensor whose dtype it has; the call's if empty.
         when: of a result, the flag that asks for it; always there if empty.
+        given_as: of an optional tensor, the number that it takes the place of, and whose name callers give it by.
         code: of an optional tensor, the reason that a kernel which lacks it is refused with.
         ndim: number of axes; derived from ``shape_vars``, None where it is open.
     """
@@ -139,6 +140,12 @@ class TensorSchema:
     dtype_from: str = ""
     when: str = ""
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
+    given_as: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name that callers know it by."""
+        return self.given_as or self.name
 
     @property
     def ndim(self) -> int | None:

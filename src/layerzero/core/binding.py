@@ -6,17 +6,26 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
-def misfit(name: str, error: TypeError, passed: Iterable[str], known: Iterable[str]) -> TypeError:
-    """The error to raise in place of Python's own, by the names of a call and those of the signature."""
+def misfit(
+    name: str,
+    error: TypeError,
+    passed: Iterable[str],
+    known: Iterable[str],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> TypeError:
+    """The error to raise in place of Python's own, by the names of a call, those of the signature and former ones."""
     known = list(known)
     stranger = next((each for each in passed if each not in known), None)
     if stranger is None:
         return TypeError(f"{name}: {error}")
+    if stranger in renamed:
+        return TypeError(f"{name}: got an unexpected keyword argument {stranger!r}; it is {renamed[stranger]!r} now")
     close = get_close_matches(stranger, known, n=1, cutoff=0.5)
     wanted = ", ".join(each for each in known if each != "self")
     hint = f"; did you mean {close[0]!r}?" if close else f"; wanted {wanted}"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from layerzero.core.adapter import Adapter
 from layerzero.core.arguments import Param, Role
 from layerzero.core.binding import misfit
 from layerzero.core.bundle import MISSING, Bundle, unpack
@@ -26,7 +27,6 @@ from layerzero.core.values import Check
 
 __all__ = [
     "GENERAL_FACTS",
-    "Adapter",
     "Case",
     "Function",
     "OpKind",
@@ -36,7 +36,6 @@ __all__ = [
     "Routed",
     "Tolerance",
     "Work",
-    "Write",
 ]
 
 GENERAL_FACTS = (
@@ -78,43 +77,6 @@ class Case:
     sizes: Mapping[str, int]
     params: Mapping[str, object] = field(default_factory=dict)
     given: tuple[str, ...] = ()
-
-
-class Write(Protocol):
-    """Write the statements of an adaptation into a plan.
-
-    They may name the function's arguments, which they assign anew, and what ``Adapter.names`` has. ``layout`` is that
-    of the tensors at this place of the plan.
-    """
-
-    def __call__(self, arguments: Sequence[str], facts: Any, layout: str | None, /) -> list[str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Something that a plan may do to an operation's arguments so that a kernel becomes legal.
-
-    Attributes:
-        text: what happens, for people; ``{argument}`` stands for the argument that a limit found fault with.
-        write: writes the statements, given all such arguments of one plan.
-        names: what the statements may name beside the arguments.
-        names_sizes: whether the statements name sizes, so that calls of other sizes have others.
-        moved: whether they come after the tensors were moved to the kernel's layout.
-        absorbs: whether the arguments are gone from the call afterwards, at their neutral values.
-        absorbed: the arguments that it can absorb; those of a call that are there go along.
-        gives: a tensor that the statements make, which the kernel gets in place of what they absorb.
-        writes_anew: tensors that are dense afterwards, whatever they were before.
-    """
-
-    text: str
-    write: Write
-    names: Mapping[str, Any] = field(default_factory=dict)
-    names_sizes: bool = False
-    moved: bool = False
-    absorbs: bool = False
-    absorbed: tuple[str, ...] = ()
-    gives: str = ""
-    writes_anew: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +289,8 @@ class Function:
         brought: required tensors that a call may leave out where an object that stands for another one brings them.
         renamed: names that it and its arguments had before, with those of today. The function's own still work, with a
             DeprecationWarning; those of arguments raise a TypeError that names the new one.
-        parameters: the public parameters in order.
+        parameters: the public parameters in order, then the tensors that callers give by the name of a number.
+        given_as: the names of those tensors, with the name that each is given by.
         tensors: names of the parameters that are tensors.
         mutates: names of the tensors that are written into.
         bounds, handles, scalars: names of the parameters of these roles.
@@ -346,6 +309,7 @@ class Function:
     brought: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
+    given_as: Mapping[str, str] = field(init=False, repr=False, compare=False)
     tensors: tuple[str, ...] = field(init=False, repr=False, compare=False)
     mutates: tuple[str, ...] = field(init=False, repr=False, compare=False)
     bounds: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -358,12 +322,18 @@ class Function:
             declared(self.state)
         except KeyError as error:
             raise RegistrationError(f"function {self.name!r}: state: {error.args[0]}") from None
-        parameters = tuple(inspect.signature(self.signature).parameters.values())
+        public = inspect.signature(self.signature).parameters
         schemas = [operation.schema for operation in self.operations]
         inputs = {tensor.name: tensor for schema in schemas for tensor in schema.inputs}
+        given_as = {
+            each.name: each.given_as for each in inputs.values() if each.given_as in public and each.name not in public
+        }
+        hidden = (inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in given_as)
+        parameters = (*public.values(), *hidden)
         names = [each.name for each in parameters]
         derived: dict[str, object] = {
             "parameters": parameters,
+            "given_as": MappingProxyType(given_as),
             "tensors": tuple(name for name in names if name in inputs),
             "mutates": tuple(name for name in names if any(name in schema.mutated for schema in schemas)),
         }
@@ -384,13 +354,17 @@ class Function:
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in. Raises: TypeError for one that does not fit."""
-        signature = inspect.signature(self.signature)
+        signature = inspect.Signature(self.parameters)
         has_bundle = any(isinstance(value, Bundle) for value in (*args, *kwargs.values()))
         try:
             bound = signature.bind_partial(*args, **kwargs) if has_bundle else signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise misfit(self.name, error, kwargs, signature.parameters) from None
+            known = [name for name in signature.parameters if name not in self.given_as]
+            raise misfit(self.name, error, kwargs, known, self.renamed) from None
         bound.apply_defaults()
+        for name, number in self.given_as.items():
+            if isinstance(bound.arguments.get(number), torch.Tensor):
+                bound.arguments[name], bound.arguments[number] = bound.arguments[number], None
         if not has_bundle:
             return dict(bound.arguments)
         return unpack(self, {name: bound.arguments.get(name, MISSING) for name in signature.parameters})

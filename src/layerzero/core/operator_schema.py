@@ -51,7 +51,7 @@ def torch_schemas(function: Function) -> Mapping[str, TorchSchema]:
     A handle of the caller's own type has no place in an operator of tensors, and is left out.
     Raises: RegistrationError for a parameter whose annotation is no type that torch's operators have.
     """
-    hints = typing.get_type_hints(function.signature)
+    hints = typing.get_type_hints(function.signature) | dict.fromkeys(function.given_as, torch.Tensor | None)
     schemas = [operation.schema for operation in function.operations]
     flags = {output.when: output for schema in schemas for output in schema.outputs if output.when}
     written: dict[str, tuple[str, bool]] = {}
@@ -59,7 +59,8 @@ def torch_schemas(function: Function) -> Mapping[str, TorchSchema]:
     for parameter in function.parameters:
         if parameter.name in flags:
             continue
-        kind, is_list = _kind(hints.get(parameter.name, Any))
+        apart = torch.Tensor if parameter.name in function.given_as.values() else None
+        kind, is_list = _kind(hints.get(parameter.name, Any), apart)
         if kind is None and parameter.name in function.handles:
             continue
         if kind is None:
@@ -83,11 +84,11 @@ def torch_schemas(function: Function) -> Mapping[str, TorchSchema]:
     return found
 
 
-def _kind(annotation: Any) -> tuple[str | None, bool]:
-    """A parameter's type in torch's language, and whether it is a list there."""
+def _kind(annotation: Any, apart: type | None = None) -> tuple[str | None, bool]:
+    """A parameter's type in torch's language, without what another one has, and whether it is a list there."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = [each for each in typing.get_args(annotation) if each is not type(None)]
-        optional = "?" if len(members) < len(typing.get_args(annotation)) else ""
+        members = [each for each in typing.get_args(annotation) if each not in (type(None), apart)]
+        optional = "?" if type(None) in typing.get_args(annotation) else ""
         lists = [each for each in members if _is_list(each)]
         kind, is_list = _kind(lists[0] if lists else members[0])
         if kind is None or (len(members) > 1 and not lists):

@@ -211,7 +211,7 @@ class OperationSchema:
                     problems.append(f"{schema.name}: wanted a tensor, got nothing")
                 continue
             if not isinstance(value, torch.Tensor):
-                problems.append(f"{schema.name}: wanted a tensor, got {type(value).__name__}")
+                problems.append(f"{schema.label}: wanted a tensor, got {type(value).__name__}")
                 continue
             if first is None:
                 first, first_name = value, schema.name
@@ -245,16 +245,16 @@ def _tensor_problem(
     shape = tuple(value.shape)
     if axes and not _rank_fits(axes, shape):
         wanted = f"a {len(axes)}D tensor" if axes[0] != "..." else f"at least a {len(axes) - 1}D tensor"
-        return [f"{schema.name}: wanted {wanted} ({', '.join(axes)}), got {value.ndim}D {shape}"]
+        return [f"{schema.label}: wanted {wanted} ({', '.join(axes)}), got {value.ndim}D {shape}"]
     if schema.dtype_constraint is not None and value.dtype not in schema.dtype_constraint:
         problems.append(
-            f"{schema.name}: wanted dtype {names_of(schema.dtype_constraint)}, got {dtype_name(value.dtype)}"
+            f"{schema.label}: wanted dtype {names_of(schema.dtype_constraint)}, got {dtype_name(value.dtype)}"
         )
     elif schema.same_dtype and value.dtype != first.dtype:
         wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
-        problems.append(f"{schema.name}: wanted dtype {wanted} like {first_name}, got {got}")
+        problems.append(f"{schema.label}: wanted dtype {wanted} like {first_name}, got {got}")
     if value is not first and value.device != first.device:
-        problems.append(f"{schema.name}: wanted device {first.device} like {first_name}, got {value.device}")
+        problems.append(f"{schema.label}: wanted device {first.device} like {first_name}, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
     for axis, size in zip(named, shape[len(shape) - len(named) :], strict=True):
         known = sizes.get(axis)
@@ -262,7 +262,7 @@ def _tensor_problem(
             known = sizes[axis] = (int(axis), "the schema") if axis.isdigit() else (size, schema.name)
         wanted_size, owner = known
         if size != wanted_size:
-            problems.append(f"{schema.name}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")
+            problems.append(f"{schema.label}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")
     return problems
 
 
@@ -280,6 +280,10 @@ def schema_problems(schema: OperationSchema) -> list[str]:
     for each in schema.inputs:
         wrong = [axis for axis in (*each.indexes, *each.counts) if axis not in axes]
         problems += [f"{each.name}: wanted places or counts along axes of the tensors, got {axis!r}" for axis in wrong]
+        if each.given_as and (each.required or each.given_as not in schema.scalars):
+            problems.append(
+                f"{each.name}: given_as: wanted what is passed, of an optional tensor, got {each.given_as!r}"
+            )
         if each.has_layout and not schema.layouts:
             problems.append(f"{each.name}: has a layout, and the schema names no layouts")
     for output in schema.outputs:

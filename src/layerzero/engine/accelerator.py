@@ -216,7 +216,7 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
             kind = SEQUENCE
         elif each.name in function.scalars:
             kind = PASSED
-        made_of: tuple[int, ...] = ()
+        made_of = tuple(names.index(name) for name, number in function.given_as.items() if number == each.name)
         asked, bounds = None, (0.0, 0.0)
         types: tuple[type, ...] = ()
         if param is not None and kind == HANDLE:
@@ -276,6 +276,7 @@ _WHERE = {None: 0, True: 1, False: 2}
 
 def _doc(function: Function) -> str:
     """The docstring behind the signature, in the form that ``inspect.signature`` reads from a builtin."""
-    plain = [each.replace(annotation=inspect.Parameter.empty) for each in function.parameters]
+    public = [each for each in function.parameters if each.name not in function.given_as]
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in public]
     signature = str(inspect.Signature(plain)).replace("(", "($self, ", 1)
     return f"{function.name}{signature}\n--\n\n{inspect.getdoc(function.signature)}"

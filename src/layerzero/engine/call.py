@@ -110,8 +110,10 @@ class Call:
 
     def _misnamed(self, unknown: Mapping[str, Any]) -> Any:
         """Raise what Python does for arguments that a function has not, and name the nearest, or those that it has."""
-        first = next(iter(unknown))
-        hint = nearest(first, self.dispatcher.names) or f"; it has {', '.join(self.dispatcher.names)}"
+        first, renamed = next(iter(unknown)), self.function.renamed
+        known = [name for name in self.dispatcher.names if name not in self.function.given_as]
+        hint = f"; it is {renamed[first]!r} now" if first in renamed else nearest(first, known)
+        hint = hint or f"; it has {', '.join(known)}"
         raise TypeError(f"{self.function.name}() got an unexpected keyword argument {first!r}{hint}")
 
     def _scoped_table(self) -> Table:

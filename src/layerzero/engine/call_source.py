@@ -37,6 +37,11 @@ def source(function: Function) -> str:
         f"def {function.name}({_signature(function)}, **_unknown):",
         "    if _unknown:",
         "        return _misnamed(_unknown)",
+        *(
+            line
+            for name, number in function.given_as.items()
+            for line in (f"    if isinstance({number}, _Tensor):", f"        {name}, {number} = {number}, None")
+        ),
         "    if _compiling():",
         f"        return _operator({given})",
         f"    if {_unusual_text(function)}:",

@@ -60,18 +60,18 @@ def built() -> Any:
     return gen_sampling_module().build_and_load()
 
 
-def _shares(p: float | None, row_p: Tensor | None) -> tuple[Tensor | None, float]:
+def _shares(share: float | None, of_rows: Tensor | None) -> tuple[Tensor | None, float]:
     """A share for each row and one for all, of which FlashInfer takes the first that is there."""
-    if row_p is None:
-        return None, 1.0 if p is None else p
-    return row_p.reshape(-1).clamp(LEAST, 1.0), 1.0
+    if of_rows is None:
+        return None, 1.0 if share is None else share
+    return of_rows.reshape(-1).clamp(LEAST, 1.0), 1.0
 
 
-def _counts(k: int | None, row_k: Tensor | None, vocab: int, dtype: torch.dtype) -> tuple[Tensor | None, int]:
+def _counts(count: int | None, of_rows: Tensor | None, vocab: int, dtype: torch.dtype) -> tuple[Tensor | None, int]:
     """The same of counts, which are read in the dtype that its kernels are compiled for."""
-    if row_k is None:
-        return None, vocab if k is None else min(k, vocab)
-    return row_k.reshape(-1).clamp(1, vocab).to(dtype), 0
+    if of_rows is None:
+        return None, vocab if count is None else min(count, vocab)
+    return of_rows.reshape(-1).clamp(1, vocab).to(dtype), 0
 
 
 def random_of(seed: int, offset: int) -> tuple[Any, ...]:
@@ -84,16 +84,17 @@ def _of(function: str, parameter: str = "") -> Draw:
 
     def draw(module: Any, probs: Tensor, ids: Tensor, valid: Tensor, random: tuple[Any, ...], **given: Any) -> None:
         asked: tuple[Any, ...] = ()
-        if parameter == "k":
-            asked = _counts(given.get("k"), given.get("row_k"), probs.shape[1], ids.dtype)
-        elif parameter == "p":
-            asked = _shares(given.get("p"), given.get("row_p"))
+        one, of_rows = given.get(parameter), given.get(f"{parameter}_by_row")
+        if parameter == "top_k":
+            asked = _counts(one, of_rows, probs.shape[1], ids.dtype)
+        elif parameter:
+            asked = _shares(one, of_rows)
         getattr(module, function)(probs, ids, valid, None, *asked, *random)
 
     return draw
 
 
-_top_p = _of("top_p_sampling_from_probs", "p")
+_top_p = _of("top_p_sampling_from_probs", "top_p")
 
 
 def _top_k_top_p(
@@ -102,15 +103,17 @@ def _top_k_top_p(
     ids: Tensor,
     valid: Tensor,
     random: tuple[Any, ...],
-    k: int | None = None,
-    row_k: Tensor | None = None,
-    p: float | None = None,
-    row_p: Tensor | None = None,
+    top_k: int | None = None,
+    top_k_by_row: Tensor | None = None,
+    top_p: float | None = None,
+    top_p_by_row: Tensor | None = None,
 ) -> None:
     kept = torch.empty_like(probs)
     counting = torch.zeros(_RADIX_BYTES, dtype=torch.uint8, device=probs.device)
-    module.top_k_renorm_probs(probs, kept, *_counts(k, row_k, probs.shape[1], torch.int32), _DETERMINISTIC, counting)
-    _top_p(module, kept, ids, valid, random, p=p, row_p=row_p)
+    module.top_k_renorm_probs(
+        probs, kept, *_counts(top_k, top_k_by_row, probs.shape[1], torch.int32), _DETERMINISTIC, counting
+    )
+    _top_p(module, kept, ids, valid, random, top_p=top_p, top_p_by_row=top_p_by_row)
 
 
 def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Callable[..., Any]]:
@@ -123,12 +126,12 @@ def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Call
             tensor: Tensor,
             *,
             temperature: float | None = None,
-            row_temperature: Tensor | None = None,
+            temperature_by_row: Tensor | None = None,
             seed: int | None = None,
             generator: torch.Generator | None = None,
             **given: Any,
         ) -> Tensor:
-            probs = probabilities(tensor.detach(), temperature, row_temperature, logits=logits)
+            probs = probabilities(tensor.detach(), temperature, temperature_by_row, logits=logits)
             probs = probs.view(-1, probs.shape[-1])
             rows = len(probs)
             ids = torch.empty(rows, dtype=torch.int64, device=probs.device)
@@ -159,7 +162,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         operations=(f"sampling.{kind}" if logits else f"sampling.{kind}.probs",),
         backend=FLASHINFER,
         load=_loader(draw, numbers, logits=logits),
-        accepts=(*accepts, *(("temperature", "row_temperature") if logits else ()), "seed", "generator"),
+        accepts=(*accepts, *(("temperature", "temperature_by_row") if logits else ()), "seed", "generator"),
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
@@ -180,10 +183,10 @@ KERNELS = tuple(
     _kernel(kind, source, draw, accepts, numbers, priority)
     for kind, draw, accepts, numbers, priority in (
         ("categorical", _of("sampling_from_probs"), (), 1, 80),
-        ("topk", _of("top_k_sampling_from_probs", "k"), ("k", "row_k"), _ROUNDS, 80),
-        ("topp", _top_p, ("p", "row_p"), _ROUNDS, 80),
-        ("minp", _of("min_p_sampling_from_probs", "p"), ("p", "row_p"), 1, 80),
-        ("topk_topp", _top_k_top_p, ("k", "row_k", "p", "row_p"), _ROUNDS, 80),
+        ("topk", _of("top_k_sampling_from_probs", "top_k"), ("top_k", "top_k_by_row"), _ROUNDS, 80),
+        ("topp", _top_p, ("top_p", "top_p_by_row"), _ROUNDS, 80),
+        ("minp", _of("min_p_sampling_from_probs", "min_p"), ("min_p", "min_p_by_row"), 1, 80),
+        ("topk_topp", _top_k_top_p, ("top_k", "top_k_by_row", "top_p", "top_p_by_row"), _ROUNDS, 80),
     )
     for source in ("logits", "probs")
 )

@@ -39,11 +39,11 @@ def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
         residual: Tensor,
         input: Tensor,  # noqa: A002
         *,
-        row_scale: Tensor | None = None,
+        scale_by_row: Tensor | None = None,
         scale: float | None = None,
     ) -> None:
-        if row_scale is not None:
-            residual.addcmul_(input, row_scale.unsqueeze(-1))
+        if scale_by_row is not None:
+            residual.addcmul_(input, scale_by_row.unsqueeze(-1))
         elif scale is not None and exact:
             residual.add_(input, alpha=scale)
         elif scale is not None:
@@ -91,7 +91,7 @@ KERNELS = tuple(
     for name, load, accepts, grad in (
         ("add_bias", _load_add_bias, (), True),
         ("add", _load_add, (), False),
-        ("scaled_add", _load_scaled_add, ("row_scale", "scale"), False),
+        ("scaled_add", _load_scaled_add, ("scale_by_row", "scale"), False),
         ("softmax", _load_softmax, ("temperature",), True),
         ("cast", _load_cast, ("out_dtype",), True),
     )

@@ -31,7 +31,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _by(given: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(of_row(given.get(name), given.get(f"row_{name}")) for name in _NUMBERS)
+    return tuple(of_row(given.get(name), given.get(f"{name}_by_row")) for name in _NUMBERS)
 
 
 def _load_penalties(facts: Facts) -> Callable[..., Any]:
@@ -78,9 +78,9 @@ def _load_bias(facts: Facts) -> Callable[..., Any]:
 
 def _load_logprobs(facts: Facts) -> Callable[..., Any]:
     def run(
-        logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+        logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
     ) -> Tensor:
-        wide = tempered(_wide(logits), temperature, row_temperature)
+        wide = tempered(_wide(logits), temperature, temperature_by_row)
         own = wide.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
         return (own - wide.logsumexp(-1)).float()
 
@@ -107,21 +107,21 @@ KERNELS = tuple(
             "torch.penalties",
             "sampling.penalties",
             _load_penalties,
-            ("prompt_ids", *_NUMBERS, *(f"row_{name}" for name in _NUMBERS)),
+            ("prompt_ids", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
         ),
         (
             "torch.penalties_whole",
             "sampling.penalties",
             _load_whole_rows,
-            ("prompt_ids", *_NUMBERS, *(f"row_{name}" for name in _NUMBERS)),
+            ("prompt_ids", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
         ),
         (
             "torch.penalties_counted",
             "sampling.penalties.counted",
             _load_counted,
-            ("prompt_mask", *_NUMBERS, *(f"row_{name}" for name in _NUMBERS)),
+            ("prompt_mask", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
         ),
         ("torch.logit_bias", "sampling.bias", _load_bias, ()),
-        ("torch.logprobs", "sampling.logprobs", _load_logprobs, ("temperature", "row_temperature")),
+        ("torch.logprobs", "sampling.logprobs", _load_logprobs, ("temperature", "temperature_by_row")),
     )
 )

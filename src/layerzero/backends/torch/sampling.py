@@ -53,28 +53,28 @@ def _kind(facts: Facts) -> tuple[str, str, bool]:
 def _threshold(kind: str) -> Callable[..., Tensor | None]:
     """What finds the smallest value that is kept, None where all are. Shapes: (*, V) → (*, 1)."""
 
-    def top_k(weights: Tensor, k: int | None = None, row_k: Tensor | None = None) -> Tensor | None:
-        count = count_of(k, row_k, weights.shape[-1])
-        most = count if row_k is None else int(count.max())
-        return None if most == weights.shape[-1] and row_k is None else nth(weights.topk(most).values, count)
+    def of_count(weights: Tensor, top_k: int | None = None, top_k_by_row: Tensor | None = None) -> Tensor | None:
+        count = count_of(top_k, top_k_by_row, weights.shape[-1])
+        most = count if top_k_by_row is None else int(count.max())
+        return None if most == weights.shape[-1] and top_k_by_row is None else nth(weights.topk(most).values, count)
 
-    def min_p(weights: Tensor, p: float | None = None, row_p: Tensor | None = None) -> Tensor:
+    def of_likeliest(weights: Tensor, min_p: float | None = None, min_p_by_row: Tensor | None = None) -> Tensor:
         most = weights.amax(-1, keepdim=True)
-        return torch.minimum(most * of_row(p, row_p), most)
+        return torch.minimum(most * of_row(min_p, min_p_by_row), most)
 
     def top_k_top_p(
         weights: Tensor,
-        k: int | None = None,
-        row_k: Tensor | None = None,
-        p: float | None = None,
-        row_p: Tensor | None = None,
+        top_k: int | None = None,
+        top_k_by_row: Tensor | None = None,
+        top_p: float | None = None,
+        top_p_by_row: Tensor | None = None,
     ) -> Tensor:
-        count = count_of(k, row_k, weights.shape[-1])
-        values = weights.topk(count if row_k is None else int(count.max())).values
+        count = count_of(top_k, top_k_by_row, weights.shape[-1])
+        values = weights.topk(count if top_k_by_row is None else int(count.max())).values
         last = nth(values, count)
         total = torch.where(weights >= last, weights, 0.0).sum(-1, keepdim=True)  # what ties with the last is kept, too
         before = values.cumsum(-1) - values
-        kept = (before < of_row(p, row_p) * total) & (values >= last)
+        kept = (before < of_row(top_p, top_p_by_row) * total) & (values >= last)
         return nth(values, kept.sum(-1, keepdim=True).clamp_(min=1))
 
     def none(weights: Tensor) -> None:
@@ -82,8 +82,8 @@ def _threshold(kind: str) -> Callable[..., Tensor | None]:
 
     ways: dict[str, Callable[..., Tensor | None]] = {
         "categorical": none,
-        "topk": top_k,
-        "minp": min_p,
+        "topk": of_count,
+        "minp": of_likeliest,
         "topk_topp": top_k_top_p,
     }
     return ways[kind]
@@ -103,7 +103,7 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
         tensor: Tensor,
         *,
         temperature: float | None = None,
-        row_temperature: Tensor | None = None,
+        temperature_by_row: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         **given: Any,
@@ -115,14 +115,14 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
             found = few(
                 tensor,
                 temperature=temperature,
-                row_temperature=row_temperature,
+                temperature_by_row=temperature_by_row,
                 seed=seed,
                 generator=generator,
                 **given,
             )
             if found is not None:
                 return found
-        weights = probabilities(tensor, temperature, row_temperature, logits=logits)
+        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
         own = generator_of(seed, generator, tensor.device)
         least = threshold(weights, **given)
         if least is not None:
@@ -142,21 +142,21 @@ def _load_topp(facts: Facts) -> Callable[..., Any]:
     def run(
         tensor: Tensor,
         *,
-        p: float | None = None,
-        row_p: Tensor | None = None,
+        top_p: float | None = None,
+        top_p_by_row: Tensor | None = None,
         temperature: float | None = None,
-        row_temperature: Tensor | None = None,
+        temperature_by_row: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         tensor = tensor.detach()
         check_signs(tensor, name)
-        weights = probabilities(tensor, temperature, row_temperature, logits=logits)
+        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
         weights = weights.reshape(-1, weights.shape[-1])
         own = generator_of(seed, generator, tensor.device)
         upto = weights.cumsum(-1)
         check_drawable(upto[:, -1], tensor, name)
-        share = of_row(p, None if row_p is None else row_p.reshape(-1))
+        share = of_row(top_p, None if top_p_by_row is None else top_p_by_row.reshape(-1))
         bound = (upto[:, -1:] * share).clamp_(min=_TINY)
         found = by_sums(upto, own)
         low, again = _beyond(weights, found, bound)
@@ -185,22 +185,22 @@ def _load_sorted(facts: Facts) -> Callable[..., Any]:
     def run(
         tensor: Tensor,
         *,
-        k: int | None = None,
-        row_k: Tensor | None = None,
-        p: float | None = None,
-        row_p: Tensor | None = None,
+        top_k: int | None = None,
+        top_k_by_row: Tensor | None = None,
+        top_p: float | None = None,
+        top_p_by_row: Tensor | None = None,
         temperature: float | None = None,
-        row_temperature: Tensor | None = None,
+        temperature_by_row: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         tensor = tensor.detach()
-        values, order = probabilities(tensor, temperature, row_temperature, logits=logits).sort(-1, descending=True)
+        values, order = probabilities(tensor, temperature, temperature_by_row, logits=logits).sort(-1, descending=True)
         shares = parts(values)
         if kind != "topp":
-            shares = shares * (values >= nth(values, count_of(k, row_k, vocab)))
+            shares = shares * (values >= nth(values, count_of(top_k, top_k_by_row, vocab)))
         if kind != "topk":
-            shares = shares * (values >= nth(values, reach(shares, of_row(p, row_p))))
+            shares = shares * (values >= nth(values, reach(shares, of_row(top_p, top_p_by_row))))
         upto = shares.cumsum(-1)
         if on_cpu:
             check_signs(tensor, name)
@@ -221,9 +221,9 @@ def _random_in_capture(facts: Facts) -> Reason | None:
 
 def _counts_on_a_cpu(facts: Facts) -> Reason | None:
     """How many of the largest are wanted has to be known: reading it from a device means waiting."""
-    if facts.device.platform == "cpu" or facts.get("row_k", "none") == "none":
+    if facts.device.platform == "cpu" or facts.get("top_k_by_row", "none") == "none":
         return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "row_k", "none but on a CPU", "given")
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "top_k_by_row", "none but on a CPU", "given")
 
 
 def _of(*kinds: str) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ def _of(*kinds: str) -> tuple[str, ...]:
 
 
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
-_RANDOM = ("temperature", "row_temperature", "seed", "generator")
+_RANDOM = ("temperature", "temperature_by_row", "seed", "generator")
 _CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
 
 
@@ -265,26 +265,26 @@ KERNELS = (
         "torch.sample_topk",
         ("topk",),
         _load_sample,
-        ("k", "row_k"),
-        (_CAPTURE, limit.Custom("row_k on a CPU only", _counts_on_a_cpu)),
+        ("top_k", "top_k_by_row"),
+        (_CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)),
         45,
     ),
-    _sampler("torch.sample_minp", ("minp",), _load_sample, ("p", "row_p"), (_CAPTURE,), 45),
+    _sampler("torch.sample_minp", ("minp",), _load_sample, ("min_p", "min_p_by_row"), (_CAPTURE,), 45),
     _sampler(
         "torch.sample_topk_topp",
         ("topk_topp",),
         _load_sample,
-        ("k", "row_k", "p", "row_p"),
-        (_CAPTURE, limit.Custom("row_k on a CPU only", _counts_on_a_cpu)),
+        ("top_k", "top_k_by_row", "top_p", "top_p_by_row"),
+        (_CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)),
         45,
     ),
-    _sampler("torch.sample_topp", ("topp",), _load_topp, ("p", "row_p"), (limit.platform("cpu"),), 45),
+    _sampler("torch.sample_topp", ("topp",), _load_topp, ("top_p", "top_p_by_row"), (limit.platform("cpu"),), 45),
     *(
         _sampler(f"torch.sorted_{kind}", (kind,), _load_sorted, accepts, (_CAPTURE,), 40)
         for kind, accepts in (
-            ("topk", ("k", "row_k")),
-            ("topp", ("p", "row_p")),
-            ("topk_topp", ("k", "row_k", "p", "row_p")),
+            ("topk", ("top_k", "top_k_by_row")),
+            ("topp", ("top_p", "top_p_by_row")),
+            ("topk_topp", ("top_k", "top_k_by_row", "top_p", "top_p_by_row")),
         )
     ),
 )

@@ -73,27 +73,27 @@ def few_of(facts: Facts) -> Few | None:
     def few(
         tensor: Tensor,
         *,
-        k: int | None = None,
-        row_k: Tensor | None = None,
-        p: float | None = None,
-        row_p: Tensor | None = None,
+        top_k: int | None = None,
+        top_k_by_row: Tensor | None = None,
+        top_p: float | None = None,
+        top_p_by_row: Tensor | None = None,
         temperature: float | None = None,
-        row_temperature: Tensor | None = None,
+        temperature_by_row: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor | None:
         vocab = tensor.shape[-1]
-        count = count_of(k, row_k, vocab)
-        most = count if row_k is None else int(count.max())
+        count = count_of(top_k, top_k_by_row, vocab)
+        most = count if top_k_by_row is None else int(count.max())
         if most == vocab:
             return None
         values, order = largest(tensor, most + 1)
         if 0 < values.numel() <= _BY_HAND:
             places = _by_hand(
                 values,
-                _numbers(most if row_k is None else None, None if row_k is None else count, values),
-                _numbers(1.0 if temperature is None else temperature, row_temperature, values) if logits else None,
-                _numbers(p, row_p, values) if shared else None,
+                _numbers(most if top_k_by_row is None else None, None if top_k_by_row is None else count, values),
+                _numbers(1.0 if temperature is None else temperature, temperature_by_row, values) if logits else None,
+                _numbers(top_p, top_p_by_row, values) if shared else None,
                 generator_of(seed, generator, tensor.device),
             )
             if places is not None:
@@ -101,13 +101,13 @@ def few_of(facts: Facts) -> Few | None:
         last, after = nth(values, count), nth(values, count + 1)
         if bool((last == after).any()):
             return None
-        if row_k is not None:
+        if top_k_by_row is not None:
             values = values.masked_fill(values < last, -torch.inf if logits else 0.0)
-        weights = probabilities(values[..., :most], temperature, row_temperature, logits=logits)
+        weights = probabilities(values[..., :most], temperature, temperature_by_row, logits=logits)
         upto = weights.cumsum(-1)
         total = upto[..., -1:]
         if shared:
-            kept = (upto - weights < total * of_row(p, row_p)).sum(-1, keepdim=True).clamp_(min=1)
+            kept = (upto - weights < total * of_row(top_p, top_p_by_row)).sum(-1, keepdim=True).clamp_(min=1)
             weights = torch.where(weights >= nth(weights, kept), weights, 0.0)
             upto = weights.cumsum(-1)
         check_drawable(total, tensor, name)

@@ -34,20 +34,20 @@ def _load(facts: Facts) -> Callable[..., Any]:
         repetition: float | None = None,
         presence: float | None = None,
         frequency: float | None = None,
-        row_repetition: Tensor | None = None,
-        row_presence: Tensor | None = None,
-        row_frequency: Tensor | None = None,
+        repetition_by_row: Tensor | None = None,
+        presence_by_row: Tensor | None = None,
+        frequency_by_row: Tensor | None = None,
     ) -> Tensor:
         said = output_counts > 0
         output = logits.clone()
-        if repetition is not None or row_repetition is not None:
+        if repetition is not None or repetition_by_row is not None:
             rows = output.view(-1, output.shape[-1])
             ones = rows.new_ones(len(rows))
-            each = ones * repetition if repetition is not None else ones * row_repetition.reshape(-1)  # type: ignore[union-attr]
+            each = ones * repetition if repetition is not None else ones * repetition_by_row.reshape(-1)  # type: ignore[union-attr]
             asked = torch.zeros_like(said) if prompt_mask is None else prompt_mask
             repeat(rows, asked.reshape(rows.shape).contiguous(), said.reshape(rows.shape).contiguous(), each)
         return penalised(
-            output, said, output_counts, None, of_row(presence, row_presence), of_row(frequency, row_frequency)
+            output, said, output_counts, None, of_row(presence, presence_by_row), of_row(frequency, frequency_by_row)
         )
 
     return run
@@ -61,7 +61,7 @@ KERNELS = (
         load=_load,
         accepts=(
             "prompt_mask",
-            *(f"{row}{name}" for row in ("", "row_") for name in ("repetition", "presence", "frequency")),
+            *(f"{name}{ending}" for ending in ("", "_by_row") for name in ("repetition", "presence", "frequency")),
         ),
         limits=(
             limit.platform("cuda"),

@@ -51,16 +51,16 @@ class Drawing:
 
     def draw(self, logits: Tensor, length: int) -> None:
         """Draw from (B, V) logits that follow ``length`` tokens."""
-        told = {"temperature": self.temperature, "k": self.top_k, "p": self.top_p, "min_p": self.min_p}
+        told = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         self.ids = self._by(logits, {name: each for name, each in told.items() if each is not None}, self._at(length))
 
     def of_rows(self, logits: Tensor, numbers: Numbers) -> Tensor:
         """Draw by the numbers of each row, from torch's own generator of the device."""
-        told: dict[str, Any] = {"row_temperature": numbers.temperature}
+        told: dict[str, Any] = {"temperature": numbers.temperature}
         if self.top_k is not None:
-            told["row_k"] = numbers.k
+            told["top_k"] = numbers.k
         if self.top_p is not None:
-            told["row_p"] = numbers.p
+            told["top_p"] = numbers.p
         if self.min_p is not None:
             told["min_p"] = numbers.min_p
         return self._by(logits, told, None)
@@ -70,7 +70,7 @@ class Drawing:
             return lz.greedy(logits)
         least = told.pop("min_p", None)
         if least is not None:
-            logits = _likely(logits, least, told.get("temperature", told.get("row_temperature", 1.0)))
+            logits = _likely(logits, least, told.get("temperature", 1.0))
         function: Any = lz.sample
         if self.top_k is not None:
             function = lz.sample_topk if self.top_p is None else lz.sample_topk_topp

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from layerzero.core.adapter import Adapter
 from layerzero.core.facts import Facts
 from layerzero.core.layouts import moving
-from layerzero.core.operation import Adapter
 from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis
 from layerzero.ops.attention.reference import FOLDABLE, attention_bias
 

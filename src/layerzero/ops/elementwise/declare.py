@@ -128,11 +128,11 @@ def _scaled_add(
     residual: Tensor,
     input: Tensor,  # noqa: A002
     *,
-    row_scale: Tensor | None = None,
+    scale_by_row: Tensor | None = None,
     scale: float | None = None,
 ) -> None:
     """Added in place, scaled. Shapes: (*, D), (*, D), (*). Dtype: computes in float32 or wider, rounds once."""
-    factor: Any = scale if row_scale is None else row_scale.unsqueeze(-1)
+    factor: Any = scale if scale_by_row is None else scale_by_row.unsqueeze(-1)
     residual.add_(_wide(input) * factor)
 
 
@@ -154,7 +154,9 @@ def _cast_fake(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:  # noqa: A00
 
 _INPUT = TensorSchema("input", _FEATURES, FLOATING)
 _RESIDUAL = TensorSchema("residual", _FEATURES, FLOATING, mutated=True)
-_ROW_SCALE = TensorSchema("row_scale", ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
+_SCALE_BY_ROW = TensorSchema(
+    "scale_by_row", ("...",), frozenset({torch.float32}), required=False, same_dtype=False, given_as="scale"
+)
 
 ADD_BIAS = _operation(
     "add_bias",
@@ -172,7 +174,7 @@ SCALED_ADD = _operation(
     "scaled_add",
     "One tensor scaled and added to another, in place",
     _scaled_add,
-    (_RESIDUAL, _INPUT, _ROW_SCALE),
+    (_RESIDUAL, _INPUT, _SCALE_BY_ROW),
     (SCALE,),
     stock.add_residual,
     _work(3, 2),

@@ -31,23 +31,21 @@ def add_bias(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002  # torch's na
 def add_residual_(
     residual: Tensor,
     input: Tensor,  # noqa: A002
-    scale: float | None = None,
-    *,
-    row_scale: Tensor | None = None,
+    scale: float | Tensor | None = None,
 ) -> None:
     """Add the input to the residual in place, scaled where a scale is given: ``residual += scale * input``.
 
-    Shapes: residual and input (*, D), the same; row_scale (*)
-    Dtype: floating, the same for both, row_scale float32; computes in float32 or wider, rounds once.
+    Shapes: residual and input (*, D), the same; scale (*) where it is a tensor
+    Dtype: floating, the same for both, scale float32; computes in float32 or wider, rounds once.
     Args:
-        scale: -1e6 to 1e6; in place of it, row_scale: one for each row, as a mixture of experts has them.
+        scale: a number from -1e6 to 1e6, or a tensor with one for each row, as a mixture of experts has them.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
         overlaps itself in memory, or that shares memory with what is added.
     """
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def softmax(input: Tensor, temperature: float | None = None) -> Tensor:  # noqa: A002
+def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
     """Bring the exponentials of a row to a sum of 1: ``exp(x / t) / sum(exp(x / t))`` over the last axis.
 
     Shapes: input (*, D) → (*, D)
@@ -88,20 +86,20 @@ def _route(name: str, operation: Operation) -> Callable[..., Routed]:
 def _route_residual(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "add_residual_"
     check_dense(name, arguments)
-    scaled = arguments["scale"] is not None or arguments["row_scale"] is not None
+    scaled = arguments["scale"] is not None or arguments["scale_by_row"] is not None
     operation = declare.SCALED_ADD if scaled else declare.ADD
     given = {each: arguments[each] for each in operation.schema.arguments}
     problems = operation.schema.validate(**given)
-    if arguments["scale"] is not None and arguments["row_scale"] is not None:
-        problems.append("scale: wanted scale for all rows or row_scale for each, got both")
+    if arguments["scale"] is not None and arguments["scale_by_row"] is not None:
+        problems.append("scale: wanted a number or a tensor with one for each row, got both")
     if not problems:
-        shape, row_scale = tuple(arguments["residual"].shape), arguments["row_scale"]
+        shape, by_row = tuple(arguments["residual"].shape), arguments["scale_by_row"]
         if tuple(arguments["input"].shape) != shape:
             problems.append(f"input: wanted shape {shape} like residual, got {tuple(arguments['input'].shape)}")
-        if row_scale is not None and tuple(row_scale.shape) != shape[:-1]:
+        if by_row is not None and tuple(by_row.shape) != shape[:-1]:
             wanted = f"shape {shape[:-1]}, a number for each row"
-            problems.append(f"row_scale: wanted {wanted}, got {tuple(row_scale.shape)}")
-        problems += write_problems(arguments, ("residual",), ("input", "row_scale"))
+            problems.append(f"scale: wanted {wanted}, got {tuple(by_row.shape)}")
+        problems += write_problems(arguments, ("residual",), ("input", "scale_by_row"))
     if problems:
         raise InvalidCallError(name, problems)
     return Routed(operation, given, varies=("...",))
@@ -129,7 +127,7 @@ def _drawn(*more: str) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
             if form == "one":
                 arguments["scale"] = draw.of((0.5, -1.25, 2))
             elif form == "rows":
-                arguments["row_scale"] = draw.laid_out(draw.uniform(shape[:-1], torch.float32))
+                arguments["scale_by_row"] = draw.laid_out(draw.uniform(shape[:-1], torch.float32))
         return arguments
 
     return drawn
@@ -144,6 +142,7 @@ FUNCTIONS = (
         (declare.ADD, declare.SCALED_ADD),
         draw=_drawn("residual"),
         weight=1,
+        renamed={"row_scale": "scale"},
     ),
     Function("softmax", softmax, _route("softmax", declare.SOFTMAX), (declare.SOFTMAX,), _drawn("temperature"), 1),
     Function("cast", cast, _route("cast", declare.CAST), (declare.CAST,), _drawn("out_dtype"), 1),

@@ -20,16 +20,16 @@ def add_residual(
     residual: Tensor,
     input: Tensor,  # noqa: A002
     *,
-    row_scale: Tensor | None = None,
+    scale_by_row: Tensor | None = None,
     scale: float | None = None,
 ) -> Run:
     """``+=``, of what was multiplied before."""
 
     def run() -> None:
-        if row_scale is None:
+        if scale_by_row is None:
             residual.add_(input, alpha=1 if scale is None else scale)
         else:
-            residual.add_(input * row_scale.unsqueeze(-1).to(input.dtype))
+            residual.add_(input * scale_by_row.unsqueeze(-1).to(input.dtype))
 
     return run
 

@@ -51,19 +51,19 @@ def sweep(params: Mapping[str, object]) -> Sweep:
 def examples(name: str, usual: Mapping[str, object]) -> Examples:
     """Logits with a spread of 3, as those of models about have, or their probabilities; usual numbers beside them.
 
-    Nobody can draw without k or p: a call that is asked about by the shape of its logits alone has usual ones.
+    A draw needs its top_k, top_p or min_p: a call that is asked about by the shape of its logits alone has usual ones.
     """
 
     def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
         shape = (case.sizes["rows"], case.sizes["vocab"])
-        beside = {each: value for each, value in usual.items() if f"row_{each}" not in case.given}
+        beside = {each: value for each, value in usual.items() if f"{each}_by_row" not in case.given}
         if device.type == "meta":
             return {name: torch.empty(shape, dtype=dtype, device=device), **beside}
         where = device if generator is None else generator.device
         logits = torch.randn(shape, generator=generator, device=where) * 3
         values = logits if name == "logits" else logits.softmax(-1)
-        if "row_temperature" in case.given:
-            beside["row_temperature"] = (torch.rand(shape[:1], generator=generator, device=where) + 0.5).to(device)
+        if "temperature_by_row" in case.given:
+            beside["temperature_by_row"] = (torch.rand(shape[:1], generator=generator, device=where) + 0.5).to(device)
         return {name: values.to(device, dtype), **beside}
 
     return made

@@ -19,8 +19,8 @@ def check_values(layout: str | None = None, **arguments: Tensor) -> list[Check]:
     """Values on the device: rows that something can be drawn of, shares and temperatures of rows that are numbers."""
     named = (name for name in ("logits", "probs") if arguments.get(name) is not None)
     found = [drawable(arguments[name], name) for name in named]
-    for name in ("row_p", "row_temperature"):
-        of_rows = arguments.get(name)
+    for name in ("top_p", "min_p", "temperature"):
+        of_rows = arguments.get(f"{name}_by_row")
         if of_rows is not None:
             text = f"{name}: wanted a number for each row, got NaN"
             found.append(Check(of_rows.isnan().any(), None, lambda _, __, text=text: text))  # type: ignore[misc]
@@ -91,7 +91,7 @@ def check_drawable(total: Tensor, tensor: Tensor, operation: str, called: str = 
         raise InvalidCallError(called_by(operation), [each.replace(name, called or name, 1) for each in problems])
     wanted = f"{called or name}: wanted rows that something can be drawn of"
     got = f"one whose probabilities add up to {total[bad][0].item():g}"
-    hint = "; is a row_temperature NaN?" if name == "logits" else ""  # only what draws of logits has that argument
+    hint = "; is a temperature NaN?" if name == "logits" else ""  # only what draws of logits has that argument
     raise InvalidCallError(called_by(operation), [f"{wanted}, got {got}{hint}"])
 
 

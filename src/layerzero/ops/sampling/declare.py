@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,16 @@ from layerzero.core.schema import OperationSchema
 from layerzero.ops.sampling import stock
 from layerzero.ops.sampling.cases import cases, examples, sweep
 from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values
-from layerzero.ops.sampling.formulas import TEMPERATURES, Rule, drawn, generator_of, min_p, probabilities, top_k, top_p
+from layerzero.ops.sampling.formulas import (
+    TEMPERATURES,
+    Rule,
+    drawn,
+    generator_of,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    probabilities,
+)
 from layerzero.ops.sampling.judging import judge
 
 AXES = (Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("vocab", scales=True))
@@ -68,17 +76,19 @@ def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]
 
 TEMPERATURE = Param("temperature", float, None, Role.PASSED, *TEMPERATURES, example=0.5)
 SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True)
-K = Param("k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
-P = Param("p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
-ROW_K = TensorSchema("row_k", ("...",), COUNTS, required=False, same_dtype=False)
+TOP_K = Param("top_k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
+TOP_P = Param("top_p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
+MIN_P = Param("min_p", float, None, Role.PASSED, LEAST, 1.0, example=0.1)
 
 
-def of_rows(name: str) -> TensorSchema:
+def of_rows(param: Param) -> TensorSchema:
     """A number for each row, in place of one for all."""
-    return TensorSchema(name, ("...",), frozenset({torch.float32}), required=False, same_dtype=False)
+    dtypes = frozenset({torch.float32}) if float in param.kinds else COUNTS
+    name = f"{param.name}_by_row"
+    return TensorSchema(name, ("...",), dtypes, required=False, same_dtype=False, given_as=param.name)
 
 
-ROW_P, ROW_TEMPERATURE = of_rows("row_p"), of_rows("row_temperature")
+TEMPERATURE_BY_ROW = of_rows(TEMPERATURE)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -102,13 +112,13 @@ def _every(weights: Tensor) -> Tensor:
 
 def _top_k_top_p(
     weights: Tensor,
-    k: int | None = None,
-    row_k: Tensor | None = None,
-    p: float | None = None,
-    row_p: Tensor | None = None,
+    top_k: int | None = None,
+    top_k_by_row: Tensor | None = None,
+    top_p: float | None = None,
+    top_p_by_row: Tensor | None = None,
 ) -> Tensor:
-    first = top_k(weights, k, row_k)
-    return first & top_p(weights * first, p, row_p)
+    first = keep_top_k(weights, top_k, top_k_by_row)
+    return first & keep_top_p(weights * first, top_p, top_p_by_row)
 
 
 def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
@@ -116,12 +126,12 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
         tensor: Tensor,
         *,
         temperature: float | None = None,
-        row_temperature: Tensor | None = None,
+        temperature_by_row: Tensor | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         **given: Any,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, row_temperature, logits=logits)
+        weights = probabilities(tensor.detach(), temperature, temperature_by_row, logits=logits)
         if tensor.device.type == "cpu":
             check_signs(tensor, name)
             check_drawable(weights.sum(-1), tensor, name)
@@ -132,10 +142,9 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
     return reference
 
 
-def _operation(
-    kind: str, summary: str, rule: Rule, inputs: tuple[TensorSchema, ...], *params: Param
-) -> list[Operation]:
+def _operation(kind: str, summary: str, rule: Rule, *params: Param) -> list[Operation]:
     """One that draws from logits, and one that draws from probabilities."""
+    inputs = tuple(of_rows(each) for each in params)
     small: dict[str, object] = {each.name: each.example for each in params}
     usual: dict[str, object] = {each.name: _USUAL[kind, each.name] for each in params}
     return [_from(kind, each, summary, rule, inputs, params, small, usual) for each in ("logits", "probs")]
@@ -167,7 +176,11 @@ def _from(
     return Operation(
         schema=OperationSchema(
             operation=name,
-            inputs=(TensorSchema(source, ("...", "vocab"), FLOATING), *inputs, *((ROW_TEMPERATURE,) if logits else ())),
+            inputs=(
+                TensorSchema(source, ("...", "vocab"), FLOATING),
+                *inputs,
+                *((TEMPERATURE_BY_ROW,) if logits else ()),
+            ),
             outputs=(TensorSchema("ids", ("...",), IDS),),
             params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
             axes=AXES,
@@ -194,20 +207,18 @@ def _from(
 
 
 _USUAL: Mapping[tuple[str, str], object] = {
-    ("topk", "k"): 50,
-    ("topp", "p"): 0.9,
-    ("minp", "p"): 0.1,
-    ("topk_topp", "k"): 50,
-    ("topk_topp", "p"): 0.9,
+    ("topk", "top_k"): 50,
+    ("topp", "top_p"): 0.9,
+    ("minp", "min_p"): 0.1,
+    ("topk_topp", "top_k"): 50,
+    ("topk_topp", "top_p"): 0.9,
 }
 
-CATEGORICAL = _operation("categorical", "A place by its probability", _every, ())
-TOPK = _operation("topk", "A place of the k likeliest", top_k, (ROW_K,), K)
-TOPP = _operation("topp", "A place of the likeliest that have the share p", top_p, (ROW_P,), P)
-MINP = _operation(
-    "minp", "A place at least p times as likely as the likeliest", min_p, (ROW_P,), replace(P, example=0.1)
-)
-TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, (ROW_K, ROW_P), K, P)
+CATEGORICAL = _operation("categorical", "A place by its probability", _every)
+TOPK = _operation("topk", "A place of the k likeliest", keep_top_k, TOP_K)
+TOPP = _operation("topp", "A place of the likeliest that have the share p", keep_top_p, TOP_P)
+MINP = _operation("minp", "A place at least p times as likely as the likeliest", keep_min_p, MIN_P)
+TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, TOP_K, TOP_P)
 
 
 def _greedy_reference(logits: Tensor) -> Tensor:

@@ -40,17 +40,20 @@ def _source(draw: Draw, dtype: torch.dtype, name: str) -> dict[str, Any]:
     return {name: draw.laid_out(values.to(dtype), expand=name == "logits")}  # one place so often adds up to anything
 
 
-def _shares(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
-    if draw.chance(0.3):
-        return {"row_p": draw.laid_out(draw.uniform(rows, torch.float32) * 1.2)}
-    return {"p": draw.of(_SHARES)}
+def _shares(name: str) -> Callable[[Draw, tuple[int, ...]], dict[str, Any]]:
+    def shares(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
+        if draw.chance(0.3):
+            return {f"{name}_by_row": draw.laid_out(draw.uniform(rows, torch.float32) * 1.2)}
+        return {name: draw.of(_SHARES)}
+
+    return shares
 
 
 def _counts(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
     if draw.chance(0.3):
         dtype = draw.of((torch.int32, torch.int64))
-        return {"row_k": draw.laid_out(draw.integers(rows, draw.of((4, 300)), dtype) + 1)}
-    return {"k": draw.of(_COUNTS)}
+        return {"top_k_by_row": draw.laid_out(draw.integers(rows, draw.of((4, 300)), dtype) + 1)}
+    return {"top_k": draw.of(_COUNTS)}
 
 
 def temperatures(draw: Draw, rows: tuple[int, ...]) -> Tensor:
@@ -62,7 +65,7 @@ def _randomness(draw: Draw, name: str, rows: tuple[int, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if name == "logits" and draw.chance(0.4):
         of_rows = draw.chance(0.3)
-        found = {"row_temperature": temperatures(draw, rows)} if of_rows else {"temperature": draw.of(_TEMPERATURES)}
+        found = {"temperature_by_row": temperatures(draw, rows)} if of_rows else {"temperature": draw.of(_TEMPERATURES)}
     kind = draw.of(("", "seed", "generator"), (3, 2, 1))
     if kind == "seed":
         found["seed"] = draw.of((0, 1, 2**63 - 1))
@@ -85,7 +88,7 @@ def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) 
 def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
     """What draws calls of a function, by the kind of its operation and the name of its first tensor."""
     counts = (_counts,) if kind.startswith("topk") else ()
-    shares = (_shares,) if kind.endswith("p") else ()
+    shares = (_shares("min_p" if kind == "minp" else "top_p"),) if kind.endswith("p") else ()
     return _drawn(name, *counts, *shares)
 
 

@@ -30,17 +30,17 @@ TEMPERATURES = (1e-6, 1e6)
 
 
 def probabilities(
-    tensor: Tensor, temperature: float | None = None, row_temperature: Tensor | None = None, *, logits: bool
+    tensor: Tensor, temperature: float | None = None, temperature_by_row: Tensor | None = None, *, logits: bool
 ) -> Tensor:
     """Probabilities of logits or of what is said to be some, in float32 or wider."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return tempered(wide, temperature, row_temperature).softmax(-1) if logits else wide
+    return tempered(wide, temperature, temperature_by_row).softmax(-1) if logits else wide
 
 
-def tempered(logits: Tensor, temperature: float | None = None, row_temperature: Tensor | None = None) -> Tensor:
+def tempered(logits: Tensor, temperature: float | None = None, temperature_by_row: Tensor | None = None) -> Tensor:
     """Logits divided by a temperature, or each row by its own."""
-    if row_temperature is not None:
-        return logits / row_temperature.clamp(*TEMPERATURES).unsqueeze(-1)
+    if temperature_by_row is not None:
+        return logits / temperature_by_row.clamp(*TEMPERATURES).unsqueeze(-1)
     return logits if temperature is None else logits / temperature
 
 
@@ -55,11 +55,11 @@ def of_row(value: float | None, of_rows: Tensor | None) -> Any:
     return value if of_rows is None else of_rows.unsqueeze(-1)
 
 
-def count_of(k: int | None, row_k: Tensor | None, vocab: int) -> Any:
+def count_of(top_k: int | None, of_rows: Tensor | None, vocab: int) -> Any:
     """How many places are asked for, from 1 to as many as there are."""
-    if row_k is None:
-        return vocab if k is None else min(k, vocab)
-    return row_k.long().clamp(1, vocab).unsqueeze(-1)
+    if of_rows is None:
+        return vocab if top_k is None else min(top_k, vocab)
+    return of_rows.long().clamp(1, vocab).unsqueeze(-1)
 
 
 def nth(values: Tensor, count: Any) -> Tensor:
@@ -69,18 +69,24 @@ def nth(values: Tensor, count: Any) -> Tensor:
     return values[..., count - 1 : count]
 
 
-def top_k(weights: Tensor, k: int | None = None, row_k: Tensor | None = None, near: float = 0.0) -> Tensor:
+def keep_top_k(
+    weights: Tensor, top_k: int | None = None, top_k_by_row: Tensor | None = None, near: float = 0.0
+) -> Tensor:
     """The places of which fewer than k are likelier. ``near`` takes those that are almost as likely along."""
-    count = count_of(k, row_k, weights.shape[-1])
+    count = count_of(top_k, top_k_by_row, weights.shape[-1])
     return weights >= nth(weights.sort(-1, descending=True).values, count) * (1 - near)
 
 
-def top_p(
-    weights: Tensor, p: float | None = None, row_p: Tensor | None = None, slack: float = 0.0, near: float = 0.0
+def keep_top_p(
+    weights: Tensor,
+    top_p: float | None = None,
+    top_p_by_row: Tensor | None = None,
+    slack: float = 0.0,
+    near: float = 0.0,
 ) -> Tensor:
     """The places where those that are likelier have less than p of the row together; ``slack`` is added to p."""
     values = weights.sort(-1, descending=True).values
-    return weights >= nth(values, reach(parts(values), of_row(p, row_p), slack)) * (1 - near)
+    return weights >= nth(values, reach(parts(values), of_row(top_p, top_p_by_row), slack)) * (1 - near)
 
 
 def reach(shares: Tensor, p: Any, slack: float = 0.0) -> Tensor:
@@ -90,10 +96,12 @@ def reach(shares: Tensor, p: Any, slack: float = 0.0) -> Tensor:
     return ((upto - shares).double() < bound).sum(-1, keepdim=True).clamp_(min=1)
 
 
-def min_p(weights: Tensor, p: float | None = None, row_p: Tensor | None = None, slack: float = 0.0) -> Tensor:
+def keep_min_p(
+    weights: Tensor, min_p: float | None = None, min_p_by_row: Tensor | None = None, slack: float = 0.0
+) -> Tensor:
     """The places that are at least p times as likely as the likeliest; ``slack`` is a share of that bound."""
     most = weights.amax(-1, keepdim=True)
-    return weights >= torch.minimum(most * of_row(p, row_p) * (1 + slack), most)
+    return weights >= torch.minimum(most * of_row(min_p, min_p_by_row) * (1 + slack), most)
 
 
 def generator_of(seed: int | None, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:

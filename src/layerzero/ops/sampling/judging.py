@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.distribution import Distribution
-from layerzero.ops.sampling.formulas import min_p, probabilities, top_k, top_p
+from layerzero.ops.sampling.formulas import keep_min_p, keep_top_k, keep_top_p, probabilities
 
 NEAR = 1e-5
 """How near a bound a value, or a sum of a row, is too near to tell: softmax of float32 is off by 4e-6 at exp(-60)."""
@@ -30,18 +30,18 @@ def _all(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _top_k(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    k, row_k = given.get("k"), given.get("row_k")
-    return top_k(weights, k, row_k), top_k(weights, k, row_k, near=NEAR)
+    top_k, by_row = given.get("top_k"), given.get("top_k_by_row")
+    return keep_top_k(weights, top_k, by_row), keep_top_k(weights, top_k, by_row, near=NEAR)
 
 
 def _top_p(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    p, row_p = given.get("p"), given.get("row_p")
-    return top_p(weights, p, row_p, -NEAR), top_p(weights, p, row_p, NEAR, NEAR)
+    top_p, by_row = given.get("top_p"), given.get("top_p_by_row")
+    return keep_top_p(weights, top_p, by_row, -NEAR), keep_top_p(weights, top_p, by_row, NEAR, NEAR)
 
 
 def _min_p(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    p, row_p = given.get("p"), given.get("row_p")
-    return min_p(weights, p, row_p, NEAR), min_p(weights, p, row_p, -NEAR)
+    min_p, by_row = given.get("min_p"), given.get("min_p_by_row")
+    return keep_min_p(weights, min_p, by_row, NEAR), keep_min_p(weights, min_p, by_row, -NEAR)
 
 
 def _top_k_top_p(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def judge(kind: str, *, logits: bool) -> Distribution:
 
     def weights_of(arguments: Mapping[str, Any]) -> Tensor:
         tensor = arguments["logits" if logits else "probs"]
-        return probabilities(tensor, arguments.get("temperature"), arguments.get("row_temperature"), logits=logits)
+        return probabilities(tensor, arguments.get("temperature"), arguments.get("temperature_by_row"), logits=logits)
 
     def of_kept(arguments: Mapping[str, Any]) -> Tensor:
         weights = weights_of(arguments)

@@ -20,7 +20,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.sampling import stock
-from layerzero.ops.sampling.declare import AXES, COUNTS, ROW_TEMPERATURE, TEMPERATURE, of_rows
+from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
 from layerzero.ops.sampling.formulas import of_row, tempered
 from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
 
@@ -47,7 +47,7 @@ _COUNTED = (
     TensorSchema("output_counts", ("...", "vocab"), COUNTS, same_dtype=False),
     TensorSchema("prompt_mask", ("...", "vocab"), frozenset({torch.bool}), required=False, same_dtype=False),
 )
-_ROWS = tuple(of_rows(f"row_{each.name}") for each in PENALTIES_BY)
+_ROWS = tuple(of_rows(each) for each in PENALTIES_BY)
 _SIZES = ((33, 32), (5, 1003), (8, 32000), (1, 128256))
 _NAMES = ("small", "odd", "llama2_batch", "llama3_decode")
 
@@ -84,7 +84,7 @@ def _counted_reference(
 ) -> Tensor:
     """Penalties by counts. Shapes: (*, V), (*, V), (*, V) → (*, V). Dtype: computes in float32 or wider."""
     seen = output_counts > 0 if prompt_mask is None else (output_counts > 0) | prompt_mask
-    by = [of_row(numbers.get(each.name), numbers.get(f"row_{each.name}")) for each in PENALTIES_BY]
+    by = [of_row(numbers.get(each.name), numbers.get(f"{each.name}_by_row")) for each in PENALTIES_BY]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return penalised(wide, seen, output_counts, *by).to(logits.dtype)
 
@@ -129,9 +129,9 @@ def _examples(
         return {}
     made: dict[str, Any] = {}
     where, rows = device if generator is None else generator.device, case.sizes["rows"]
-    for name in (each.removeprefix("row_") for each in case.given if each.startswith("row_")):
+    for name in (each.removesuffix("_by_row") for each in case.given if each.endswith("_by_row")):
         made[name] = None
-        made[f"row_{name}"] = (torch.rand(rows, generator=generator, device=where) + 0.75).to(device)
+        made[f"{name}_by_row"] = (torch.rand(rows, generator=generator, device=where) + 0.75).to(device)
     if "output_counts" in case.given:
         often = torch.rand(rows, case.sizes["vocab"], generator=generator, device=where) * 8 - 6
         made["output_counts"] = often.clamp(0).ceil().to(device, torch.int32)
@@ -177,10 +177,10 @@ BIAS = Operation(
 
 
 def _logprobs_reference(
-    logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+    logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
 ) -> Tensor:
     """The log-probability of a place of each row. Shapes: (*, V), (*) → (*). Dtype: computes in float32 or wider."""
-    wide = tempered(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature, row_temperature)
+    wide = tempered(logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature, temperature_by_row)
     return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1).float()
 
 
@@ -194,7 +194,7 @@ LOGPROBS = Operation(
         inputs=(
             _LOGITS,
             TensorSchema("ids", ("...",), COUNTS, same_dtype=False, indexes=("vocab",)),
-            ROW_TEMPERATURE,
+            TEMPERATURE_BY_ROW,
         ),
         outputs=(TensorSchema("logprobs", ("...",), frozenset({torch.float32}), same_dtype=False),),
         params=(TEMPERATURE,),

@@ -43,7 +43,7 @@ def apply_penalties(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         if form == "one":
             arguments[name] = draw.of(numbers)
         elif form == "rows":
-            arguments[f"row_{name}"] = draw.laid_out(draw.uniform(rows, torch.float32) + 0.5)
+            arguments[f"{name}_by_row"] = draw.laid_out(draw.uniform(rows, torch.float32) + 0.5)
     return arguments
 
 
@@ -65,5 +65,5 @@ def chosen_logprobs(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = {"logits": draw.laid_out(logits.to(dtype)), "ids": draw.laid_out(ids)}
     if draw.chance(0.4):
         of_rows = draw.chance(0.5)
-        arguments |= {"row_temperature": temperatures(draw, rows)} if of_rows else {"temperature": draw.of((0.5, 2))}
+        arguments |= {"temperature_by_row": temperatures(draw, rows)} if of_rows else {"temperature": draw.of((0.5, 2))}
     return arguments

@@ -20,12 +20,9 @@ def apply_penalties(
     *,
     output_counts: Tensor | None = None,
     prompt_mask: Tensor | None = None,
-    repetition: float | None = None,
-    presence: float | None = None,
-    frequency: float | None = None,
-    row_repetition: Tensor | None = None,
-    row_presence: Tensor | None = None,
-    row_frequency: Tensor | None = None,
+    repetition: float | Tensor | None = None,
+    presence: float | Tensor | None = None,
+    frequency: float | Tensor | None = None,
 ) -> Tensor:
     """Make what was said already less likely: by repetition first, then by frequency, then by presence.
 
@@ -42,7 +39,7 @@ def apply_penalties(
         prompt_mask: in place of prompt_ids, whether each place is in the prompt, (*, V).
         repetition: 1e-4 to 1e4; None does nothing, as 1.
         presence, frequency: -1e4 to 1e4; None does nothing, as 0.
-        row_repetition, row_presence, row_frequency: in place of one for all, one for each row, (*) float32.
+        Each is a number for all rows, or a float32 tensor (*) with one for each row.
     Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
     """
@@ -66,8 +63,7 @@ def chosen_logprobs(
     logits: Tensor,
     ids: Tensor,
     *,
-    temperature: float | None = None,
-    row_temperature: Tensor | None = None,
+    temperature: float | Tensor | None = None,
 ) -> Tensor:
     """Tell the logarithm of the probability that one place of each row has.
 
@@ -75,8 +71,8 @@ def chosen_logprobs(
     Dtype: logits floating, ids int32 or int64; computes in float32 or wider; returns float32.
     Args:
         ids: from 0 to V - 1.
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6.
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
     """
     raise AssertionError("the signature only; the engine makes the callable")
@@ -96,9 +92,9 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
         with_it, wanted = ("output_ids", "prompt_ids") if by_ids else ("output_counts", "prompt_mask")
         problems.append(f"{strange}: wanted {wanted} beside {with_it}, got {strange}")
     problems += [
-        f"{each.name}: wanted {each.name} for all rows or row_{each.name} for each, got both"
+        f"{each.name}: wanted a number or a tensor with one for each row, got both"
         for each in declare.PENALTIES_BY
-        if arguments[each.name] is not None and arguments[f"row_{each.name}"] is not None
+        if arguments[each.name] is not None and arguments[f"{each.name}_by_row"] is not None
     ]
     if problems:
         raise InvalidCallError("apply_penalties", problems)
@@ -124,7 +120,7 @@ def _row_problems(operation: Operation, arguments: dict[str, Any]) -> list[str]:
         value = arguments.get(tensor.name)
         own = len(tensor.shape_vars) - 1
         if value is not None and tuple(value.shape[: value.ndim - own]) != rows:
-            problems.append(f"{tensor.name}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
+            problems.append(f"{tensor.label}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
     return problems
 
 
@@ -135,8 +131,8 @@ def _route_bias(arguments: dict[str, Any], default_layout: str | None) -> Routed
 
 def _route_logprobs(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("chosen_logprobs", arguments)
-    if arguments["temperature"] is not None and arguments["row_temperature"] is not None:
-        told = "temperature: wanted temperature for all rows or row_temperature for each, got both"
+    if arguments["temperature"] is not None and arguments["temperature_by_row"] is not None:
+        told = "temperature: wanted a number or a tensor with one for each row, got both"
         raise InvalidCallError("chosen_logprobs", [told])
     return _routed("chosen_logprobs", declare.LOGPROBS, arguments)
 
@@ -149,9 +145,16 @@ FUNCTIONS = (
         (declare.PENALTIES, declare.COUNTED),
         draw=draw.apply_penalties,
         weight=1,
+        renamed={f"row_{each.name}": each.name for each in declare.PENALTIES_BY},
     ),
     Function("add_logit_bias", add_logit_bias, _route_bias, (declare.BIAS,), draw=draw.add_logit_bias, weight=1),
     Function(
-        "chosen_logprobs", chosen_logprobs, _route_logprobs, (declare.LOGPROBS,), draw=draw.chosen_logprobs, weight=1
+        "chosen_logprobs",
+        chosen_logprobs,
+        _route_logprobs,
+        (declare.LOGPROBS,),
+        draw=draw.chosen_logprobs,
+        weight=1,
+        renamed={"row_temperature": "temperature"},
     ),
 )

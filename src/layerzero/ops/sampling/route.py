@@ -15,7 +15,16 @@ from layerzero.ops.checks import check_dense
 from layerzero.ops.sampling import declare, draw, signatures
 from layerzero.ops.sampling.formulas import TEMPERATURES
 
-_PAIRS = (("k", "row_k"), ("p", "row_p"), ("temperature", "row_temperature"))
+_TEMPERATURE = {"row_temperature": "temperature"}
+_TOP_K, _TOP_P = {"k": "top_k", "row_k": "top_k"}, {"p": "top_p", "row_p": "top_p"}
+_RENAMED = {
+    "categorical": _TEMPERATURE,
+    "topk": _TEMPERATURE | _TOP_K,
+    "topp": _TEMPERATURE | _TOP_P,
+    "minp": _TEMPERATURE | {"p": "min_p", "row_p": "min_p"},
+    "topk_topp": _TEMPERATURE | _TOP_K | _TOP_P,
+}
+_NUMBERS = ("top_k", "top_p", "min_p", "temperature")
 
 
 def _route(name: str, operation: Operation) -> Callable[..., Routed]:
@@ -38,24 +47,25 @@ def _route(name: str, operation: Operation) -> Callable[..., Routed]:
 def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
     """What is wrong with numbers, by argument: said better than by bounds."""
     found = {}
-    p: Any = arguments.get("p")
     temperature: Any = arguments.get("temperature")
-    if _is_number(p) and not declare.LEAST <= p <= 1:
-        found["p"] = f"p: wanted a share above 0 and up to 1, got {told(p)}"
+    for name in ("top_p", "min_p"):
+        share: Any = arguments.get(name)
+        if _is_number(share) and not declare.LEAST <= share <= 1:
+            found[name] = f"{name}: wanted a share above 0 and up to 1, got {told(share)}"
     least, most = TEMPERATURES
     if _is_number(temperature) and not least <= temperature <= most:
         wanted = f"{least:g} to {most:g}; the likeliest place is what greedy picks"
         found["temperature"] = f"temperature: wanted {wanted}, got {told(temperature)}"
-    for one, of_rows in _PAIRS:
-        if isinstance(arguments.get(one), (Tensor, list, tuple)):
-            hint = f"{of_rows}= takes one for each row"
-            found[one] = f"{one}: wanted one number for all rows, got {told(arguments[one])}; {hint}"
+    for name in _NUMBERS:
+        if name not in arguments:
             continue
-        if one not in arguments or (arguments[one] is None) != (arguments[of_rows] is None):
+        value, by_row = arguments[name], arguments[f"{name}_by_row"]
+        if value is None and by_row is None and name == "temperature":  # which divides by 1 where there is none
             continue
-        if arguments[one] is not None or one != "temperature":  # which divides by 1 where there is none
-            got = "neither" if arguments[one] is None else "both"
-            found[of_rows] = f"{one}: wanted {one} for all rows or {of_rows} for each, got {got}"
+        if by_row is None and not _is_number(value):
+            found[name] = f"{name}: wanted a number or a tensor with one for each row, got {told(value)}"
+        elif by_row is not None and value is not None:
+            found[name] = f"{name}: wanted a number or a tensor with one for each row, got both"
     if arguments.get("seed") is not None and arguments.get("generator") is not None:
         found["generator"] = "seed: wanted a seed or a generator, got both"
     return found
@@ -71,10 +81,10 @@ def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
     problems = []
     if shape[-1] == 0:
         problems.append(f"{source}: wanted at least one place in the last axis, got {shape}")
-    for _, name in _PAIRS:
-        of_rows = arguments.get(name)
-        if of_rows is not None and tuple(of_rows.shape) != shape[:-1]:
-            problems.append(f"{name}: wanted shape {shape[:-1]}, a number for each row, got {tuple(of_rows.shape)}")
+    for name in _NUMBERS:
+        by_row = arguments.get(f"{name}_by_row")
+        if by_row is not None and tuple(by_row.shape) != shape[:-1]:
+            problems.append(f"{name}: wanted shape {shape[:-1]}, a number for each row, got {tuple(by_row.shape)}")
     generator = arguments.get("generator")
     if isinstance(generator, torch.Generator) and not declare.on_device(generator, tensor):
         problems.append(f"generator: wanted one on {tensor.device} like {source}, got one on {generator.device}")
@@ -87,7 +97,9 @@ def _pair(kind: str, operations: list[Operation]) -> list[Function]:
     for source, operation in zip(("logits", "probs"), operations, strict=True):
         signature, drawing = signatures.drawing(kind, source), draw.drawing(kind, source)
         name = signature.__name__
-        found.append(Function(name, signature, _route(name, operation), (operation,), draw=drawing, weight=1))
+        route = _route(name, operation)
+        renamed = {old: new for old, new in _RENAMED[kind].items() if source == "logits" or new != "temperature"}
+        found.append(Function(name, signature, route, (operation,), draw=drawing, weight=1, renamed=renamed))
     return found
 
 

@@ -30,54 +30,49 @@ class _Kept(NamedTuple):
     summary: str
     more: str = ""
     arguments: tuple[_Argument, ...] = ()
-    of_rows: tuple[_Argument, ...] = ()
     source: str = ""
 
 
-_ROW_K, _ROW_P = _Argument("row_k", "Tensor | None"), _Argument("row_p", "Tensor | None")
-_TIES = "A place is kept if fewer than k are likelier: places that tie with the last of the k are kept, too."
-_K = _Argument(
-    "k",
-    "int | None",
+_TIES = "A place is kept if fewer than top_k are likelier: places that tie with the last of them are kept, too."
+_TOP_K = _Argument(
+    "top_k",
+    "int | Tensor | None",
     """\
-        k: how many places, from 1; more than there are keep all. In place of it, row_k: for each row, (*) int32
-            or int64, where 0 and less is 1.""",
+        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
+            each row, where 0 and less is 1.""",
 )
 
 
-def _share(of_what: str, ends: str) -> _Argument:
+def _share(name: str, of_what: str, ends: str) -> _Argument:
     text = f"""\
-        p: the share{of_what}, above 0 and up to 1. In place of it, row_p: for each row,
-            (*) float32, where 0 and less keeps {ends}."""
-    return _Argument("p", "float | None", text)
+        {name}: the share{of_what}, above 0 and up to 1. Or a float32 tensor (*) with a share
+            for each row, where 0 and less keeps {ends}."""
+    return _Argument(name, "float | Tensor | None", text)
 
 
 _LIKELIEST = "the likeliest place, 1 and more all"
 
 _KEPT = {
     "categorical": _Kept("a place of each row by its probability"),
-    "topk": _Kept("a place of each row among the k likeliest", _TIES, (_K,), (_ROW_K,), "arXiv:1805.04833"),
+    "topk": _Kept("a place of each row among the top_k likeliest", _TIES, (_TOP_K,), "arXiv:1805.04833"),
     "topp": _Kept(
-        "a place of each row among the likeliest that have the share p together",
-        "A place is kept if those that are likelier have less than p together: at least one, and all equals of the "
-        "last.",
-        (_share("", _LIKELIEST),),
-        (_ROW_P,),
+        "a place of each row among the likeliest that have the share top_p together",
+        "A place is kept if those that are likelier have less than top_p together: at least one, and all equals of "
+        "the last.",
+        (_share("top_p", "", _LIKELIEST),),
         "arXiv:1904.09751",
     ),
     "minp": _Kept(
-        "a place of each row among those at least p times as likely as the likeliest",
+        "a place of each row among those at least min_p times as likely as the likeliest",
         "",
-        (_share(" of the likeliest place's probability", "all, 1 and more the likeliest place"),),
-        (_ROW_P,),
+        (_share("min_p", " of the likeliest place's probability", "all, 1 and more the likeliest place"),),
         "arXiv:2407.01082",
     ),
     "topk_topp": _Kept(
-        "a place among the k likeliest, and of these among those that have the share p",
-        "A place is kept if fewer than k are likelier, and if those that are likelier have less than the share p of "
-        "what\n    such places have together: top-k first, then top-p of the rest, as engines do.",
-        (_K, _share(" of what the k likeliest have", _LIKELIEST)),
-        (_ROW_K, _ROW_P),
+        "a place among the top_k likeliest, and of these among those that have the share top_p",
+        "A place is kept if fewer than top_k are likelier, and if those that are likelier have less than the share\n"
+        "    top_p of what such places have together: top-k first, then top-p of the rest, as engines do.",
+        (_TOP_K, _share("top_p", " of what the top_k likeliest have", _LIKELIEST)),
         "arXiv:1805.04833, arXiv:1904.09751",
     ),
 }
@@ -85,13 +80,12 @@ _KEPT = {
 _TEMPERATURE = (
     _Argument(
         "temperature",
-        "float | None",
+        "float | Tensor | None",
         """\
-        temperature: what logits are divided by, from 1e-6; 1 if None. In place of it, row_temperature: for each row,
-            (*) float32, where 0 and less is 1e-6, so that the likeliest place comes.""",
+        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
+            where 0 and less is 1e-6, so that the likeliest place comes.""",
     ),
 )
-_ROW_TEMPERATURE = (_Argument("row_temperature", "Tensor | None"),)
 _RANDOM = (
     _Argument(
         "seed",
@@ -121,9 +115,7 @@ _UNDRAWABLE = {"logits": "+inf, -inf everywhere", "probs": "infinity, a number b
 def drawing(kind: str, source: str) -> Signature:
     """The signature of the function that draws from ``logits`` or ``probs``, by the kind of its operation."""
     kept = _KEPT[kind]
-    beside = (*kept.of_rows, *_RANDOM)
-    if source == "logits":
-        beside = (*kept.of_rows, *_TEMPERATURE, *_ROW_TEMPERATURE, *_RANDOM)
+    beside = (*_TEMPERATURE, *_RANDOM) if source == "logits" else _RANDOM
     told = "\n".join(each.text for each in (*kept.arguments, *beside) if each.text)
     doc = [f"Draw {kept.summary}{'' if source == 'logits' else ', from probabilities'}.", ""]
     doc += [f"    {kept.more}", ""] if kept.more else []

@@ -25,7 +25,7 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
 
     def make(*tensors: Tensor, seed: int | None = None, generator: torch.Generator | None = None, **given: Any) -> Run:
         tensor = tensors[0] if tensors else given.pop("logits" if logits else "probs")
-        divisors = given.pop("temperature", None), given.pop("row_temperature", None)
+        divisors = given.pop("temperature", None), given.pop("temperature_by_row", None)
 
         def run() -> Tensor:
             weights = tempered(tensor.float(), *divisors).softmax(-1) if logits else tensor.float()
@@ -50,26 +50,28 @@ def _flat(value: Any) -> Any:
 def _filtered(
     kind: str,
     weights: Tensor,
-    k: int | None = None,
-    row_k: Tensor | None = None,
-    p: float | None = None,
-    row_p: Tensor | None = None,
+    top_k: int | None = None,
+    top_k_by_row: Tensor | None = None,
+    top_p: float | None = None,
+    top_p_by_row: Tensor | None = None,
+    min_p: float | None = None,
+    min_p_by_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     if kind == "categorical":
         return weights, None
     if kind == "minp":
-        bound = weights.amax(-1, keepdim=True) * of_row(p, row_p)
+        bound = weights.amax(-1, keepdim=True) * of_row(min_p, min_p_by_row)
         return weights.masked_fill(weights < bound, 0.0), None
-    if kind == "topk" and row_k is None:
-        return weights.topk(count_of(k, row_k, weights.shape[-1]))
+    if kind == "topk" and top_k_by_row is None:
+        return weights.topk(count_of(top_k, top_k_by_row, weights.shape[-1]))
     values, order = weights.sort(-1, descending=True)
     if kind != "topp":
         places = torch.arange(values.shape[-1], device=values.device)
-        values = values.masked_fill(places >= count_of(k, row_k, values.shape[-1]), 0.0)
+        values = values.masked_fill(places >= count_of(top_k, top_k_by_row, values.shape[-1]), 0.0)
     if kind != "topk":
         values = values / values.sum(-1, keepdim=True)
         before = values.cumsum(-1) - values
-        drop = before >= of_row(p, row_p)
+        drop = before >= of_row(top_p, top_p_by_row)
         drop[..., 0] = False
         values = values.masked_fill(drop, 0.0)
     return values, order
@@ -96,7 +98,7 @@ def penalties(
         asked = prompt_mask if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
         seen = counts > 0 if asked is None else (counts > 0) | asked
         numbers = (
-            of_row(given.get(name), given.get(f"row_{name}")) for name in ("repetition", "presence", "frequency")
+            of_row(given.get(name), given.get(f"{name}_by_row")) for name in ("repetition", "presence", "frequency")
         )
         return penalised(logits, seen, counts, *numbers).to(logits.dtype)
 
@@ -109,12 +111,12 @@ def bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Run:
 
 
 def logprobs(
-    logits: Tensor, ids: Tensor, *, temperature: float | None = None, row_temperature: Tensor | None = None
+    logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
 ) -> Run:
     """``torch.log_softmax`` of all places, of which one is taken."""
 
     def run() -> Tensor:
-        wide = tempered(logits.float(), temperature, row_temperature)
+        wide = tempered(logits.float(), temperature, temperature_by_row)
         return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
     return run
